@@ -35,7 +35,6 @@ class CallLimits:
 
     Attributes:
         max_parallel: Calls per turn; further calls are refused.
-        time_limit_s: Time limit of one call.
     """
 
     max_parallel: int = 4

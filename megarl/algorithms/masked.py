@@ -68,7 +68,6 @@ class TokenBlock(NamedTuple):
     """A block of consecutive rows of a batch.
 
     Attributes:
-        rows: The rows of the block.
         tokens: Their tokens, in the concatenation of all rows' tokens.
         lengths: (b,), the lengths of the rows.
         mask: (n,) bool. None if all tokens are valid.

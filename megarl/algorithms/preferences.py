@@ -51,7 +51,6 @@ def dpo_losses(log_ratios: PairValues, kind: DPOLossKind, beta: float) -> Tensor
     Args:
         log_ratios: log policy - log reference of each answer: the sum over its tokens for `sigmoid`, the mean
             for the other kinds.
-        kind: The loss.
         beta: Its coefficient.
     """
     if kind is DPOLossKind.ipo:

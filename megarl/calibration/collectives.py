@@ -22,7 +22,6 @@ def collective_times(sizes: Sequence[int], device: torch.device) -> Iterator[Col
 
     Args:
         sizes: Bytes of the larger of input and output of a rank.
-        device: The device of this rank.
     """
     for kind, call in _calls().items():
         for nbytes in sizes:

@@ -34,13 +34,7 @@ _BYTES = {DType.float32: 4, DType.bfloat16: 2}
 
 
 def decode_sweep(request: CalibrationRequest, rollout: RolloutConfig, memory_bytes: float) -> DecodeSweep:
-    """Time decode steps of the engine with one rank. The engine has random weights.
-
-    Args:
-        request: What to measure.
-        rollout: The section `rollout`.
-        memory_bytes: The memory of the device.
-    """
+    """Time decode steps of the engine with one rank. The engine has random weights."""
     folder = Path(request.folder) / "decoding"
     element_bytes = _BYTES[request.dtype]
     # Only the time per layer is needed, so a large model is measured with as many layers as fit.

@@ -88,7 +88,6 @@ def decode_layer_us(sweep: DecodeSweep, memory_gb_s: float) -> float:
     The scheduler's time for a step is included, as a share of each layer.
 
     Args:
-        sweep: The measured steps.
         memory_gb_s: The bandwidth of memory that is reached.
     """
     found = [

@@ -40,7 +40,6 @@ class DecodeTime(NamedTuple):
 
     Attributes:
         batch: The number of sequences.
-        seconds: The seconds of a step.
         tokens: The mean number of tokens in the cache of each sequence.
     """
 
@@ -53,8 +52,6 @@ class RankMeasurements(NamedTuple):
     """The measurements of one rank, made while all other ranks of the machine made the same.
 
     Attributes:
-        device: The name of the device.
-        memory_bytes: The memory of the device.
         squares: Square products in each dtype.
         products: The products of a layer in the run's dtype.
         attention_tflops: Rate of attention, forward and backward, by the operations that the mask leaves.
@@ -85,7 +82,6 @@ class DecodeSweep(NamedTuple):
         times: By batch size, the smallest first.
         num_layers: The layers of the model that was decoded.
         weight_bytes: The bytes of weights that a step of a dense model reads.
-        cache_bytes: The bytes of a token in the cache.
         problem: Why there is no sweep; None if there is one.
     """
 

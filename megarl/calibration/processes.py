@@ -41,7 +41,6 @@ def measure_devices(
     """Measure all devices of this machine at the same time, and return the results in the order of ranks.
 
     Args:
-        request: What to measure.
         folder: The folder in which the speed of storage is measured.
         report: Called with the name of each part that begins.
 

@@ -52,12 +52,9 @@ def calibrate(
 
     Args:
         base: The profile of the nearest device.
-        base_name: The name of its file.
-        ranks: The measurements of each device.
         decoding: The measurements of the rollout engine.
         is_cuda: Whether the devices are GPUs.
         dtype: The dtype in which products and attention were measured.
-        host_memory_bytes: The memory of the machine.
         date: Today.
     """
     is_known = is_cuda and describes(base, ranks[0].device)

@@ -37,7 +37,6 @@ def measure(
     """Measure everything except generation.
 
     Args:
-        request: What to measure.
         address: Where the ranks meet.
         folder: The folder in which the speed of storage is measured.
         report: Called with the name of each part before it starts.

@@ -44,13 +44,9 @@ class CalibrationRequest:
         products: The products of a layer, for several numbers of rows.
         attention_tokens: The length of the rows whose attention is measured.
         copied_bytes: The size of copies and of the written file.
-        collective_bytes: The sizes of collectives.
         batches: The batch sizes of the decode sweep.
-        model: The section `model`.
-        engine: The section `engine`.
         megatron: Options that the run passes on to Megatron.
         rollout: The section `rollout`; None for a run that does not generate.
-        architecture: The architecture of the run's model.
         folder: A folder for files that only live as long as the calibration.
     """
 

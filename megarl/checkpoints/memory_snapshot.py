@@ -54,7 +54,6 @@ class SnapshotEntry(NamedTuple):
     """A tensor of a snapshot, as the index describes it. The attributes are those of SnapshotTensor.
 
     Attributes:
-        dtype: The name of the dtype.
         position: The first byte in the file.
     """
 

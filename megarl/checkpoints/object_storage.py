@@ -246,7 +246,6 @@ def local_copy(path: str, folder: CheckpointFolder) -> Path:
 
     Args:
         path: A path, or the URL of a checkpoint or of a folder of checkpoints, whose latest one is used.
-        folder: The folder for downloaded checkpoints.
 
     Raises:
         CheckpointError: The URL has no complete checkpoint, or cannot be read.

@@ -23,7 +23,6 @@ class WantedTensor(NamedTuple):
     Attributes:
         key: The name of the checkpoint tensor.
         shape: The shape of the whole checkpoint tensor in this layout.
-        place: The slice.
         is_padded: Whether rows at the end may only pad the vocabulary, so that their number depends on the
             layout.
     """

@@ -41,7 +41,6 @@ class ComparedTensor(NamedTuple):
 
     Attributes:
         stage: When the tensor was computed, such as "mini-batch 1, forward pass".
-        name: Its name.
         absolute: The largest absolute difference of an element.
         relative: The same, divided by the largest absolute value of the tensor in the first trace.
         is_close: Whether the tensors agree.

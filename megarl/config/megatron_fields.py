@@ -42,7 +42,6 @@ class Accepted(NamedTuple):
     """The values that a field accepts. A value is accepted if it belongs to one of the kinds.
 
     Attributes:
-        plain: Types of plain values.
         choices: Single values: literals, the names of an enumeration's members, or names of dtypes.
         items: The values that each item of a list accepts, if the field takes lists.
         is_null: Whether null is accepted.

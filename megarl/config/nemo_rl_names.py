@@ -22,12 +22,7 @@ def nemo_rl_names() -> dict[str, Counterpart]:
 
 
 def nemo_rl_problem(key: str, known: Container[str]) -> MigrationProblem | None:
-    """Return the migration hint for an unknown key; None if NeMo RL has no such key.
-
-    Args:
-        key: The unknown key.
-        known: The keys of the schema.
-    """
+    """Return the migration hint for an unknown key; None if NeMo RL has no such key."""
     name = key.lstrip("+~")
     entry = nemo_rl_names().get(name)
     return None if entry is None else hint_of(name, entry, "NeMo RL key", known)

@@ -28,7 +28,6 @@ def unread_keys(
     be read.
 
     Args:
-        architectures: The architectures of the models by role.
         refused: Whether to yield the keys that are refused, or those that the user is warned of.
     """
     found: dict[tuple[str, OnlyWith, str], list[tuple[str, Any]]] = {}

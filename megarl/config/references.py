@@ -27,9 +27,6 @@ class _Place(NamedTuple):
 
     Attributes:
         owner: The schema of the section or list item with the key.
-        section: The values of this section.
-        name: The name of the key in it.
-        key: The dotted key.
         path: The names and indices that lead to the value.
     """
 

@@ -87,11 +87,8 @@ class Role:
 
     Attributes:
         name: The name of the role, as in `placement.roles`.
-        kind: The kind of its work.
         is_needed: Whether a PPO run has the role.
         path_keys: The keys of its model folder. The first one that is set applies.
-        parallel_key: Its parallel layout.
-        micro_batch_key: The limit of its micro-batches.
         megatron_keys: Its options of Megatron. The first section that is set applies.
         phases: The phases of a step that it executes.
         trained_key: The section with its optimizer and recomputation. None for a frozen model.
@@ -123,11 +120,7 @@ class ModelRole:
     """A role of a run, with the values of its configuration.
 
     Attributes:
-        row: Its row in the table.
-        path: The folder of its model.
         path_key: The configuration key that gives the folder.
-        parallel: Its parallel layout.
-        micro_batch: The limit of its micro-batches.
         optim: Its optimizer. None for a frozen model.
         recomputation: What is recomputed in the backward pass.
         experts: How the routers of a mixture-of-experts model are trained.
@@ -135,7 +128,6 @@ class ModelRole:
         lora_path: The folder of the adapters to start from. None: new adapters.
         serves_adapters: Whether engines get the adapters separately, not merged.
         freeze_vision: Whether a vision tower is not trained.
-        megatron: Its options of Megatron.
         megatron_key: The section of these options.
         shares_with: The role whose devices it shares by default.
         base_of: The role in whose processes it runs, as that role's model without adapters. None: it has a
@@ -348,13 +340,7 @@ def absent_teacher(config: PPOConfig, data_sources: Collection[str]) -> tuple[st
 
 
 class ServedJudge(NamedTuple):
-    """A judge whose model the run serves.
-
-    Attributes:
-        key: Its configuration key.
-        path: The folder of its model.
-        settings: Its configuration.
-    """
+    """A judge whose model the run serves."""
 
     key: str
     path: str

@@ -29,7 +29,6 @@ def slime_problem(name: str, known: Container[str]) -> MigrationProblem | None:
 
     Args:
         name: The unknown key, with underscores.
-        known: The keys of the schema.
     """
     entry = slime_names().get(name)
     if entry is None and name.startswith(SERVER_PREFIX) and _SERVER_ARGS in known:

@@ -28,10 +28,6 @@ def synonym_hint(key: str, known: Container[str]) -> str | None:
     """Return a hint for an unknown key by its meaning; None if the table has neither it nor its last part.
 
     A key of the same section comes first: the critic's `learning_rate` is its `lr`, not the actor's.
-
-    Args:
-        key: The unknown key.
-        known: The keys of the schema.
     """
     name = key.lower().replace("-", "_")
     section = name.rpartition(".")[0]

@@ -38,10 +38,6 @@ def trl_problem(key: str, known: Container[str]) -> MigrationProblem | None:
     """Return the migration hint for an unknown key; None if TRL has no such argument.
 
     Several classes may have the argument; the hint is that for this kind of run.
-
-    Args:
-        key: The unknown key.
-        known: The keys of the schema.
     """
     entries = [arguments[key] for arguments in trl_names().values() if key in arguments]
     if not entries:

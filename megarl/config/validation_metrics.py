@@ -51,7 +51,6 @@ def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> 
     """Return the names of all metrics that the validations of a run log.
 
     Args:
-        config: The run's configuration.
         sources: The keys that reward functions return, for each data source of `data.val_files`.
     """
     # A majority vote over all data sources requires answers from each of them.

@@ -90,7 +90,6 @@ def verl_problems(key: str, value: Any, known: Container[str]) -> list[Migration
     """Return the messages about an unknown key, one for each verl key in it; empty if there is none.
 
     Args:
-        key: The unknown key.
         value: Its value. A branch is followed to its leaves.
         known: The keys of the schema. A kind of run may lack keys that the table contains.
     """
@@ -147,7 +146,6 @@ def hint_of(name: str, entry: Counterpart, what: str, known: Container[str]) -> 
 
     Args:
         what: What the key is, such as `verl key`.
-        known: The keys of the schema.
     """
     if entry.ours is None:
         return MigrationProblem(f"{name}: is a {what} without a counterpart in megarl: {entry.note}")

@@ -52,7 +52,6 @@ class ConversationEncoder:
     not padding, by its id.
 
     Args:
-        vocab_size: The vocabulary size of the model.
         pad_token_id: From the model's config.json.
         max_length: The maximum number of tokens that the model reads.
     """

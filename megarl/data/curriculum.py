@@ -186,7 +186,6 @@ class _Draw:
 
     Attributes:
         serial: The number of rows served before.
-        rows: The rows.
         following: The next draw; None if these rows are not served yet.
     """
 

@@ -146,11 +146,7 @@ class Patches(NamedTuple):
 
 
 class ImageProcessor:
-    """transformers' image processor of a model's folder.
-
-    Attributes:
-        vision: The model's tower.
-    """
+    """transformers' image processor of a model's folder."""
 
     def __init__(self, folder: str, vision: Vision) -> None:
         self.vision = vision
@@ -312,7 +308,6 @@ def with_patches(columns: Mapping[str, RaggedTensor], processor: ImageProcessor)
 
     Args:
         columns: The columns of rows, with those of `image_columns` if they have images.
-        processor: The model's processor.
     """
     if IMAGE_BYTES not in columns:
         return dict(columns)

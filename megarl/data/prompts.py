@@ -260,8 +260,6 @@ def read_prompt(
     """Read and render the prompt of a row of `read_prompt_rows`.
 
     Args:
-        tools: The tools shown to the model.
-        processor: The image processor of a model that reads images.
         harness: The agent program that plays the row, in whose sandbox its image must work.
 
     Raises:

@@ -59,7 +59,6 @@ def refused(check: str, key: str, error: Exception, hint: str, **facts: Any) -> 
 
     Args:
         key: The configuration key, which is prepended unless the message starts with it.
-        error: The error.
         hint: A shorter hint.
     """
     message = str(error) if str(error).startswith(key) else f"{key}: {error}"

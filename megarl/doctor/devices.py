@@ -83,7 +83,6 @@ def parse(listed: str, overview: str, torch_cuda: str | None) -> Gpus:
     Args:
         listed: A line of _QUERY for each GPU.
         overview: The output without arguments, which is the only one with the CUDA version.
-        torch_cuda: The CUDA version of torch.
     """
     rows = [[field.strip() for field in line.split(",")] for line in listed.splitlines() if line.strip()]
     named = re.search(r"CUDA Version\s*:\s*([\d.]+)", overview)

@@ -506,9 +506,6 @@ def _judge_code(
     """Run user code in a separate process, which is ended after the time limit.
 
     Args:
-        check: The name of the check.
-        key: The configuration key of the code.
-        names: The references to it.
         run: Raises UserFunctionError if the code cannot be used.
         when: What `run` does, for the message about a time limit.
         does: What the code does if `run` succeeds.

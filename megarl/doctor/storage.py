@@ -111,8 +111,6 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
     """Check the disk.
 
     Args:
-        disk: The disk.
-        num_nodes: Number of nodes of the run.
         one: Bytes of a checkpoint.
         most: Maximum number of checkpoints at a time.
     """

@@ -39,8 +39,6 @@ def judge_teacher(
     """Compare the vocabularies of a teacher's and the policy's tokenizers, with their special tokens.
 
     Args:
-        role: The teacher.
-        tokenizer: Its tokenizer.
         policy: The policy's tokenizer. None if it has a problem, which is reported elsewhere.
     """
     facts = {"folder": role.path, "tokens": len(tokenizer)}

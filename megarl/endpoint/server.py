@@ -59,7 +59,6 @@ def build_app(
     Args:
         sessions: The sessions by key. The caller may add and remove sessions at any time.
         ignored: Parameters of requests that are accepted without effect.
-        bodies: Reads the bodies of requests.
     """
     app = FastAPI(openapi_url=None)
 

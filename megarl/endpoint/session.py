@@ -75,7 +75,6 @@ class AgentSession:
     Args:
         tokens: Renders and reads turns.
         generate: Samples a turn of the model. If it is cancelled, the sample is not needed.
-        limits: Limits of the session.
         task: What the episode is about.
 
     Attributes:

@@ -31,7 +31,6 @@ class SessionServer:
     Args:
         harness: Runs a program.
         tokens: Renders and reads turns.
-        limits: Limits of each session.
         config: Time limit of an episode, and ignored parameters of requests.
         max_concurrency: Limit on the programs that run at the same time.
         report: Receives requests and results.

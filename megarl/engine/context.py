@@ -64,7 +64,6 @@ def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
 
     Args:
         lengths: The lengths of the padded sequences.
-        place: The rank.
     """
     starts = accumulate(lengths[:-1], initial=0)
     return torch.cat(
@@ -87,7 +86,6 @@ def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParal
     Args:
         lengths: The lengths of the padded sequences.
         prompts: For each sequence, the positions of the prompt that it continues; empty if there is none.
-        place: The rank.
     """
     found = []
     start = 0

@@ -28,7 +28,6 @@ def wrap_models(
 
     Args:
         models: One for each virtual pipeline stage of this rank.
-        parallel: The layout.
         options: Fields of Megatron's configuration in addition to those that megarl sets.
     """
     overlap = overlaps(parallel, platform.current().is_cuda)

@@ -68,9 +68,7 @@ def mix(
         a_log: (value heads,)
         dt_bias: (value heads,)
         norm: (value size,) the weight of the gated norm.
-        rows: The rows.
         sizes: The sizes of the rank's heads.
-        eps: The epsilon of the norm.
     """
     arguments = (tokens, convolution, a_log, dt_bias, norm)
     if tokens.device.type == "cuda" and megatron_delta_net.HAVE_FLA:

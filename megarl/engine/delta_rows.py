@@ -20,7 +20,6 @@ class DeltaRows(NamedTuple):
         tokens: (R,) the tokens of all rows among those of the batch in rank order. None: the batch in order.
         own: For each token of the batch in rank order, its index among R. None: the batch in order.
         bounds: (rows + 1,) int64, the boundaries of the rows among R.
-        chunks: The chunks of the rows.
     """
 
     tokens: Tensor | None

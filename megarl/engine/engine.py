@@ -373,9 +373,7 @@ class MegatronEngine:
         Existing gradients are replaced.
 
         Args:
-            batch: This replica's rows.
             micro_batches: Row numbers.
-            loss: The loss.
             extras: Outputs that the loss reads in addition to `log_probs`.
 
         Returns:

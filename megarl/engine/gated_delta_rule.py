@@ -109,7 +109,6 @@ def gated_delta_rule(
         value: (R, h, value size).
         decay: (R, h) the logarithm of the decay.
         strength: (R, h).
-        chunks: The chunks of the rows.
     """
     places = chunks.places.flatten()
     shape = chunks.places.shape

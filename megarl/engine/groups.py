@@ -23,17 +23,11 @@ class ParallelGroups:
     A stage is a pipeline rank; a chunk is a virtual pipeline stage on this rank.
 
     Attributes:
-        parallel: The layout.
         tensor: The tensor-parallel group.
         pipeline: The pipeline-parallel group.
         context: The ranks that share the tokens of each row.
-        data: The data-parallel group.
         data_context: The ranks with equal parameters, which sum gradients and shard the optimizer state.
         stage: The ranks that hold the same layers.
-        tensor_rank: The rank in `tensor`.
-        pipeline_rank: The rank in `pipeline`.
-        context_rank: The rank in `context`.
-        data_rank: The rank in `data`.
         expert_data: The ranks that hold the same parts of the same experts.
         expert_rank: Which of the stage's experts this rank holds.
     """
@@ -83,7 +77,6 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
     Roles in one process share the groups.
 
     Args:
-        parallel: The layout.
         seed: The seed of the random number generators.
         limit_s: The time limit of each collective, in seconds.
 

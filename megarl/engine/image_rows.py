@@ -45,7 +45,6 @@ def row_images(
             no pixels.
         rows: The numbers of the rows in the batch, for errors.
         ids: (T,) the tokens of all rows, prompt and response, concatenated.
-        vision: The model's tower.
 
     Raises:
         ValueError: The image tokens of a prompt do not fit its images.

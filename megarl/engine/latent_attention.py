@@ -124,8 +124,6 @@ def finish(model: torch.nn.Module, latent: LatentAttention, frequencies: Tensor,
     With one embedding, the angles of a micro-batch are computed once (see rotary.py).
 
     Args:
-        model: The model.
-        latent: The sizes of its attention.
         frequencies: The inverse frequencies, (rotary_dim / 2,) float32.
         factor: The factor of cosine and sine.
     """

@@ -75,8 +75,6 @@ def block_spec(
 
     Args:
         config: Megatron's configuration of the model.
-        architecture: The model.
-        layers: The implementation.
         chunk: The virtual pipeline stage, None if there is only one.
     """
     if architecture.linear_bias and layers is Layers.transformer_engine:
@@ -274,7 +272,6 @@ def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
     """Return the name of a parameter in the whole model, independent of the layers' implementation.
 
     Args:
-        name: The name in a chunk.
         first_layer: The number of layers before the chunk.
         first_expert: The number of experts before this rank's.
     """

@@ -279,8 +279,6 @@ def attend_pieces(
         query: This rank's queries, (T / C, heads, D).
         key: All keys (T, groups, D), from `whole_keys`.
         value: All values (T, groups, D), from `whole_keys`.
-        packed: The sequences.
-        scale: The softmax scale.
 
     Returns:
         (T / C, heads * D).

@@ -17,7 +17,6 @@ def set_local_rotation(layers: Iterable[Any], architecture: Architecture, like: 
 
     Args:
         layers: Megatron's layers of this rank.
-        architecture: The model.
         like: The rotary embedding of the other layers.
     """
     local = architecture.local_rope

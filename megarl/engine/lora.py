@@ -66,7 +66,6 @@ class LinearAdapters(torch.nn.Module):
     """The adapters of one of Megatron's linear layers.
 
     Args:
-        linear: The layer.
         weight: Its row in the tensor table.
         shapes: The shapes of this rank's parameters, by Megatron's names.
         layout: What the rank holds.
@@ -179,9 +178,7 @@ def add_adapters(
 
     Args:
         model: A ModelChunk.
-        architecture: The model with its adapters.
         layout: What the rank holds.
-        head: The head of the model.
         switch: Turns the adapters off.
     """
     assert architecture.lora is not None

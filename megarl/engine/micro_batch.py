@@ -80,11 +80,9 @@ class MicroBatch:
     Attributes:
         tokens: (1, T) packed or (b, S') padded, int64.
         positions: Positions for the rotary embedding, shaped like `tokens`.
-        packed: The sequences of packed rows.
         counts: How often each token counts in router statistics, shaped like `tokens`: once for each row that
             contains it and has a token that the loss reads; 0 for padding.
         num_counted: The sum of `counts`.
-        places: The positions of packed tokens.
         predictors: (N,) indices into the model's flattened (sequence-major) output that predict the N
             response tokens.
         targets: (N,) the ids of those tokens.
@@ -96,7 +94,6 @@ class MicroBatch:
         shape: (b, R).
         routes: The routes, if they are replayed.
         images: The images, on ranks that have the tower.
-        row_numbers: The numbers of the rows in the batch.
         token_predictors: `predictors`, counted among all tokens, also if the last layer keeps only some.
     """
 
@@ -153,12 +150,10 @@ def make_micro_batch(
         batch: `prompts`, `responses`, `response_mask`, and columns of response tokens for the loss, which
             receives them padded to the longest response of these rows. TEACHER_TOP_IDS and
             TEACHER_TOP_LOG_PROBS have several values per response token.
-        rows: The row numbers.
         packing: Whether the rows are packed.
         share_prompts: Whether packed rows with the same prompt share its tokens.
         ends_with_predictors: Whether the model's last layer keeps only the tokens of packed rows that predict
             another.
-        device: The device.
         cut: This rank's slice of the sequence. The number of tokens is padded to a multiple of its size.
         place: This rank among those that share packed rows.
         vision: The vision tower of a model that reads images. Rows are then packed.

@@ -82,8 +82,6 @@ class RouterStatistics:
         """Create empty statistics.
 
         Args:
-            architecture: The model.
-            device: The device of the statistics.
             losses: The coefficients of the losses. None: the pass only counts.
             shares: (L, E) fractions of the mini-batch's tokens, for a load-balancing loss.
         """
@@ -102,7 +100,6 @@ class RouterStatistics:
 
         Args:
             num_counted: The number of counted tokens of all micro-batches on this rank.
-            groups: The process groups.
         """
         if self.losses is not None and (self.losses.aux_loss_coefficient or self.losses.z_loss_coefficient):
             self.num_tokens.fill_(num_counted)
@@ -112,7 +109,6 @@ class RouterStatistics:
         """Add the tokens of one micro-batch in one layer.
 
         Args:
-            layer: The number of the layer.
             logits: (T, E).
             routing_map: (T, E) bool.
             counts: (T,).

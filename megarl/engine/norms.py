@@ -45,8 +45,6 @@ class AllHeadsNorm(torch.nn.Module):
         """Create the norm.
 
         Args:
-            config: Megatron's configuration.
-            hidden_size: The size of a head.
             eps: Added to the mean square.
             num_heads: The number of heads of all ranks together.
         """
@@ -162,7 +160,6 @@ def set_norms(layer: ModuleSpec, architecture: Architecture, norm: Any) -> None:
 
     Args:
         layer: The layer, whose modules are replaced.
-        architecture: The model.
         norm: Builds a norm.
     """
     modules = submodules_of(layer)

@@ -254,7 +254,6 @@ class MovableState:
         """Copy elements of an offloaded contiguous tensor, which stays offloaded.
 
         Args:
-            tensor: The tensor.
             start: The first element.
             target: A contiguous host tensor, which is filled.
 

@@ -39,7 +39,6 @@ class OptimizerSlice(NamedTuple):
     """The elements start..stop of a parameter, in memory order, that this data-parallel rank updates.
 
     Attributes:
-        parameter: The parameter.
         start: The first element.
         stop: The end of the elements.
         tensors: `param` (the float32 master, or the parameter's own memory), `exp_avg` and `exp_avg_sq`, each
@@ -77,11 +76,9 @@ class Optimizer:
     `total_steps`. As usual, biases and norms have no weight decay.
 
     Args:
-        config: The hyperparameters.
         chunks: The wrapped models.
         names: The canonical name of every parameter of `chunks`. The global gradient norm is summed in their
             order.
-        dtype: The dtype of the weights.
         total_steps: The end of the decay.
         options: Fields of Megatron's configuration in addition to those that megarl sets.
     """

@@ -42,8 +42,6 @@ class PackedRows(PackedSeqParams):
         """Create the boundaries.
 
         Args:
-            lengths: The lengths of the sequences.
-            device: The device.
             prompt_of: For each sequence, the number of the sequence that it continues, or None (see
                 `shared_prompts`).
             place: This rank among those that share the rows. Each sequence is then padded separately (see
@@ -126,7 +124,6 @@ class AttentionPlan(NamedTuple):
     The tensors are None if the tokens are already in the order of the calls.
 
     Attributes:
-        calls: The calls.
         gather: (N,) indices of the tokens of all calls. N - T of them are padding.
         gather_keys: Indices of the keys that they see, including prompts, among the keys of all ranks.
         scatter: (T,) the position of each token in `gather`.

@@ -36,7 +36,6 @@ class RouterReplay:
 
     Args:
         layer: The number of the router's layer among those with experts.
-        router: The router.
         dtype: The dtype in which expert indices are stored.
     """
 
@@ -94,10 +93,7 @@ class RouterReplayBuffer:
         """Set up the replay of each router.
 
         Args:
-            experts: The experts of the model.
-            groups: The process groups.
             layers: Megatron's layers of all virtual stages of this rank.
-            device: The device.
         """
         # Routes are stored by a layer's number among those with experts.
         numbers = {layer: number for number, layer in enumerate(sorted(experts.layers))}
@@ -121,7 +117,6 @@ class RouterReplayBuffer:
         """Return the micro-batches of a pass with their routes.
 
         Args:
-            made: The micro-batches.
             micro_batches: The row numbers of each.
             column: The routes of the batch. None: routers select experts, and `collect` returns their
                 selection.

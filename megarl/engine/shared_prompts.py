@@ -70,7 +70,6 @@ def shared_prompts(
         pieces: The pieces of this rank; without context parallelism, whole sequences.
         key_order: (T,) the position of each token of the batch among the keys of all ranks. None if a rank
             has all tokens.
-        device: The device.
     """
     followers: dict[range, list[QueryPiece]] = {}
     for piece in pieces:
@@ -115,8 +114,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, sca
         query: (T, heads, D).
         key: (T, groups, D); with context parallelism those of all ranks, as `whole_keys` returns them.
         value: (T, groups, D), as `key`.
-        shared: The shared prompts.
-        scale: The softmax scale.
 
     Returns:
         (T, heads * D).

@@ -93,8 +93,6 @@ class PendingSnapshot:
 
     Args:
         path: The file in memory.
-        step: The step of the state.
-        state: The state.
         staging: The buffers through which tensors of a GPU pass; None copies directly, as on a CPU.
     """
 
@@ -196,7 +194,6 @@ def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]])
     Random number generators keep their state, as after a checkpoint of another layout.
 
     Args:
-        engine: The engine.
         sources: The numbers of the tensors that this rank needs (StoredSlices.sources), by path.
 
     Raises:

@@ -34,18 +34,11 @@ class ModelSpec:
 
     Attributes:
         path: A Hugging Face folder.
-        architecture: The architecture.
         head: "lm" scores tokens; "value" is a critic.
-        dtype: The dtype of the weights.
-        parallel: The layout.
-        engine: The configuration of the engine.
-        device: The device.
-        seed: The random seed.
         temperature: Log-probs are those of softmax(logits / temperature), as the rollout engine samples.
         optim: The optimizer. None: the model is frozen.
         total_optimizer_steps: The end of the learning-rate decay.
         recomputation: What is recomputed in the backward pass.
-        experts: The configuration of routers and experts.
         lora_path: The folder of the adapters to start from, in PEFT's format. None: new adapters.
         runs_base: Whether the model also runs without its adapters, as another role.
         pushes_adapters: Whether engines get the adapters separately, not merged.
@@ -54,7 +47,6 @@ class ModelSpec:
         megatron: Options that are passed on to Megatron.
         offloaded_at_first: State that is offloaded when the model has been built, because others need its
             memory.
-        collective_limit_s: The time limit of collectives, in seconds.
         device_peak_tflops: The peak rate of a device, if the device is not in the table.
         check_replicas_every: The updates between comparisons of weights that several ranks hold; 0: never.
         measures_speed: Whether each update measures how fast the device is (speed_probe.py).

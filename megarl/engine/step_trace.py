@@ -33,7 +33,6 @@ class StepTrace:
     """The trace of one model's updates in a step. All of its ranks create one, and call the same methods.
 
     Args:
-        engine: The model.
         folder: An empty folder, which all ranks see.
         share_of_rows: The share of the rows whose hidden states are recorded.
     """

@@ -123,7 +123,6 @@ def insert_images(
 
     Args:
         hidden: (T, 1, H), the embeddings of this rank's tokens.
-        tower: The tower.
         vision: The tower's sizes.
         images: The images, None if no row of the micro-batch has any.
         packed: The sequences of the micro-batch. Receives the features that layers add.

@@ -33,7 +33,6 @@ class TokenScores(NamedTuple):
     """Scores of T tokens, (T,) float32 each. Those that were not requested are None.
 
     Attributes:
-        log_probs: The log-probs.
         entropy: The entropies, in nats.
         sum_pi_squared: The sums over the vocabulary of the squared probabilities. They have no gradient.
         top_ids: (T, k) int32, k tokens of the vocabulary at each position.

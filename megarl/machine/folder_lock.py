@@ -123,7 +123,6 @@ def locked_folder(folder: Path, key: str) -> Generator[None]:
     """Lock a folder within the block. It is created, and removed at the end if it is empty then.
 
     Args:
-        folder: The folder.
         key: The configuration key that names it, for the message.
 
     Raises:

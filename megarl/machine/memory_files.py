@@ -23,9 +23,7 @@ class Header(NamedTuple):
     """The header of a complete file.
 
     Attributes:
-        step: The step of the contents.
         index_start: The first byte of the index, which ends the file.
-        index_bytes: The size of the index.
         written_ns: When it was written, by the clock of the writer. This only tells files of a step that is
             repeated apart: clocks of nodes may differ.
     """

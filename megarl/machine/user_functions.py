@@ -29,7 +29,6 @@ class Expected:
         example: Its `def` line.
         keywords: The keyword arguments that it is called with.
         optional: Keyword arguments that are passed only if it has these parameters.
-        positional: The number of positional arguments.
         error: The exception to raise.
     """
 

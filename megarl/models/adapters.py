@@ -75,8 +75,6 @@ def with_adapters(
     """Return the rows of a model with adapters, each after the row of its linear layer.
 
     Args:
-        rows: The rows of the model.
-        lora: The adapters.
         trained: The row that always trains although it is not an adapter. Other rows are frozen, except
             those of modules that the adapters save.
     """
@@ -153,7 +151,6 @@ def adapter_problems(
     """Yield why a model cannot have adapters at these targets.
 
     Args:
-        architecture: The model.
         rows: The rows of the model without adapters.
         targets: As in `LoRA`.
     """

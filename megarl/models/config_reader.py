@@ -94,8 +94,6 @@ class ConfigReader:
         """Read a positive int or float up to `at_most`.
 
         Args:
-            name: The field.
-            kind: The type.
             default: The number if the field is missing or null. `OF_CLASS`: a missing field has the default
                 of transformers' class, and null is refused.
             at_most: The largest number.
@@ -163,7 +161,6 @@ class ConfigReader:
         """Return a reader of a nested object, with the defaults of its class.
 
         Args:
-            name: The field.
             fields: The fields of the object; None: those of the file.
         """
         inner = self.object(name) if fields is None else fields

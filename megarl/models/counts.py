@@ -44,7 +44,6 @@ def num_parameters(
     """Count the parameters as Hugging Face does, and those of adapters. A tied embedding counts once.
 
     Args:
-        architecture: The model.
         with_value_head: The output layer has (H) weights instead of (V, H).
         trained_only: Whether to leave out parameters that are frozen.
     """

@@ -75,7 +75,6 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
     """Read the architecture of a Hugging Face folder, as written by transformers v4 or v5.
 
     Args:
-        path: The folder.
         trust_remote_code: Accept a folder with its own model code (`auto_map`). The user asserts that this
             code computes the same as the family named by `model_type`. megarl never runs it.
 

@@ -51,7 +51,6 @@ def training_flops(
     that of their inputs' gradients.
 
     Args:
-        architecture: The model.
         rows: (prompt tokens, response tokens) of each row.
         with_value_head: Whether the output layer is a value head.
     """

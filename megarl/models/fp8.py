@@ -92,9 +92,7 @@ def model_bytes(architecture: Architecture, num_parameters: int, element_bytes: 
     """Return the bytes of a model whose projections are in FP8, with their scales.
 
     Args:
-        architecture: The model.
         num_parameters: The number of all of its parameters.
-        element_bytes: The bytes of an element of its dtype.
     """
     in_fp8 = sum(prod(shape) for shape in quantized_tensors(architecture).values())
     return (num_parameters - in_fp8) * element_bytes + in_fp8 + num_blocks(architecture) * SCALE_BYTES

@@ -92,7 +92,6 @@ class MappingRow:
     """One Megatron parameter.
 
     Attributes:
-        megatron: The Megatron name.
         place: The pipeline stages that hold the parameter.
         cut: How the parameter is sharded.
         tensors: (Hugging Face name, dimensions), or parts of tensors, in the order in which they are joined.

@@ -60,7 +60,6 @@ def read_experts(reader: ConfigReader, num_hidden_layers: int, shared_intermedia
 
     Args:
         reader: The fields of the language model.
-        num_hidden_layers: The number of layers.
         shared_intermediate_size: The size of a shared expert with a gate; 0: there is none.
     """
     num_experts, num_experts_per_tok = read_num_experts(reader)

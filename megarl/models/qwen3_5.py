@@ -189,9 +189,6 @@ def _text_family(
 
     Args:
         model_type: The field of `config.json`.
-        class_prefix: The prefix of its classes.
-        read: Reads the fields.
-        expert_rows: The rows of experts.
         feed_forward: The fields of the example that concern feed-forwards.
     """
     return Family(

@@ -48,7 +48,6 @@ def read_rope(reader: ConfigReader, max_position_embeddings: int) -> Rope:
     objects has the scaling of transformers' class.
 
     Args:
-        reader: The fields of `config.json`.
         max_position_embeddings: The original context length of a scaling that does not name one.
     """
     of_class = reader.defaults.get("rope_parameters", {})
@@ -108,7 +107,6 @@ def read_ropes_by_layer_type(
     attention where `read_rope` reads them; layers with a window have another base frequency at most.
 
     Args:
-        reader: The fields of `config.json`.
         max_position_embeddings: The original context length of a scaling that does not name one.
         local_theta_field: The field of v4 that has the base frequency of layers with a window; None if v4
             has none.

@@ -90,8 +90,6 @@ def _family(model_type: str, class_prefix: str, models: str, changes: Mapping[st
 
     Args:
         model_type: The field of `config.json`.
-        class_prefix: The prefix of its classes.
-        models: The names of its models.
         changes: The fields in which its example differs from DeepSeek-V3's.
     """
     return Family(

@@ -28,7 +28,6 @@ class TensorPart:
         name: The Hugging Face name.
         dims: The axes of the view of the stored tensor. `E` is indexed by the expert in rows of experts.
         sections: The sizes of the sections that the axis `P` consists of, as products of axes: "M" or "2 D".
-        section: The section that is taken.
         order: The axes that remain, in the order of the parameter. Parentheses merge axes. None: as stored.
     """
 
@@ -95,8 +94,6 @@ def part_geometry(part: TensorPart, sizes: Mapping[str, int], expert: int | None
     """Return the numbers of a part.
 
     Args:
-        part: The part.
-        sizes: The size of each letter.
         expert: The number of the expert in a row of experts, otherwise None.
 
     Raises:

@@ -39,7 +39,6 @@ class HFTensor(NamedTuple):
     """A Hugging Face tensor: its shape, and the view of the same elements in which a shard is a slice.
 
     Attributes:
-        name: The name of the tensor.
         shape: The shape of the whole tensor.
         view: The row-major view of the whole tensor. All parts of a tensor have the same view.
         part: The part of the tensor that the parameter contains, None if it contains the whole.
@@ -166,8 +165,6 @@ def stored_weights(
     """Return `weights_of` with the tensors in which a folder stores each parameter.
 
     Args:
-        architecture: The model.
-        head: The head of the model.
         stored: The shapes of the tensors in the folder, by name.
     """
     rows = rows_of(architecture, head)

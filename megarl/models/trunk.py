@@ -133,7 +133,6 @@ def trunk_rows(attention: tuple[MappingRow, ...], norms: NormNames = PRE_NORMS) 
     """Return the table rows of a decoder with dense feed-forwards.
 
     Args:
-        attention: The rows of attention.
         norms: The norms of a layer's blocks. A norm of a block's output belongs to the last linear layer of
             the block, where Megatron-Bridge has it too.
     """
@@ -215,11 +214,9 @@ def read_trunk(
     """Read what the families share.
 
     Args:
-        reader: The fields of `config.json`.
         qkv_bias: Whether the projections of queries, keys and values have a bias.
         qk_norm: Whether queries and keys are normalized per head.
         read_experts: Reads the experts of a model with the given number of layers.
-        read_latent: Reads the sizes of latent attention.
         may_have_mtp: Whether models of the family may have layers that predict further tokens.
         read_windows: Reads the window of each layer; None: windows are refused.
         local_theta_field: The field of transformers v4 that has the base frequency of layers with a window;

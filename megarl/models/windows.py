@@ -15,8 +15,6 @@ def read_windows(reader: ConfigReader, num_hidden_layers: int, *, full_every: in
     """Read the window of each layer: the number of tokens that it sees, or 0 for all.
 
     Args:
-        reader: The fields of `config.json`.
-        num_hidden_layers: The number of layers.
         full_every: Without `layer_types`, each layer whose number, counted from 1, is a multiple of this has
             full attention; None: no layer has.
     """

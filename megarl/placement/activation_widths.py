@@ -23,7 +23,6 @@ class LayerWidths(NamedTuple):
     Attributes:
         whole: A hidden state.
         part: A hidden state, sharded if sequence parallelism is on.
-        query: The queries.
         key: The keys; the values have the same size.
         gate: The gate of the MLP; up has the same size.
         squares: One row of the product of queries and keys per head, if attention materializes it.

@@ -107,10 +107,6 @@ def working_memory(
     """Return the working memory of a rank.
 
     Args:
-        config: The run.
-        role: The role of the model.
-        architecture: The model.
-        stage: The pipeline stage of the rank.
         step: The temporary memory of the optimizer step.
         uneven: Whether one of the rank's experts receives twice its share of the tokens.
         shares: Whether two rows of the largest micro-batch share a prompt, where that is another way through

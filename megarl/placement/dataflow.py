@@ -144,7 +144,6 @@ def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tupl
     Neither depends on the other, and they share no device.
 
     Args:
-        plan: The placement.
         generates_ahead: Whether the samples of a step may come from older weights (async rollout), so that
             generation only has to wait for the weight sync.
     """

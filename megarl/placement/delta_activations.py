@@ -32,7 +32,6 @@ def delta_layer(
     """Return the elements per token; all zero for a model without gated delta nets.
 
     Args:
-        architecture: The model.
         parallel: The layout. Context parallelism distributes heads instead of tokens.
         kernels: The kernels of the run. On CUDA, flash-linear-attention is taken to be installed.
         element_bytes: The size of an element of the weights' dtype.

@@ -33,8 +33,6 @@ def sparse_layer(
     """Return the elements per token on the rank that holds expert 0; all zero for a dense model.
 
     Args:
-        architecture: The model.
-        parallel: The layout.
         element_bytes: The size of an element of the weights' dtype.
         uneven: Whether expert 0 receives twice its share of the tokens.
     """

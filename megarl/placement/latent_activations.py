@@ -17,8 +17,6 @@ def latent_kept(
     """Return the elements per token that latent attention saves on CUDA; 0 for a model without it.
 
     Args:
-        architecture: The model.
-        parallel: The layout.
         keys_of_token: The keys and values that are saved per token, relative to the rank's own.
         core_again: Whether the core of attention is computed again in the backward pass.
     """

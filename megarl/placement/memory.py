@@ -78,9 +78,7 @@ class DeviceMemory:
     """The memory of one device.
 
     Attributes:
-        node: The node.
         device: The number of the device on its node.
-        pool: The pool of the device.
         phases: The memory use by role, for each phase. Phases that change nothing on the device are omitted.
         pinned: By role, the host memory reserved for state that is offloaded from a GPU.
     """
@@ -109,8 +107,6 @@ def plan_memory(
     """Return the memory of each device, ordered by node and device number.
 
     Args:
-        config: The run.
-        plan: The placement.
         architectures: The architecture of each model role, by its name.
     """
     turns = OffloadPlan(plan)
@@ -326,8 +322,6 @@ class RoleMemory(NamedTuple):
         """Return the memory of the model in a phase, without buffers of a weight sync.
 
         Args:
-            role: The role of the model.
-            phase: The phase.
             held: What is in memory during the phase, of all roles.
         """
         parts = {
@@ -356,11 +350,6 @@ def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usa
     """Return the memory of an engine on one device: its weights and KV cache, and those of a draft model.
 
     The cache takes the rest of the engine's share of the device, or room for its concurrent sequences.
-
-    Args:
-        config: The run.
-        policy: The model that generates.
-        stage: The pipeline stage of the device.
     """
     weights = stage_weights(config, policy, stage) + draft_weights(config)
     of_row = stage_row_cache(config, policy, stage)

@@ -24,11 +24,8 @@ class ProcessPlan:
     """One process.
 
     Attributes:
-        pool: The pool.
         group: The group of the process.
-        rank: The rank in the group.
         roles: The roles that the process holds.
-        node: The node.
         devices: Device numbers on the node. Empty for a process that only needs a CPU; several for an engine
             that shards its model.
     """
@@ -57,10 +54,7 @@ class GroupPlan:
     """Processes that hold the same roles with one layout.
 
     Attributes:
-        name: The name of the group.
-        pool: The pool.
         roles: The roles that each process holds.
-        processes: The processes by rank.
         reservation: The reservation whose bundles the processes run in.
         nodes_per_engine: The number of consecutive processes, each on its own node, that are one engine.
     """
@@ -96,8 +90,6 @@ class Reservation:
     """Resources that are requested from the cluster at once.
 
     Attributes:
-        name: The name of the reservation.
-        pool: The pool.
         bundles: The bundles, ordered by node and device.
         num_groups: The number of groups, each with a process in every bundle.
     """

@@ -20,7 +20,6 @@ class GroupRequest:
 
     Attributes:
         roles: The roles that each process holds.
-        num_processes: The number of processes.
         together: The number of devices (of a tensor-parallel group) that must be on one node; 0 for CPU
             processes.
         devices_per_process: The number of consecutive devices of each process.
@@ -49,8 +48,6 @@ class PoolRequest:
     """Groups that start at the same device.
 
     Attributes:
-        name: The name of the pool.
-        groups: The groups.
         devices_on_nodes: The number of devices per node as configured by the user. None: as many as the
             largest group needs.
     """

@@ -27,9 +27,6 @@ def tower_bytes(role: ModelRole, vision: Vision, rows: Sequence[Row], element: i
     They are upper bounds: queries and keys are rotated in float32, and blocks keep what autograd saves.
 
     Args:
-        role: The role of the model.
-        vision: The tower.
-        rows: The rows of the micro-batch.
         element: The bytes of an activation.
         trains: Whether the pass has gradients.
     """

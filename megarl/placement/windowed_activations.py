@@ -38,7 +38,6 @@ def own_attention(
     """Return the memory of attention with windows or sinks.
 
     Args:
-        architecture: The model.
         width: The sizes of a layer's tensors.
         keys_of_token: The keys that the kernel sees per token of the rank.
         context: The number of ranks that share rows.

@@ -68,9 +68,7 @@ def _split(tensor: Tensor, rows: Sequence[int], num_ranks: int) -> tuple[int, ..
     """Return the number of elements of each rank's part of a tensor.
 
     Args:
-        tensor: The tensor.
         rows: The number of rows of each part. Empty: the parts are equal.
-        num_ranks: The number of ranks.
     """
     if not len(rows):
         return (tensor.numel() // num_ranks,) * num_ranks

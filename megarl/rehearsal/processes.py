@@ -27,7 +27,6 @@ def rehearse_ranks(
     """Simulate each requested rank in a process of its own and yield the records as they arrive.
 
     Args:
-        requests: The ranks.
         num_processes: How many ranks run at the same time.
         prepare: Called in the process from which the ranks are forked. The default loads the guard and the
             engine.

@@ -80,7 +80,6 @@ def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase:
     """Run all phases, or those up to the one that fails.
 
     Args:
-        request: The rank.
         report: Called with the name of each finished phase.
     """
     global _ledger
@@ -238,9 +237,6 @@ def run_phases(
     with the computation: in the first pass Megatron learns when gradients are ready, and reduces at the end.
 
     Args:
-        engine: The engine.
-        config: The run.
-        role: The role of the engine.
         batch_of: Returns the batch of a pass, given whether it trains.
         end: Ends a phase of the given name and returns its record.
         push: Runs a weight sync.

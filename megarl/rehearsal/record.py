@@ -34,9 +34,6 @@ class RankRequest(NamedTuple):
     """A rank to simulate.
 
     Attributes:
-        config: The run.
-        role: The role.
-        rank: The rank.
         num_micro_batches: The number of micro-batches in each pass.
         push: The weight sync of an actor rank, unless weights are sent through files.
     """
@@ -62,7 +59,6 @@ class Collective(NamedTuple):
         kind: The kind, such as all_reduce.
         group: Megatron's name of the group.
         ranks: The members, or the sender and receiver of a message.
-        dtype: The dtype.
         elements: The elements of the larger of the rank's tensors.
         nbytes: The bytes of the larger of the rank's tensors.
         place: The source line that made the call.
@@ -110,11 +106,9 @@ class PhaseRecord:
     """One phase of one rank.
 
     Attributes:
-        name: The name.
         held: Bytes on the device at the end.
         peak: The maximum of bytes on the device.
         flops: The operations of matrix products and attention, including recomputation.
-        collectives: The calls.
         host_syncs: Where the host waits for the device.
         awaits: Where the device waits for calls.
     """

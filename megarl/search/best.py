@@ -25,9 +25,6 @@ class BestSolutions:
     """The fastest configurations so far.
 
     Args:
-        space: The space of the search.
-        architectures: The architecture of each role.
-        costs: The times.
         rejections: Where it is counted what was left out.
         num_results: The number of configurations to keep.
     """

@@ -24,11 +24,9 @@ class Branch:
     """The configurations with the same pools.
 
     Args:
-        space: The space of the search.
         tables: The variants and engines to choose from.
         best: Where complete configurations are kept.
         rejections: Where it is counted what was left out.
-        pools: The pools.
         memory: The memory of their units.
         max_staleness: The steps by which generation runs ahead.
     """

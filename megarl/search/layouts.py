@@ -36,7 +36,6 @@ def layouts(
     """Return the layouts of a unit's roles over `num_devices` devices that the rules accept.
 
     Args:
-        space: The space of the search.
         roles: The roles that share the layout.
         architectures: The architecture of each role's model.
         num_devices: The number of devices, all of which the layout uses.

@@ -67,9 +67,7 @@ class PoolMemory:
     """The memory of the units of one partition.
 
     Args:
-        space: The space of the search.
         partition: The units of each pool.
-        architectures: The architecture of each role.
 
     Raises:
         ConfigError: The configured transport of weights does not work in this placement.

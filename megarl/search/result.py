@@ -60,10 +60,8 @@ def write_overrides(
 
     Args:
         path: The file to write.
-        config_path: The run's file.
         original: The run with the overrides of the command line.
         given: The overrides of the command line.
-        solution: The solution.
     """
     values: dict[str, Any] = {BASE: _base(path, config_path)}
     for key, value in (*_given_values(original, given), *chosen_values(original, solution).items()):

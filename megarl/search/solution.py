@@ -21,11 +21,6 @@ class Solution:
     """A complete configuration that `megarl check` accepts, with its predicted step.
 
     Attributes:
-        config: The configuration.
-        plan: Its placement.
-        memory: The memory of each device.
-        step: The predicted step.
-        pools: The pools.
         choices: What is chosen for each unit, by name.
         engines: What is chosen for the engines.
     """

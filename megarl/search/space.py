@@ -42,8 +42,6 @@ class Space:
     Attributes:
         config: The run, with the fixed values, and the values of pinned keys.
         pinned: The free keys whose values in `config` are kept.
-        num_nodes: The number of nodes.
-        devices_per_node: The devices of a node.
         max_staleness: The highest `rollout.max_staleness` to consider.
     """
 
@@ -102,7 +100,6 @@ def pinned_keys(config: PPOConfig, given: Iterable[str], overridden: Iterable[st
     """Return the free keys that are kept as configured.
 
     Args:
-        config: The run.
         given: Keys or sections that must be free keys.
         overridden: Keys of the command line's overrides, some of which may be free keys.
 

@@ -18,9 +18,6 @@ class Tables:
     """The variants of units and the shapes of engines, by the devices of their pool.
 
     Args:
-        space: The space of the search.
-        architectures: The architecture of each role.
-        costs: The times.
         rejections: Where it is counted what was left out.
     """
 

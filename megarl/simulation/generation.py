@@ -63,7 +63,6 @@ class SimulatedGeneration:
             token.
         write: Returns the tokens of a sample that is ready.
         token_s: Time per token. If 0, every sample is ready at once.
-        version: Version of the weights.
     """
 
     def __init__(

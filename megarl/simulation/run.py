@@ -78,7 +78,6 @@ class Step(NamedTuple):
         uids: Its prompts, in order.
         versions: For each prompt, the weight version that began it.
         trained_version: Weight version that was trained.
-        lengths: Lengths of its samples.
         start_s: Time at which the trainer had the samples, after waiting for `waiting_s`.
         age: Age of the oldest token, in versions.
     """
@@ -108,7 +107,6 @@ class SimulatedRun(NamedTuple):
     Attributes:
         seconds: Total time.
         busy: Share of the engines' slots in use.
-        num_restarts: Number of engine restarts.
     """
 
     steps: list[Step]

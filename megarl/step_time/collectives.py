@@ -52,12 +52,9 @@ def call(
     """Return the counts of calls; nothing if a rank is alone on the axis.
 
     Args:
-        parallel: The layout.
         kind: The kind, such as all_reduce.
         axis: A key of `AXES`.
         elements: The elements of the larger of a rank's input and output, in one call.
-        dtype: The data type.
-        calls: The number of calls.
     """
     group = AXES[axis](parallel)
     if group.num_ranks == 1 or not calls:

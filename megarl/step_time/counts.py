@@ -15,7 +15,6 @@ class Product(NamedTuple):
     Attributes:
         rows: The rows of the result. The number is an average where shares of tokens are uneven.
         inner: The size of the dimension that is summed over.
-        columns: The columns of the result.
         times: The number of such products.
     """
 
@@ -37,8 +36,6 @@ class CollectiveCount(NamedTuple):
         axis: The axis of the layout, a key of `AXES` in collectives.py.
         num_ranks: The number of ranks that take part.
         stride: The distance between the numbers of neighboring ranks.
-        dtype: The data type.
-        calls: The number of calls.
         nbytes: The sum over the calls of the larger of a rank's input and output, in bytes.
     """
 
@@ -55,12 +52,10 @@ class Counts(NamedTuple):
     """The work of a rank.
 
     Attributes:
-        products: The matrix products.
         attention_flops: The operations of attention over all pairs of a query and a key, as a dry run counts
             them: without regard to causal masks and windows.
         masked_attention_flops: The part of them that the masks leave, which is what kernels compute, except
             that they work in blocks.
-        collectives: The calls.
     """
 
     products: tuple[Product, ...] = ()

@@ -17,8 +17,6 @@ def expert_work(experts: Experts, linears: Linears, edge: Edge) -> PassCounts:
     """Return the work of router, dispatch, experts and the shared expert.
 
     Args:
-        experts: The experts of the model.
-        linears: The linear layers of the model.
         edge: The hidden states.
     """
     tokens = edge.own_tokens

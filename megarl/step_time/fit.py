@@ -25,7 +25,6 @@ class Observation(NamedTuple):
 
     Attributes:
         predict: Returns the predicted seconds for a device.
-        measured_s: The measured seconds.
     """
 
     predict: Callable[[DeviceProfile], float]
@@ -42,7 +41,6 @@ def fit_device(
 
     Args:
         device: The device to start from.
-        observations: The measured times.
         constants: The dotted keys of the constants to change.
         pull: The error of one observation that costs as much as changing a constant by a factor of e.
     """

@@ -35,7 +35,6 @@ class DecodeModel(NamedTuple):
     those of a whole round: every stage reads its weights and launches its layers once per micro-batch.
 
     Attributes:
-        num_stages: The pipeline stages.
         dense_s: Seconds to read the weights that every step reads.
         experts_s: Seconds to read all experts, of which a step reads those that its batch selects.
         selected: The share of experts that one token selects; 0 without experts.
@@ -146,10 +145,6 @@ def generation_time(
     """Return the time in which all engines generate the samples of one step.
 
     Args:
-        config: The run.
-        policy: The model that generates.
-        device: The device.
-        lengths: The lengths of the samples.
         steps_ahead: The steps by which generation may run ahead of training. Samples of later steps then
             fill the slots that the longest samples of a step leave, so that the time of
             `steps_ahead + 1` steps is shared by them.

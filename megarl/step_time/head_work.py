@@ -30,11 +30,7 @@ def head_work(
     """Return the work of the output layer.
 
     Args:
-        config: The run.
-        role: The role of the model.
-        architecture: The model.
         edge: The hidden states of the last layer.
-        batch: The micro-batch.
         num_scores: The number of outputs per response token of a language model.
     """
     if role.with_value_head:

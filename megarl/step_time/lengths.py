@@ -90,7 +90,6 @@ def expected_lengths(
     """Return the lengths to predict a run for.
 
     Args:
-        config: The run.
         prompt: The mean tokens of a prompt; None: a quarter of the longest.
         response: The mean tokens of a response; None: half of the longest.
 

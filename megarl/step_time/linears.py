@@ -20,7 +20,6 @@ class Adapters(NamedTuple):
     """The adapters of a linear layer.
 
     Attributes:
-        rank: The rank of each.
         outputs: The outputs of each adapted projection, on all ranks.
     """
 
@@ -43,7 +42,6 @@ class Linears(NamedTuple):
         """Return the work of a layer whose outputs are sharded.
 
         Args:
-            name: The layer.
             edge: The inputs.
             columns: The outputs of this rank.
         """
@@ -66,7 +64,6 @@ class Linears(NamedTuple):
         """Return the work of a layer whose inputs are sharded.
 
         Args:
-            name: The layer.
             inner: The inputs of this rank.
             edge: The outputs.
         """
@@ -89,9 +86,7 @@ class Linears(NamedTuple):
         """Return the work of a layer that every rank has, which it applies to its own tokens.
 
         Args:
-            name: The layer.
             edge: The inputs.
-            columns: The outputs.
         """
         whole = linear(edge.own_tokens, edge.width, columns, trains=not self.is_frozen)
         adapters = self.adapters.get(name)
@@ -107,7 +102,6 @@ class Linears(NamedTuple):
         """Return the products of the layers of a rank's experts, for which the dispatcher moves tokens.
 
         Args:
-            name: The layers.
             rows: The tokens of each.
             inner: The inputs of this rank.
             columns: The outputs of this rank.
@@ -167,7 +161,6 @@ def mlp_work(linears: Linears, name: str, edge: Edge, size: int) -> PassCounts:
     """Return the work of a gated MLP; nothing if its size is 0.
 
     Args:
-        linears: The linear layers of the model.
         name: The name of the MLP in the tensor table.
         edge: The hidden states.
         size: The outputs of the gate on all ranks.

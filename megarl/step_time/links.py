@@ -29,11 +29,8 @@ def collective_s(
     """Return the seconds of `calls` calls that have `nbytes` bytes together.
 
     Args:
-        device: The device.
         kind: The kind, as in rehearsal/record.py.
-        span: The ranks of the group.
         nbytes: The bytes of the larger of input and output of a rank, summed over the calls.
-        calls: The number of calls.
     """
     ranks = span.num_ranks
     if ranks < 2 or not calls:

@@ -58,13 +58,7 @@ class MeasuredPhase(NamedTuple):
 
 
 class RunFit(NamedTuple):
-    """The result of fitting a device to a run.
-
-    Attributes:
-        device: The fitted device.
-        phases: The phases that were fitted.
-        lengths: The lengths of the run's samples.
-    """
+    """The result of fitting a device to a run."""
 
     device: DeviceProfile
     phases: tuple[MeasuredPhase, ...]

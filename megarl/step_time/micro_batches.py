@@ -89,7 +89,6 @@ def sampled_rows(
     """Return rows with the mean and the mean square of all responses, and with as many prompts per row.
 
     Args:
-        lengths: The lengths of prompts and responses.
         rows_of_each: The mean number of rows of a micro-batch.
         together: The number of rows that share a prompt if they are in one micro-batch.
         least: The least number of rows.

@@ -27,7 +27,6 @@ class Rectangle(NamedTuple):
     """Queries that attend to keys in one attention call.
 
     Attributes:
-        queries: The number of queries.
         keys: The number of keys. The last query sees the last key.
         is_causal: Whether a query sees no key after its own; otherwise every query sees every key.
     """

@@ -13,7 +13,6 @@ class PhaseTime(NamedTuple):
     """The predicted time of a phase.
 
     Attributes:
-        seconds: The time.
         parts: What it consists of, in seconds, by name. The parts sum to `seconds`.
     """
 

@@ -15,7 +15,6 @@ def pipeline_s(stages_s: Sequence[float], num_micro_batches: int, num_chunks: in
     Args:
         stages_s: The seconds of each stage for one micro-batch: its forward pass, and its backward pass if it
             trains.
-        num_micro_batches: The number of micro-batches.
         num_chunks: The number of virtual stages of each stage.
     """
     slowest_s = max(stages_s)

@@ -19,15 +19,7 @@ from megarl.step_time.update_work import reduction_counts, router_counts, step_c
 def scoring_counts(
     config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, batch: PackedBatch
 ) -> Counts:
-    """Return what it costs to score a micro-batch.
-
-    Args:
-        config: The run.
-        role: The role of the model.
-        architecture: The model.
-        stage: The pipeline stage.
-        batch: The micro-batch.
-    """
+    """Return what it costs to score a micro-batch."""
     return StagePasses(config, role, architecture, stage, batch).forward(_num_scores(config, role))
 
 

@@ -33,13 +33,6 @@ def role_times(
     """Return the predicted time of each phase of a role, by its name.
 
     A phase that the algorithm does not need, because the update computes the same, takes no time.
-
-    Args:
-        config: The run.
-        role: The role.
-        architecture: Its model.
-        device: The device.
-        lengths: The lengths of prompts and responses.
     """
     return times_of(role_work(config, role, architecture, lengths), device)
 

@@ -62,7 +62,6 @@ class PassWork(NamedTuple):
 
     Attributes:
         stages: The first stage, one in the middle, and the last, without repetitions.
-        num_stages: The number of pipeline stages.
         num_chunks: The number of virtual stages of each.
         num_micro_batches: The number of micro-batches of a pass.
         num_passes: The number of passes; 0 if the phase is not needed.
@@ -81,8 +80,6 @@ class RoleWork(NamedTuple):
     """The phases of a role.
 
     Attributes:
-        phases: The phases by name.
-        dtype: The dtype of activations.
         product_dtype: The dtype in which matrices are multiplied: that of activations, or fp8.
     """
 
@@ -92,14 +89,7 @@ class RoleWork(NamedTuple):
 
 
 def role_work(config: RunConfig, role: ModelRole, architecture: Architecture, lengths: Lengths) -> RoleWork:
-    """Return what each rank of a role does in a step.
-
-    Args:
-        config: The run.
-        role: The role.
-        architecture: Its model.
-        lengths: The lengths of prompts and responses.
-    """
+    """Return what each rank of a role does in a step."""
     dtype = "float32" if config.model.dtype is DType.float32 else "bfloat16"
     return RoleWork(
         phases={phase.name: _pass(config, role, phase, architecture, lengths) for phase in role.row.phases},

@@ -25,7 +25,6 @@ class PlacedPhase(NamedTuple):
     """A phase in the schedule of a step.
 
     Attributes:
-        name: The name.
         pools: The pools whose devices work.
         start_s: When it begins, in seconds after the step.
         time: How long it takes.
@@ -48,7 +47,6 @@ class PredictedStep(NamedTuple):
         seconds: The time from one weight sync to the next.
         schedule: The phases in the order in which they begin.
         tokens: The prompt and response tokens that the step trains.
-        num_devices: The devices of the run.
         trained_s: The seconds from the first phase after generation to the end of the weight sync, if
             generation runs ahead; None if training waits for generation.
     """
@@ -91,10 +89,8 @@ def predict_step(
 
     Args:
         config: A valid configuration.
-        plan: Its placement.
         architectures: The architecture of each model role, by its name.
         device: The kind of all devices.
-        lengths: The lengths of prompts and responses.
     """
     times = {GENERATION: generation_time(config, architectures["actor"], device, lengths, _ahead(config))}
     for role in model_roles(config):
@@ -121,13 +117,9 @@ def combine(
     generates ahead alternates between two chains, generation and training, whichever is longer.
 
     Args:
-        config: The run.
-        plan: The placement.
         times: The time of each phase, by its name. Phases without a time, of the driver and of reward
             functions, are in the device's `sample_ms`.
         moves: The seconds of offloading and restoring state at the begin of phases.
-        device: The device.
-        lengths: The lengths of prompts and responses.
         snapshots: When snapshots end for which a phase waits, by its name, in seconds after the step before
             (`snapshot_times`). Each step has its share of the wait.
     """

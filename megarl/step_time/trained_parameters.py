@@ -78,8 +78,6 @@ def trained_chunks(
     """Return the trained parameters of a rank.
 
     Args:
-        architecture: The model.
-        role: The role of the model.
         chunks: The layers of each virtual stage of the rank.
     """
     return _chunks(architecture, role.parallel, _trained(role), tuple(chunks))
@@ -131,7 +129,6 @@ def _buckets(parameters: Sequence[TrainedParameter], least: int | None, unit: in
     A tied embedding has a bucket of its own.
 
     Args:
-        parameters: The parameters.
         least: The elements after which a bucket ends, None if one bucket has all parameters.
         unit: The number that the elements of a bucket are padded to a multiple of.
     """

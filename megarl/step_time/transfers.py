@@ -79,10 +79,8 @@ def offload_times(
     Gradients, and an engine's weights and cache, are dropped and allocated again without a copy.
 
     Args:
-        config: The run.
         moved: What is moved in its placement (`moved_items`).
         architectures: The architecture of each model role, by its name.
-        device: The device.
     """
     states = {role.name: _state(config, role, architectures[role.name]) for role in model_roles(config)}
     nbytes = {name: sum(_copied(states, item) for item in items) for name, items in moved.items()}
@@ -103,12 +101,9 @@ def snapshot_times(
     restores a part of the model, or trains it, waits for the end. Without recovery there are no snapshots.
 
     Args:
-        config: The run.
-        plan: The placement.
         moved: What is moved in this placement (`moved_items`).
         moves: The seconds that this takes (`offload_times`).
         architectures: The architecture of each model role, by its name.
-        device: The device.
     """
     if not config.recovery.enabled:
         return {}

@@ -22,10 +22,7 @@ def reduction_counts(
     """Return the calls that reduce the gradients of a mini-batch.
 
     Args:
-        architecture: The model.
-        role: The role of the model.
         chunks: The layers of each virtual stage of the rank.
-        stage: The pipeline stage.
     """
     parallel = role.parallel
     groups = bucket_groups(architecture, role, chunks, stage)

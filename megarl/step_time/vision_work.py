@@ -22,7 +22,6 @@ def tower_work(
     Args:
         architecture: The model, which has a tower.
         edge: The hidden states of the language model.
-        batch: The micro-batch.
         trains: Whether the tower is trained.
     """
     vision = architecture.vision

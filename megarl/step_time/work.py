@@ -14,7 +14,6 @@ class PassCounts(NamedTuple):
     """The work of a part of a model.
 
     Attributes:
-        forward: In a forward pass.
         backward: In a backward pass, without recomputation.
     """
 
@@ -43,10 +42,8 @@ class Edge(NamedTuple):
     """The hidden states that a tensor-parallel block receives or returns.
 
     Attributes:
-        parallel: The layout.
         tokens: The tokens of all tensor-parallel ranks.
         width: The elements of a hidden state.
-        dtype: The data type.
     """
 
     parallel: ParallelConfig

@@ -40,7 +40,6 @@ class ReplicaStatus:
 
     Attributes:
         state: generating, idle, or starting.
-        in_flight: Number of requests in flight.
         silent_s: Seconds since the replica's last sample.
     """
 
@@ -55,7 +54,6 @@ class GroupStatus:
     """Status of a prompt with missing samples.
 
     Attributes:
-        missing: Number of missing samples.
         where: Location of the oldest missing sample.
         seconds: Time since the prompt was submitted.
     """

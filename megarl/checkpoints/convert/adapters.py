@@ -54,7 +54,6 @@ def open_adapter_folder(folder: Path, base: Path, trust_remote_code: bool = Fals
     """Open an adapter in PEFT's format.
 
     Args:
-        folder: The folder of the adapter.
         base: The Hugging Face folder of its base model. Its weights are not read.
         trust_remote_code: Accept a base with its own model code.
 
@@ -114,7 +113,6 @@ def write_peft(
     """Write an adapter in PEFT's format.
 
     Args:
-        source: The adapter.
         folder: Must not exist or be empty.
         dtype: None: the dtype of the source.
         progress: Is told the written bytes.

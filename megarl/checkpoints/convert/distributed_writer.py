@@ -184,7 +184,6 @@ class PlannedItem:
         key: The name of the tensor.
         shape: The shape of the whole tensor.
         offsets: The position of the chunk in the tensor.
-        chunk: The shape of the chunk.
         tensor_slice: The slice of the shard, in the view of `shard_view`.
     """
 

@@ -43,7 +43,6 @@ def run(config_path: str | None, overrides: Sequence[str], output: str, device: 
 
     Args:
         config_path: The run whose shapes and dtype are measured. None: a shipped one for this machine.
-        overrides: Overrides of the run.
         output: The device file to write.
         device: The name or the path of the nearest device file. None: by the name of the device.
 

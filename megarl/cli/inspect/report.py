@@ -23,7 +23,6 @@ def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -
     """Write one self-contained HTML file, or serve the report on this machine until Ctrl-C.
 
     Args:
-        run_dirs: The folders of the runs.
         output: The file; None: `report.html` in the first folder.
         is_live: Serve the report instead of writing it.
         port: The port of the server; 0: any free port.

@@ -63,11 +63,7 @@ class Tuned(NamedTuple):
     """The run to tune.
 
     Attributes:
-        path: Its file.
         given: The overrides of the command line.
-        config: Its values.
-        device: The kind of its devices.
-        lengths: The lengths of its samples.
     """
 
     path: str

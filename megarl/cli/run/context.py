@@ -30,7 +30,6 @@ class RunContext:
     Attributes:
         output_dir: The run's folder; None until the run has claimed it.
         log_folder: Ray's log folder, the same on each of `nodes`; empty before Ray runs.
-        nodes: The addresses of the nodes.
         position: The current step and phase; None before the first step.
         termination: Requests to end after the step; None before the run can take one.
         verbose: Print all tables when the run starts.

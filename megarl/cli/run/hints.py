@@ -33,7 +33,6 @@ class Cause(NamedTuple):
         hint: The hint of the error, with its fields not yet filled.
         role: The role of the call that failed; empty for a failure in the driver. Roles that share a process
             are joined by "+".
-        method: The method of that call.
     """
 
     message: Sequence[str]
@@ -48,7 +47,6 @@ class ForeignFailure(NamedTuple):
 
     Attributes:
         text: A pattern to search for in the full message. Its named groups are fields of the hint.
-        hint: The hint lines.
         call: A pattern that must match the beginning of "role.method" of the failed call.
     """
 
@@ -64,7 +62,6 @@ def hint_for(cause: Cause, config: RunConfig | None) -> list[str]:
     that they cause.
 
     Args:
-        cause: The failure.
         config: The configuration of the run; None for a command without one.
     """
     call = f"{cause.role}.{cause.method}"

@@ -42,7 +42,6 @@ class NamedModel:
 
     Attributes:
         run: The configuration of the run, from `run_file`; None for a model without a run.
-        run_dir: The folder of the run.
     """
 
     source: ModelSource

@@ -33,7 +33,6 @@ def run(
 
     Args:
         run_dir: The folder of a run with `tracking.record_batches`.
-        step: The step.
         overrides: Changes of the configuration, such as another layout.
         against: The trace to compare with, which another version wrote; None: the run's own configuration
             is repeated first, and its gradient norms are compared with the recorded ones.

@@ -48,7 +48,6 @@ def draw_clusters(results: Sequence[ClusterResult], tokens: float, path: Path) -
     """Draw the step time and the throughput per device over cluster sizes, one line per max_staleness.
 
     Args:
-        results: The results.
         tokens: The prompt and response tokens of a step.
         path: The file, whose suffix determines the format.
     """

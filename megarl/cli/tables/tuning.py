@@ -145,7 +145,6 @@ def clusters_table(results: Sequence[ClusterResult], tokens: float) -> Table:
     """Return the step time and the throughput of each cluster.
 
     Args:
-        results: The results.
         tokens: The prompt and response tokens of a step.
     """
     drawn = table(

@@ -90,8 +90,6 @@ def too_few_rows(rows_per_step: int, num_rows: int, key: str) -> str | None:
     """Explain that a step needs more rows than there are; None if there are enough.
 
     Args:
-        rows_per_step: Rows of one step.
-        num_rows: Rows of the files.
         key: The configuration key of `rows_per_step`.
     """
     if rows_per_step <= num_rows:

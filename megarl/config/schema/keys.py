@@ -141,9 +141,6 @@ def only_with[Value](
 
     An example is `min_lr: float = only_with(ranged(0.0, at_least=0), Reader(".decay", (Decay.linear,)))`.
     Calls can be nested, if a key needs one setting and another.
-
-    Args:
-        default: The default, or a field with a default.
     """
     declared = cast(Field[Any], default if isinstance(default, Field) else field(default=default))
     needs = (OnlyWith(readers, is_refused, is_usual, why), *declared.metadata.get(OnlyWith, ()))

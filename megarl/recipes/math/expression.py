@@ -41,7 +41,6 @@ class Expression(NamedTuple):
 
     Attributes:
         value: Computes the value for given variables. Raises NoNumberError or TooLargeError.
-        names: The variables.
         last_place: The value of one unit in the last place of a decimal number; None for other formulas.
         percent: Whether the formula ends in a percent sign, which its value does not include.
     """

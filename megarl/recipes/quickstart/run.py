@@ -58,10 +58,6 @@ def run(overrides: Sequence[str]) -> int:
 def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
     """Run the stages of a recipe. Return the exit code of the first stage that fails, or 0.
 
-    Args:
-        recipe: The recipe.
-        overrides: Overrides of the reinforcement learning.
-
     Raises:
         ConfigError: An override is wrong. An earlier run is kept.
     """
