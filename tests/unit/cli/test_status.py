@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,14 @@ from megarl.cli.inspect import status
 from megarl.cli.main import main
 from megarl.tracking.status import RUNNING, RunStatus, StatusWriter
 from tests.unit.tracking.test_status import STATUS
+
+NOW_S = 1_700_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def _stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the clock, so that a busy machine changes no age."""
+    monkeypatch.setattr(status.time, "time", lambda: NOW_S)
 
 
 def write(folder: Path, run: RunStatus = STATUS, **changes: Any) -> None:
@@ -85,7 +92,7 @@ NO_CHECKPOINT = "; no checkpoint is saved in {folder}/checkpoints; the same comm
 def test_of_a_run_that_does_not_go_on_it_says_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, changes: dict[str, Any], says: str
 ) -> None:
-    written_at = time.time() - (300 if state == RUNNING else 0)
+    written_at = NOW_S - (300 if state == RUNNING else 0)
     write(tmp_path, replace(STATUS, state=state), **changes, written_at=written_at)
     host = json.loads((tmp_path / "status.json").read_text())["host"]
     assert main(["status", str(tmp_path)]) == 0
@@ -166,7 +173,11 @@ def test_a_damaged_summary_is_named_in_the_same_line(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"a: [", b"\xff", b"checkpoint: 3", b"checkpoint:\n", b"checkpoint: {dir: 3}"]
+    "content",
+    [
+        *(b"", b"a: [", b"\xff", b"checkpoint: 3", b"checkpoint:\n", b"checkpoint: {dir: 3}"),
+        *(b"checkpoint: {dir: !!bool x}", b"checkpoint: &a {dir: *a}", b"checkpoint: " + b"[" * 2_000),
+    ],
 )
 def test_a_damaged_configuration_is_named_in_the_same_line(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -181,7 +192,7 @@ def test_a_damaged_configuration_is_named_in_the_same_line(
 def test_a_run_of_another_machine_that_is_late_is_shown_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(tmp_path, host="elsewhere", pid=11, written_at=time.time() - 60)
+    write(tmp_path, host="elsewhere", pid=11, written_at=NOW_S - 60)
     assert main(["status", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
