@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from megarl.config.load import plain_values
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
+from megarl.machine.files import parse_yaml
 
 ABSENT = "(no such key)"
 
@@ -49,8 +48,7 @@ def differences(saved: Path, config: RunConfig) -> list[Difference]:
 
     Raises:
         OSError: The file cannot be read.
-        yaml.YAMLError: The file is not YAML.
-        ValueError: The file is not a mapping.
+        ValueError: The file is not YAML, or not a mapping.
     """
     return [each for each in _all_differences(saved, config) if each.key != _RESUME]
 
@@ -72,7 +70,7 @@ def other_run(saved: Path, config: RunConfig) -> list[Difference]:
 
 
 def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
-    values = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    values = parse_yaml(saved.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(
             f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys"

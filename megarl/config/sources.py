@@ -29,6 +29,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from megarl.config.schema.keys import MISSING, InputKind
 from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
 from megarl.machine.errors import ConfigError
+from megarl.machine.files import YAML_ERRORS, yaml_problem
 
 BASE = "base"
 WITH = "with"
@@ -50,8 +51,7 @@ _ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # file suffixes th
 HOW_TO_REFER = (
     "use ${section.key} for another key of this configuration, or ${oc.env:NAME} for an environment variable"
 )
-# Exceptions of reading YAML; a RecursionError if it is nested too deeply.
-_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, UnicodeError, RecursionError)
+_UNREADABLE = (OmegaConfBaseException, *YAML_ERRORS)
 
 
 class Refused(NamedTuple):
@@ -350,7 +350,9 @@ def _half_a_reference(error: GrammarParseError) -> str:
 
 def in_one_line(error: Exception) -> str:
     """Return the error in one line, without OmegaConf's description of the key."""
-    return " ".join(str(error).partition("\n    full_key: ")[0].split())
+    if isinstance(error, OmegaConfBaseException):
+        return " ".join(str(error).partition("\n    full_key: ")[0].split())
+    return yaml_problem(error)
 
 
 def _with_paths(values: Any, key: str) -> Any:

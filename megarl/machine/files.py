@@ -3,8 +3,8 @@
 They are complete or absent even after a power failure, because they are written to a temporary name, synced
 to disk, and renamed.
 
-Files left next to a folder by a killed process are removed by the next one. Errors in JSON files written by
-other programs are reported in one line.
+Files left next to a folder by a killed process are removed by the next one. Errors in JSON and YAML files
+written by other programs are reported in one line.
 """
 
 from __future__ import annotations
@@ -18,6 +18,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import yaml
+
+from megarl.machine.strict_json import is_too_deep
+
+# Exceptions of PyYAML for a text that is not YAML. Its constructors raise built-in ones for a value that does
+# not fit its tag, such as a KeyError for `!!bool x`.
+YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
+_TOO_DEEP = "it is nested too deep"
 
 
 def existing_folder(path: Path) -> Path:
@@ -142,7 +151,34 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+        raise ValueError(_TOO_DEEP) from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse YAML from a file that may be damaged.
+
+    Raises:
+        ValueError: The text is not YAML, is nested too deep, or contains itself. The message is one line.
+    """
+    try:
+        values = yaml.safe_load(text)
+    except YAML_ERRORS as error:
+        raise ValueError(yaml_problem(error)) from error
+
+    # An alias can put a value inside itself, which has no end for what walks it.
+    if is_too_deep(values):
+        raise ValueError(_TOO_DEEP)
+    return values
+
+
+def yaml_problem(error: Exception) -> str:
+    """Describe one of YAML_ERRORS in one line."""
+    if isinstance(error, RecursionError):
+        return _TOO_DEEP
+    text = " ".join(str(error).split())
+    # Only the exact classes, because errors of libraries inherit from them.
+    is_of_tag = type(error) in (KeyError, IndexError, AttributeError)
+    return f"a value does not fit its tag ({type(error).__name__}: {text})" if is_of_tag else text
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

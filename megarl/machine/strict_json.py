@@ -39,13 +39,18 @@ def load_strictly(text: str | bytes) -> Any:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Return whether a value of dictionaries, lists and tuples has more than MAX_DEPTH levels."""
+    """Return whether a value of dictionaries, lists and tuples has more than MAX_DEPTH levels.
+
+    A value that contains itself has.
+    """
     level = [value] if isinstance(value, _NESTED) else []
     for _ in range(MAX_DEPTH):
         if not level:
             return False
         members = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [each for inner in members for each in inner if isinstance(each, _NESTED)]
+        nested = (each for inner in members for each in inner if isinstance(each, _NESTED))
+        # A value that occurs several times in a level, by an alias of YAML, is looked into once.
+        level = list({id(each): each for each in nested}.values())
     return bool(level)
 
 

@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.machine.errors import CheckpointError
-from megarl.machine.files import read_json_object
+from megarl.machine.files import parse_yaml, read_json_object
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, SUMMARY_FILE
 
 _CAUSE = re.compile(r"^what +(\S.*)$", re.MULTILINE)  # the cause in the failure report
@@ -36,9 +34,9 @@ def how_to_resume_in(run_dir: Path) -> str:
     path = run_dir / CONFIG_FILE
     damage = f"{path} is damaged, so the folder of its checkpoints is unknown"
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        return f"{damage}: {' '.join(str(error).split())}"
+        values = parse_yaml(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        return f"{damage}: {error}"
 
     section = values.get("checkpoint", {}) if isinstance(values, dict) else None
     given = section.get("dir") if isinstance(section, dict) else section

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
 from rich.console import Console
 
 from megarl.checkpoints.object_storage import ObjectStorage
@@ -148,7 +147,7 @@ def of_another_run(output_dir: Path, config: RunConfig) -> str | None:
     saved = output_dir / CONFIG_FILE
     try:
         changes = other_run(saved, config)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         return f"{CONFIG_FILE}: {error}"
 
     return "; ".join(f"{change.key} was {change.before!r}, is {change.now!r}" for change in changes)

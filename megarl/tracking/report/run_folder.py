@@ -11,12 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.config.compare import flat
 from megarl.config.load import plain_values
 from megarl.config.review import schema_keys
 from megarl.config.schema import SCHEMAS, RunKind
+from megarl.machine.files import parse_yaml
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import MetricsFileError, read_metrics
 from megarl.tracking.report.sample_part import finite, sample_part
@@ -32,7 +31,7 @@ _METRICS = "metrics"
 _TIMELINE = "timeline"
 _GENERATIONS = "generations"
 _SAMPLES = "samples/"
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class RunFolderError(ValueError):
@@ -187,7 +186,7 @@ def _version(path: Path) -> str:
 
 
 def _flat_config(text: str) -> dict[str, str]:
-    return {key: _text(value) for key, value in flat(yaml.safe_load(text))}
+    return {key: _text(value) for key, value in flat(parse_yaml(text))}
 
 
 def _text(value: Any) -> str:

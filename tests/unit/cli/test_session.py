@@ -147,7 +147,7 @@ def test_folders_of_other_runs_are_refused_and_left_alone(config: SFTConfig) -> 
         assert f"({why}" in str(caught.value)
         assert (output_dir / "metrics.jsonl").exists(), why
 
-    for content in ("", "- 1", "a: ["):
+    for content in ("", "- 1", "a: [", "a: " + "[" * 2_000, "a: &a {b: *a}", "a: !!bool x"):
         (output_dir / "config.yaml").write_text(content)
         with pytest.raises(ValueError, match=r"another run \(config.yaml: "):
             claim(config)

@@ -467,6 +467,11 @@ def test_ppo_keys_are_unknown_to_sft(minimal: str) -> None:
         ("model: [1", "is not YAML"),
         ("- 1\n- 2", "must contain a mapping"),
         ("trainer: {seed: 1, seed: 2}", "is not YAML"),
+        ("trainer: {seed: !!bool x}", "is not YAML: a value does not fit its tag (KeyError: 'x')"),
+        ("trainer: {seed: !!int ''}", "is not YAML: a value does not fit its tag (IndexError: "),
+        ("model: {path: !!timestamp x}", "is not YAML: a value does not fit its tag (AttributeError: "),
+        ("trainer: {seed: !!int x}", "is not YAML: invalid literal for int()"),
+        ("trainer: {seed: 1" + "0" * 5000 + "}", "is not YAML: Exceeds the limit (4300 digits)"),
         ("", "model.path"),
     ],
 )
@@ -496,6 +501,11 @@ def test_overrides_that_are_none(minimal: str) -> None:
         ("trainer.output_dir=${", "'trainer.output_dir=${': "),
         ("trainer.output_dir=\ud800", "surrogates not allowed"),
         ("trainer={null: 3}", "Incompatible key type 'NoneType'"),
+        ("trainer.seed=!!bool x", "'trainer.seed=!!bool x': a value does not fit its tag (KeyError: 'x')"),
+        ("trainer.seed=!!timestamp x", "a value does not fit its tag (AttributeError: "),
+        ("trainer.seed=!!float ''", "a value does not fit its tag (IndexError: "),
+        ("trainer.seed=!!int x", "'trainer.seed=!!int x': invalid literal for int()"),
+        ("trainer.seed=1" + "0" * 5000, "Exceeds the limit (4300 digits)"),
         (
             "tracking.loggers[0]=jsonl",
             "tracking.loggers: is {'0': 'jsonl'}, but must be a list, each item one of console, jsonl",

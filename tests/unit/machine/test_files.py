@@ -4,6 +4,7 @@ new one."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.machine.files import whole_folder, write_whole
+from megarl.machine.files import parse_yaml, whole_folder, write_whole
 
 # A program that kills itself with SIGKILL before, between, or after the renames; the argument is the number
 # of renames before. It can also stay in the block.
@@ -172,3 +173,38 @@ def test_two_writers(folder: Path) -> None:
     write(folder, "third")
     assert (folder / "content").read_text() == "third"
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("[" * 2_000, "nested too deep"),
+        ("{a: " * 2_000, "nested too deep"),
+        ("&a [*a]", "nested too deep"),
+        ("&a {b: {c: *a}}", "nested too deep"),
+        ("&a [&b [*a, *b], *b]", "nested too deep"),
+        ("!!bool x", "a value does not fit its tag (KeyError: 'x')"),
+        ("!!int ''", "a value does not fit its tag (IndexError: "),
+        ("!!timestamp x", "a value does not fit its tag (AttributeError: "),
+        ("!!int x", "'x'"),
+        ("!!float x", "'x'"),
+        ("2001-99-99", "month must be in 1..12"),
+        ("1" * 5000, "4300 digits"),
+        ("[1", "while parsing a flow sequence"),
+        ("!!python/name:os.system", "could not determine a constructor"),
+    ],
+)
+def test_damaged_yaml_is_a_value_error_of_one_line(value: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        parse_yaml(f"seed: {value}\n")
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_with_aliases_is_read() -> None:
+    """Each level holds the one before it nine times, so it cannot be walked value by value."""
+    text = "a: &a0 {b: 1}\n" + "".join(
+        f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 60)
+    )
+    values = parse_yaml(text)
+    assert values["a1"] == [{"b": 1}] * 9
+    assert values["a59"][0] is values["a58"]

@@ -179,7 +179,7 @@ DAMAGE = {
     "timeline.json": [b"", b"[]", b'{"traceEvents": [{"name": "x"}]}', b"[" * 100_000],
     "generations.jsonl": [b"no json\n", b"[]\n", b'{"step": 1}\n'],
     "summary.json": [b"{", b"\xff"],
-    "config.yaml": [b"a: [", b"- 1\n", b"\xff"],
+    "config.yaml": [b"a: [", b"- 1\n", b"\xff", b"a: !!int ''\n", b"a: &a {b: *a}\n", b"[" * 2_000],
     "samples/step_00000020.parquet": [b"", b"no parquet"],
 }
 

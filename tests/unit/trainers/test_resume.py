@@ -286,6 +286,9 @@ def resealed(path: Path, name: str, content: str) -> None:
         ("config.yaml", "- 1", r"cannot be read \(it is a list, not a mapping of keys\)"),
         ("config.yaml", "", r"cannot be read \(it is empty, not a mapping of keys\)"),
         ("config.yaml", "a: [", r"cannot be read \("),
+        ("config.yaml", "a: " + "[" * 2_000, r"cannot be read \(it is nested too deep\)"),
+        ("config.yaml", "a: &a {b: *a}", r"cannot be read \(it is nested too deep\)"),
+        ("config.yaml", "a: !!bool x", r"cannot be read \(a value does not fit its tag \(KeyError: 'x'\)\)"),
     ],
 )
 def test_a_file_that_no_run_writes_is_one_line(config: PPOConfig, name: str, content: str, said: str) -> None:
