@@ -139,17 +139,22 @@ class ModelRecovery:
         kinds = {error.kind, *(other.failure.kind for other in error.others)}
         return any(kind.is_loss for kind in kinds) or error.kind is FailureKind.communication
 
-    def recover(self, error: WorkerError | PhaseTimeoutError, saved: SavedStep | None = None) -> Restarted:
+    def recover(
+        self,
+        error: WorkerError | PhaseTimeoutError,
+        read_saved: Callable[[], SavedStep | None] = lambda: None,
+    ) -> Restarted:
         """Restart the processes that `error` concerns, and load the newest complete snapshot in all models.
 
         Processes of other models keep running, but their state is that of the snapshot, too.
 
         Args:
             error: What was lost.
-            saved: What is used if no snapshot is left. At the start of the run, all trained models get new
-                processes.
+            read_saved: Returns what is used if no snapshot is left, and is called only then. At the start of
+                the run, all trained models get new processes.
 
         Raises:
+            CheckpointError: No snapshot is left, and the checkpoint is damaged.
             SnapshotLostError: There is neither a complete snapshot nor a checkpoint or the start.
             WorkerError: A process failed or died during the recovery.
             NodeLostError: A node is lost, and no other node has become free in time.
@@ -157,6 +162,7 @@ class ModelRecovery:
         """
         lost, nodes = self._lost(error)
         newest = self._snapshots.newest_after_loss()
+        saved = read_saved() if newest is None else None
         # The processes that hold the snapshots are lost with Ray, too.
         if newest is None and (daemon := await_ended_daemon()):
             raise RayEndedError(daemon, daemons_last_words()) from error
@@ -182,7 +188,7 @@ class ModelRecovery:
 
         # All models go back to the same step, whether or not they lost a process.
         self._snapshots.move()
-        step, source = self._load(newest, saved)
+        step, source = self._load(newest, read_saved)
         if self._weights is not None:
             # Before the first snapshot, the actor has not changed since the last weight sync.
             version = self._version_of.get(step, self._weights.actor_version)
@@ -222,13 +228,15 @@ class ModelRecovery:
 
         return moved
 
-    def _load(self, newest: int | None, saved: SavedStep | None) -> tuple[int, Source]:
+    def _load(self, newest: int | None, read_saved: Callable[[], SavedStep | None]) -> tuple[int, Source]:
         """Load the newest snapshot, or the checkpoint if a part of it is lost. Returns what was loaded."""
         try:
             if newest is not None:
                 self._snapshots.load(newest)
                 return newest, Source.snapshot
+            saved = read_saved()
         except SnapshotLostError:
+            saved = read_saved()
             if saved is None or saved.folder is None:
                 raise
 

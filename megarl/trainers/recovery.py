@@ -11,7 +11,6 @@ Work in the background that needs no rank, such as uploads and tracking, continu
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -22,15 +21,14 @@ from megarl.checkpoints.run_folder import step_of
 from megarl.config.schema import RecoveryConfig, RunConfig
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.controller.messages import CONSTRUCTION, qualified_name
-from megarl.machine.errors import NonFiniteUpdateError, RunError
+from megarl.machine.errors import CheckpointError, NonFiniteUpdateError, RunError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.roles.model_recovery import ModelRecovery, Restarted, SavedStep, Source
 from megarl.roles.model_snapshots import SnapshotLostError
 from megarl.tracking.run_files import STACKS_FOLDER, writing
-from megarl.trainers.checkpoint import STATE_FILE
 from megarl.trainers.recorded_steps import RecordedStep, RecordedSteps
-from megarl.trainers.resume import checkpoint_folder
+from megarl.trainers.resume import checkpoint_folder, older_ones, read_state
 
 _log = logging.getLogger(__name__)
 
@@ -215,7 +213,7 @@ class StepRecovery:
                 drop()
             try:
                 # pyrefly: ignore[bad-argument-type]  # checked above
-                restarted = self._models.recover(error, self._saved())
+                restarted = self._models.recover(error, self._saved)
                 repeated = self._repeat(restarted)
                 break
             except SnapshotLostError as lost:
@@ -283,15 +281,22 @@ class StepRecovery:
         return [step.number for step in steps]
 
     def _saved(self) -> SavedStep | None:
-        """Return the newest checkpoint, or the start of the run, if the steps after it can be repeated."""
+        """Return the newest checkpoint, or the start of the run, if the steps after it can be repeated.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged.
+        """
         folder = self._newest_checkpoint()
         step = 0 if folder is None else step_of(folder)
         if not self._first_step <= step <= self._step or not self._steps.reach_back_to(step):
             return None
         if folder is None:
             return SavedStep(step, folder)
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        return SavedStep(state["step"], folder, state.get("weight_version"))
+        try:
+            state = read_state(folder, step)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {older_ones(folder)}") from error
+        return SavedStep(step, folder, state.get("weight_version"))
 
     def _count(self, error: RunError, stacks: str | None) -> None:
         cause = str(error).partition("\n")[0]

@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.checkpoints.object_storage import ObjectStorage, local_copy
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
 from megarl.checkpoints.run_folder import (
@@ -139,7 +137,7 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     try:
         description = check_files(checkpoint)
         _check_steps(checkpoint, description)
-        state = _state(checkpoint, description["step"])
+        state = read_state(checkpoint, description["step"])
         changes = _changes(checkpoint, config)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
@@ -169,7 +167,7 @@ def read_driver_state(folder: Path, config: RunConfig, sizes: Mapping[str, int])
         ConfigError: The configuration does not fit it.
         CheckpointError: It cannot be read.
     """
-    state = _state(folder, step_of(folder))
+    state = read_state(folder, step_of(folder))
     changes = _changes(folder, config)
 
     layouts = tuple(f"{role.parallel_key}." for role in model_roles(config) if role.optim is not None)
@@ -228,8 +226,12 @@ def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
             )
 
 
-def _state(checkpoint: Path, step: int) -> dict[str, Any]:
-    """Read `trainer.json` of the checkpoint of `step`."""
+def read_state(checkpoint: Path, step: int) -> dict[str, Any]:
+    """Read `trainer.json` of the checkpoint of `step`.
+
+    Raises:
+        CheckpointError: It cannot be read, or is of another checkpoint.
+    """
     path = checkpoint / STATE_FILE
     try:
         state = parse_json(path.read_text(encoding="utf-8"))
@@ -259,7 +261,7 @@ def _state(checkpoint: Path, step: int) -> dict[str, Any]:
 def _changes(checkpoint: Path, config: RunConfig) -> list[Difference]:
     try:
         return differences(checkpoint / CONFIG_FILE, config)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{checkpoint / CONFIG_FILE}: cannot be read ({one_line(error)}); the checkpoint is damaged"
         ) from error

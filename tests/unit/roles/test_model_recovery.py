@@ -11,6 +11,7 @@ import pytest
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError
 from megarl.controller.futures import DerivedFuture
 from megarl.controller.messages import CallFailure, FailureKind
+from megarl.machine.errors import CheckpointError
 from megarl.roles import restarts
 from megarl.roles.model_recovery import ModelRecovery, SavedStep
 from megarl.roles.model_snapshots import SnapshotLostError
@@ -111,11 +112,22 @@ def test_at_the_start_of_a_run_all_trained_models_get_new_processes() -> None:
     """They may have made a part of the first step."""
     actor, critic = (Processes(Pool(looks=0)) for _ in range(2))
     recovery = recovery_of(actor, 0, newest=None, trained=[actor, critic])
-    restarted = recovery.recover(ERROR, SavedStep(0, None))
+    restarted = recovery.recover(ERROR, lambda: SavedStep(0, None))
     assert (restarted.step, restarted.describe()) == (0, "the start of the run")
     assert (actor.num_restarts, critic.num_restarts) == (1, 1)
     with pytest.raises(SnapshotLostError, match="no complete snapshot"):
-        recovery.recover(ERROR, None)
+        recovery.recover(ERROR, lambda: None)
+
+
+def test_what_is_saved_is_read_if_no_snapshot_is_left() -> None:
+    def read_saved() -> SavedStep:
+        raise CheckpointError("trainer.json: the checkpoint is damaged")
+
+    processes = Processes(Pool(looks=0))
+    assert recovery_of(processes, 0).recover(ERROR, read_saved).step == 7
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        recovery_of(processes, 0, newest=None).recover(ERROR, read_saved)
+    assert processes.num_restarts == 1
 
 
 def test_a_node_is_excluded_after_two_losses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from megarl.config.schema import RecoveryConfig
 from megarl.controller.errors import UNKNOWN_NODE, PhaseTimeoutError, RankReport
 from megarl.controller.messages import CONSTRUCTION
-from megarl.machine.errors import RunError
+from megarl.machine.errors import CheckpointError, RunError
 from megarl.roles.model_recovery import Restarted, SavedStep, Source
 from megarl.roles.model_snapshots import SnapshotLostError
 from megarl.trainers.checkpoint import STATE_FILE
@@ -43,8 +44,9 @@ class Models:
     def concerns(self, error: Exception) -> bool:
         return isinstance(error, LostRankError)
 
-    def recover(self, error: Exception, saved: SavedStep | None) -> Restarted:
+    def recover(self, error: Exception, read_saved: Callable[[], SavedStep | None]) -> Restarted:
         if self.complete is None:
+            saved = read_saved()
             if saved is None:
                 raise SnapshotLostError("no snapshot is left")
             source = Source.start if saved.folder is None else Source.checkpoint
@@ -90,7 +92,8 @@ class Steps:
     def save(self, folder: Path, step: int) -> None:
         self.checkpoint = folder / f"step_{step:08d}"
         self.checkpoint.mkdir()
-        (self.checkpoint / STATE_FILE).write_text(json.dumps({"step": step}))
+        state = {"step": step, "trainer": "ppo", "seconds": 1.0, "data": {}}
+        (self.checkpoint / STATE_FILE).write_text(json.dumps(state))
 
 
 def test_the_interrupted_step_is_repeated_and_counted_once() -> None:
@@ -193,6 +196,40 @@ def test_without_a_snapshot_the_steps_since_the_checkpoint_are_repeated(
     assert list(tmp_path.iterdir()) == [steps.checkpoint]
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", r"cannot be read \(Expecting value"),
+        (b'{"step": 1', r"cannot be read \("),
+        (b"\xff", r"cannot be read \('utf-8' codec"),
+        (b"[" * 100_000, r"cannot be read \(it is nested too deep\)"),
+        (b"[1]", "is a list, not a mapping"),
+        (b"{}", "has no step"),
+        (b'{"step": 4, "trainer": "ppo", "seconds": 1, "data": {}}', "is of step 4, but it is in the"),
+        (None, r"cannot be read \("),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line_and_is_read_only_without_a_snapshot(
+    tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    steps = Steps(1, 3, folder=tmp_path)
+    steps.models.complete = 0
+    steps.run(1)
+    steps.save(tmp_path, 1)
+    assert steps.checkpoint is not None
+    file = steps.checkpoint / STATE_FILE
+    file.unlink() if content is None else file.write_bytes(content)
+    steps.models.complete = 1
+    steps.run(2)
+    assert steps.trained == [1, 2, 2]
+
+    steps.models.complete = None
+    with pytest.raises(CheckpointError, match=f"{file}: {said}") as failed:
+        steps.run(3)
+    assert str(failed.value).endswith(". There is no older complete checkpoint")
+    assert "\n" not in str(failed.value)
+
+
 def test_without_a_snapshot_and_a_checkpoint_the_run_ends() -> None:
     steps = Steps(2)
     for step in (1, 2):
@@ -283,7 +320,7 @@ def test_a_start_that_is_too_slow_is_tried_once_more(tmp_path: Path) -> None:
         attempts.append(1)
         raise slow(CONSTRUCTION)
 
-    def restart(error: Exception, saved: SavedStep | None) -> Restarted:
+    def restart(error: Exception, read_saved: Callable[[], SavedStep | None]) -> Restarted:
         attempts.append(2)
         raise slow(CONSTRUCTION)
 
