@@ -98,7 +98,13 @@ class PPOTrainer:
         self.recovery = recovery or NoRecovery()
 
         self._status = StatusOfRun(
-            config, roles, monitor, self.prompts, self.recovery, lambda: checkpoints.seconds
+            config,
+            roles,
+            monitor,
+            self.prompts,
+            self.recovery,
+            seconds=lambda: checkpoints.seconds,
+            last_step=lambda: checkpoints.last_step,
         )
 
         self._rows = SampleRows(config)

@@ -42,6 +42,7 @@ class StatusOfRun:
         prompts: BufferedRollout,
         recovery: StepRecovery | NoRecovery,
         seconds: Callable[[], float],
+        last_step: Callable[[], int],
     ) -> None:
         self._config = config
         self._roles = roles
@@ -49,6 +50,7 @@ class StatusOfRun:
         self._prompts = prompts
         self._recovery = recovery
         self._seconds = seconds  # of the whole run
+        self._last_step = last_step  # the last completed one; 0: none
         self._position = monitor.position
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
@@ -88,7 +90,8 @@ class StatusOfRun:
 
         return RunStatus(
             state=RUNNING,
-            step=position.step,
+            # Between two steps and after the last one, it is the step that has been completed.
+            step=position.step or self._last_step() or None,
             total_steps=self._config.trainer.total_steps,
             phases=position.phases.copy(),
             phase_s=begun[-1].seconds() if begun else 0.0,

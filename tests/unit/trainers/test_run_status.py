@@ -45,7 +45,10 @@ class Scene:
             trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400),
         )
         async_rollout: Any = SimpleNamespace(num_finished=lambda: 3)
-        self._status = StatusOfRun(config, roles, monitor, async_rollout, NoRecovery(), lambda: 0.0)
+        self.last_step = 0
+        self._status = StatusOfRun(
+            *(config, roles, monitor, async_rollout, NoRecovery()), lambda: 0.0, lambda: self.last_step
+        )
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         lengths = [(20, "a"), (30, "a"), (40, "a"), (150, "b"), (60, "b")]
         requests = [
@@ -83,6 +86,16 @@ def test_prompts_and_replicas_are_where_they_are(monkeypatch: pytest.MonkeyPatch
         ("generating", 1, 70.0),
     ]
     assert status.stalled is None
+
+
+def test_between_two_steps_and_at_the_end_it_names_the_completed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    seen = []
+    for running, completed in ((None, 0), (1, 0), (None, 1), (2, 1), (None, 2)):
+        scene.position.step = running
+        scene.last_step = completed
+        seen.append(scene.look_at(10).step)
+    assert seen == [None, 1, 1, 2, 2]
 
 
 def test_shares_and_speeds_are_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
