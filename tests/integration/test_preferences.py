@@ -61,6 +61,12 @@ BETA = 0.3
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_inputs(folder := tmp_path_factory.mktemp("inputs"), num_layers=2)
+    save_pairs(folder)
+    return folder
+
+
+def save_pairs(folder: Path) -> None:
+    """Write `pairs.parquet` and `held_out.parquet` to `folder`."""
     # The good answer repeats the number, the bad one is another number, and longer for some.
     rows = [
         {"prompt": f"{n}=", "chosen": f"{n}", "rejected": f"{(n * 7 + 3) % 40}" + "+" * (n % 3)}
@@ -68,7 +74,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     pq.write_table(pa.Table.from_pylist(rows[:30]), folder / "pairs.parquet")
     pq.write_table(pa.Table.from_pylist(rows[30:]), folder / "held_out.parquet")
-    return folder
 
 
 def pair_config[Run: PreferenceConfig](schema: type[Run], inputs: Path, output_dir: Path, **more: Any) -> Run:
