@@ -144,7 +144,7 @@ REFUSED = {
     ("reward model", "generate"): NO_TEXT,
     ("reward model", "eval"): NO_TEXT,
     ("grpo of experts", "generate"): WITH_EXPERTS,
-    ("distillation", "score"): "reward.functions is empty; give at least one {{path, name}}",
+    ("distillation", "score"): "there is no such file",  # without validations, no samples of them
 }
 
 

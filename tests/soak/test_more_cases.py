@@ -1,6 +1,6 @@
 """Test every engine from every layout by every transport, 32 deaths during a weight sync, 2,000 damaged
-configurations, the layers of every shipped run, each field of the published models, and memory over 500
-steps."""
+configurations, the layers of every shipped run, each field of the published models, every command on more
+kinds of run, and memory over 500 steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 FILES = (
+    "tests/integration/test_commands_on_runs.py",
     "tests/integration/test_rss.py",
     "tests/integration/test_weights_hf.py",
     "tests/integration/test_weights_sglang.py",
