@@ -8,6 +8,7 @@ import importlib
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from megarl.models.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 
+# Rooms from the ground up: packages, and sub-packages that stand on another layer than the rest of their package
+# (`weights.sync`). A module belongs to the room with the longest matching name.
 LAYERS = (
     ("machine",),
     ("models",),
@@ -32,7 +35,7 @@ LAYERS = (
     ("cli",),
     ("api",),
 )
-LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 
 # Library -> the only packages (dotted prefixes) that may import it.
 HOMES = {
@@ -78,19 +81,23 @@ def within(module: str, home: str) -> bool:
     return module == home or module.startswith(home + ".")
 
 
+def room_of(module: str, rooms: Collection[str] = LAYER_OF) -> str:
+    """Return the room of a module of megarl, or "" for megarl itself and other libraries."""
+    parts = module.split(".")
+    if parts[0] != "megarl":
+        return ""
+    names = [".".join(parts[1:end]) for end in range(len(parts), 1, -1)]
+    return next((name for name in names if name in rooms), "")
+
+
 def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
     found = []
-    own = module.split(".")[1] if "." in module else ""
+    own = room_of(module)
 
     for line, imported in imported_modules(source, module, is_package):
-        top, _, rest = imported.partition(".")
-        target = rest.split(".")[0]
-        if (
-            top == "megarl"
-            and target in LAYER_OF
-            and own not in ("", "__main__", target)
-            and LAYER_OF[target] >= LAYER_OF[own]
-        ):
+        top = imported.split(".")[0]
+        target = room_of(imported)
+        if own and target and own != target and LAYER_OF[target] >= LAYER_OF[own]:
             found.append(
                 f"{module}:{line} imports {imported}: {own} is in layer {LAYER_OF[own]}, {target} in "
                 f"{LAYER_OF[target]}"
@@ -121,9 +128,12 @@ def test_imports_go_down_only() -> None:
 def test_every_package_has_a_layer() -> None:
     packages = {file.parent.name for file in (ROOT / "megarl").glob("*/__init__.py")}
     modules = {file.stem for file in (ROOT / "megarl").glob("*.py")} - {"__init__", "__main__"}
-    assert packages | modules == set(LAYER_OF)
+    inner = {room for room in LAYER_OF if "." in room}
+    assert packages | modules == LAYER_OF.keys() - inner
+    assert {f"megarl.{room}" for room in inner} <= own_modules().keys()
 
 
+@cache
 def own_modules() -> dict[str, str]:
     """Return module -> source for all of megarl; a package has its own name."""
     found = {}
@@ -137,17 +147,38 @@ def own_modules() -> dict[str, str]:
     return found
 
 
-def cycles(sources: Mapping[str, str], packages: Collection[str] = ()) -> list[list[str]]:
-    """Return groups of modules that import each other, including imports inside functions and for types only;
-    each group contains all modules of its cycle."""
+def imports_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return module -> the modules that it imports, including imports inside functions and for types only."""
     edges: dict[str, set[str]] = {}
     for module, source in sources.items():
-        imported = (name for _, name in imported_modules(source, module, module in packages))
+        imported = (name for _, name in imported_modules(source, module, is_package=False))
         # `from a.b import c`: the module a.b.c if it exists, otherwise a member of a.b.
         edges[module] = {
             name if name in sources else name.rpartition(".")[0] for name in imported
         } & sources.keys() - {module}
 
+    return edges
+
+
+@cache
+def own_imports() -> dict[str, set[str]]:
+    return imports_of(own_modules())
+
+
+def between_packages(edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return package -> the packages that its modules import. Rooms inside a package count as the package."""
+    found: dict[str, set[str]] = {}
+    for module, imported in edges.items():
+        if package := ".".join(module.split(".")[1:2]):
+            targets = {".".join(name.split(".")[1:2]) for name in imported} - {"", package}
+            found.setdefault(package, set()).update(targets)
+
+    return found
+
+
+def cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return groups of modules or packages that import each other; each group contains all of its cycle."""
+    edges = {name: set(imported) for name, imported in imports.items()}
     sorter = TopologicalSorter(edges)
     found = []
 
@@ -173,7 +204,12 @@ def public_classes(sources: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert cycles(own_modules()) == []
+    assert cycles(own_imports()) == []
+
+
+def test_no_packages_import_each_other() -> None:
+    """Layers of rooms do not show this: `a.inner` above `b` above `a` would be allowed."""
+    assert cycles(between_packages(own_imports())) == []
 
 
 def test_a_class_name_exists_once() -> None:
@@ -189,11 +225,34 @@ def test_a_planted_cycle_and_a_doubled_name_are_found() -> None:
         "megarl.c": "if TYPE_CHECKING:\n    from megarl import a\nclass Twice: ...\nclass _Own: ...",
         "megarl.d": "import megarl.a\nclass _Own: ...",
     }
-    (cycle,) = cycles(sources)
+    (cycle,) = cycles(imports_of(sources))
     assert set(cycle) == {"megarl.a", "megarl.b", "megarl.c"}
     assert {name: modules for name, modules in public_classes(sources).items() if len(modules) > 1} == {
         "Twice": ["megarl.b", "megarl.c"]
     }
+
+
+def test_a_planted_cycle_of_packages_is_found() -> None:
+    sources = {
+        "megarl.a.low": "",
+        "megarl.a.inner.high": "from megarl.b import used",
+        "megarl.b.used": "from megarl.a.low import f",
+        "megarl.c": "import megarl.a.inner.high",
+    }
+    assert cycles(imports_of(sources)) == []
+    (cycle,) = cycles(between_packages(imports_of(sources)))
+    assert set(cycle) == {"a", "b"}
+
+
+def test_a_module_belongs_to_the_innermost_room() -> None:
+    rooms = {"weights": 0, "weights.sync": 1}
+    assert room_of("megarl.weights.plan", rooms) == "weights"
+    assert room_of("megarl.weights.sync.session.TransferSession", rooms) == "weights.sync"
+    assert room_of("megarl.weights.sync", rooms) == "weights.sync"
+    assert room_of("megarl.weights.synchronous", rooms) == "weights"
+    assert (
+        room_of("megarl", rooms) == room_of("megarl.__main__", rooms) == room_of("weights.sync", rooms) == ""
+    )
 
 
 @pytest.mark.parametrize(
