@@ -47,12 +47,12 @@ from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarted_group import RestartedGroup
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
-from megarl.roles.restarted_group import RestartedGroup
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import batch_of_samples
 from megarl.roles.rollout.scheduler_state import SchedulerTotals, SpeculativeTotals

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megarl.machine.errors import EngineDeadError
 from megarl.rollout.interface import (
-    EngineDeadError,
     FinishedRequest,
     GenerationRequest,
     RolloutEngine,

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from megarl.config.schema import Transport, Verify
 from megarl.controller.group import RoleGroup
+from megarl.controller.replica_calls import results_of
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas, results_of
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.roles.weights.rollout_weights import RolloutWeights

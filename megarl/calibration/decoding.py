@@ -12,14 +12,10 @@ from megarl.calibration.reduced import most_layers, write_reduced
 from megarl.calibration.request import CalibrationRequest
 from megarl.config.schema import Device, DType, EngineDType, RolloutConfig
 from megarl.config.speculation import without_speculation
+from megarl.machine.errors import EngineDeadError
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
-from megarl.rollout.interface import (
-    EngineDeadError,
-    GenerationRequest,
-    RolloutEngineSpec,
-    SamplingParameters,
-)
+from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, SamplingParameters
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import generation_payload

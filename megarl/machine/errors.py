@@ -89,6 +89,31 @@ UNWRITTEN = (
 )
 
 
+# What a user can change when the memory of an engine's device is full.
+LESS_ENGINE_MEMORY = (
+    "sequences at a time: {rollout.max_concurrency}; try half",
+    "the engine's share of the device: {engine_share}; try 0.1 less, or more if its cache has no memory",
+    "devices per replica: {rollout.tensor_parallel_size}; try more",
+    "weights in transit: {resharding.bucket_mb}",
+    "roles that share its devices: {placement.strategy}",
+)
+ENGINE_ENDED = (
+    "the engine's last output is above; if it ran out of memory:",
+    *(f"  {line}" for line in LESS_ENGINE_MEMORY),
+    "if it is intermittent, allow more restarts: {rollout.restart_limit, rollout.health_limit_s}",
+)
+
+
+class EngineDeadError(RunError):
+    """The engine's processes ended, or make no progress.
+
+    Start another engine, and send its requests in flight again.
+    """
+
+    hint = ENGINE_ENDED
+    role = "rollout"
+
+
 def hint_of(error: BaseException | None) -> Sequence[str]:
     """Return the hint of the error, or of the first one in its chain of causes that has a hint."""
     while error is not None:

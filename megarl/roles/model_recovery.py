@@ -15,10 +15,10 @@ from megarl.controller.errors import PhaseTimeoutError, RayEndedError, WorkerErr
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
+from megarl.controller.restarts import leave_lost_nodes, node_wait_s
 from megarl.machine.errors import NonFiniteUpdateError, ReplicaMismatchError
 from megarl.roles.model_snapshots import ModelSnapshots, SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.restarts import leave_lost_nodes, node_wait_s
 from megarl.roles.saved_models import SavedModels
 from megarl.roles.start import PPORoles
 from megarl.roles.weights.rollout_weights import RolloutWeights

@@ -17,9 +17,9 @@ from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import ParallelConfig, RewardConfig
 from megarl.controller.futures import DerivedFuture, RemoteFuture, has_ended
 from megarl.controller.group import RoleGroup
+from megarl.controller.restarted_group import RestartedGroup, nothing
 from megarl.data.packing import plan_micro_batches
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.restarted_group import RestartedGroup, nothing
 from megarl.workers.reward import NUM_PROMPT_END, PROMPT_ENDS, WROTE, RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 

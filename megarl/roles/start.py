@@ -20,6 +20,8 @@ from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarted_group import RestartedGroup
+from megarl.controller.restarts import node_wait_s
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
@@ -37,8 +39,6 @@ from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
-from megarl.roles.restarted_group import RestartedGroup
-from megarl.roles.restarts import node_wait_s
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.rollout import Rollout, TokenRules
 from megarl.roles.rollout.scaling import ReplicaScaling

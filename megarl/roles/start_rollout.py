@@ -11,13 +11,13 @@ from megarl.config.roles import ENVIRONMENT
 from megarl.config.schema import Device, PPOConfig, RoutingReplay
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
+from megarl.controller.restarts import node_wait_s
 from megarl.controller.worker import RayClassWithInitArgs, Worker
 from megarl.models.architecture import LoRA
 from megarl.placement.cores import at_work
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episodes import EpisodeRollout
-from megarl.roles.restarts import node_wait_s
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
 from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
-from megarl.machine.errors import RunError
 from megarl.machine.files import read_json_object
 from megarl.models.architecture import LoRA
 from megarl.weights.plan import TensorSlices
@@ -176,31 +175,6 @@ class FailedRequest(NamedTuple):
 
 class RequestFailedError(RuntimeError):
     """Same as FailedRequest, for a caller that waits for all samples."""
-
-
-# What a user can change when the memory of an engine's device is full.
-LESS_ENGINE_MEMORY = (
-    "sequences at a time: {rollout.max_concurrency}; try half",
-    "the engine's share of the device: {engine_share}; try 0.1 less, or more if its cache has no memory",
-    "devices per replica: {rollout.tensor_parallel_size}; try more",
-    "weights in transit: {resharding.bucket_mb}",
-    "roles that share its devices: {placement.strategy}",
-)
-ENGINE_ENDED = (
-    "the engine's last output is above; if it ran out of memory:",
-    *(f"  {line}" for line in LESS_ENGINE_MEMORY),
-    "if it is intermittent, allow more restarts: {rollout.restart_limit, rollout.health_limit_s}",
-)
-
-
-class EngineDeadError(RunError):
-    """The engine's processes ended, or make no progress.
-
-    Start another engine, and send its requests in flight again.
-    """
-
-    hint = ENGINE_ENDED
-    role = "rollout"
 
 
 class EnginePart(ABC):

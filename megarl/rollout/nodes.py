@@ -14,8 +14,8 @@ import socket
 import time
 from typing import NamedTuple
 
+from megarl.machine.errors import EngineDeadError
 from megarl.machine.ports import hold_port, listen, own_address
-from megarl.rollout.interface import EngineDeadError
 
 _POLL_S = 0.2
 _HELLO_LIMIT_S = 10.0

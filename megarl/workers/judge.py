@@ -15,9 +15,9 @@ from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import opens_thinking
-from megarl.machine.errors import RunError
+from megarl.machine.errors import EngineDeadError, RunError
 from megarl.rewards.judge_client import JudgeEndpoint
-from megarl.rollout.interface import EngineDeadError, RolloutEngineSpec
+from megarl.rollout.interface import RolloutEngineSpec
 
 _LOOK_S = 0.5
 _log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.controller import restarts
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.roles import restarts
-from megarl.roles.restarts import NodeLostError
+from megarl.controller.restarts import NodeLostError
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 

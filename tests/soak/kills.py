@@ -32,7 +32,7 @@ import torch
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
-from megarl.roles.rollout.replicas import is_dead
+from megarl.controller.replica_calls import is_dead
 from megarl.roles.rollout.rollout import Rollout
 from megarl.rollout.interface import (
     FinishedRequest,

@@ -14,9 +14,9 @@ from megarl.cli.run.context import RunFailedError, locked_folders, run_elsewhere
 from megarl.config.load import plain_values
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
+from megarl.controller.restarts import NodeLostError
 from megarl.doctor.examined_config import load_for_run
 from megarl.machine.errors import ConfigError
-from megarl.roles.restarts import NodeLostError
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from megarl.config.roles import ENVIRONMENT
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.replica_calls import is_dead
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarts import ProcessLimitError, leave_lost_nodes
 from megarl.controller.worker import RayClassWithInitArgs
-from megarl.roles.restarts import ProcessLimitError, leave_lost_nodes
-from megarl.roles.rollout.replicas import is_dead
 from megarl.tracking.timeline import Span
 from megarl.workers.environment import EnvironmentWorker, EpisodeReport, Order
 

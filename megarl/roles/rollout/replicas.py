@@ -12,15 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
-from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import RayWorkerGroup, RoleGroup
-from megarl.controller.messages import FailureKind, qualified_name
+from megarl.controller.replica_calls import is_dead, is_dead_or_failed_start, is_failed_start, results_of
 from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarts import leave_lost_nodes
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
-from megarl.machine.errors import RunError
+from megarl.machine.errors import ENGINE_ENDED, RunError
 from megarl.placement.cores import NO_LIMITS, AtWork
-from megarl.roles.restarts import leave_lost_nodes
-from megarl.rollout.interface import ENGINE_ENDED, EngineDeadError, EnginePart
+from megarl.rollout.interface import EnginePart
 from megarl.tracking.timeline import Span
 from megarl.workers.rollout_worker import RolloutWorker
 
@@ -315,52 +314,3 @@ def _on_each(
         is_dead_or_failed_start,
     )
     return lost
-
-
-def results_of[T](
-    futures: Mapping[int, WorkerFuture[T]],
-    lost: dict[int, Exception],
-    is_lost: Callable[[WorkerError | PhaseTimeoutError], bool],
-) -> dict[int, T]:
-    """Returns the results by replica.
-
-    Failures of lost replicas go into `lost`. Any other failure is raised after all calls have ended.
-    """
-    results: dict[int, T] = {}
-    failure: WorkerError | PhaseTimeoutError | None = None
-
-    # Wait for all calls even after a failure: a replica must not have a call in progress afterwards.
-    for number, future in futures.items():
-        try:
-            results[number] = future.get()
-        except (WorkerError, PhaseTimeoutError) as error:
-            if is_lost(error):
-                lost[number] = error
-            else:
-                failure = failure or error
-
-    if failure is not None:
-        raise failure
-    return results
-
-
-def is_dead_or_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
-    return is_dead(error) or is_failed_start(error)
-
-
-def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:
-    """Whether the process, its engine or its GPU is gone or stuck. Others come from the call itself."""
-    # The group is killed when a call exceeds its limit, so a timeout is a death.
-    if isinstance(error, PhaseTimeoutError):
-        return True
-    return error.kind.is_loss or error.error_type == qualified_name(EngineDeadError)
-
-
-def is_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
-    """Whether a replica failed to start."""
-    return (
-        isinstance(error, WorkerError)
-        and error.role == "rollout"
-        and error.method == "__init__"
-        and error.kind is FailureKind.exception
-    )

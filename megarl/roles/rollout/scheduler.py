@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
+from megarl.controller.replica_calls import is_dead
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import Replicas, is_dead
+from megarl.roles.rollout.replicas import Replicas
 from megarl.roles.rollout.sample_check import check_sample
 from megarl.roles.rollout.scheduler_state import (
     ReplicaState,

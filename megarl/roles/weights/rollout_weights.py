@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.controller.group import RoleGroup
+from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import Replicas, is_dead_or_failed_start, results_of
+from megarl.roles.rollout.replicas import Replicas
 from megarl.roles.weights.sync import FolderLoading, PushReport
 from megarl.weights.tensors import Manifest
 

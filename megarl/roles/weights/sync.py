@@ -18,8 +18,8 @@ from megarl.config.schema import Transport, Verify
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
+from megarl.controller.replica_calls import results_of
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import results_of
 from megarl.roles.weights.session import TransferSession, is_lost
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums

@@ -18,10 +18,10 @@ from safetensors import safe_open
 
 from megarl.config.schema import SGLangMode
 from megarl.config.speculation import draft_folder
+from megarl.machine.errors import EngineDeadError
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
 from megarl.rollout.interface import (
-    EngineDeadError,
     FailedRequest,
     FinishedRequest,
     GenerationRequest,

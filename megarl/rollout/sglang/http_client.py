@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from megarl.rollout.interface import EngineDeadError
+from megarl.machine.errors import EngineDeadError
 
 # Requests that have the same effect if the server receives them twice. Sending weights or generating is not
 # idempotent.

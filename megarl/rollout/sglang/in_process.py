@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from megarl.machine.errors import EngineDeadError
 from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
-from megarl.rollout.interface import EngineDeadError
 from megarl.rollout.sglang import environment, processes
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.endpoints import ENDPOINTS

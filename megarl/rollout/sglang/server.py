@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from megarl.rollout.interface import EngineDeadError
+from megarl.machine.errors import EngineDeadError
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.http_client import ServerClient
 from megarl.rollout.sglang.last_words import LastWords

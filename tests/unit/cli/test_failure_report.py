@@ -34,14 +34,13 @@ from megarl.controller import hints
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind, Rows, qualified_name
 from megarl.controller.resource_pool import InsufficientResourcesError
+from megarl.controller.restarts import NodeLostError
 from megarl.engine.platform import UNUSED, without_modules
-from megarl.machine.errors import UNWRITTEN, CheckpointError, HintedError, RunError, hint_of
+from megarl.machine.errors import UNWRITTEN, CheckpointError, EngineDeadError, HintedError, RunError, hint_of
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError
-from megarl.roles.restarts import NodeLostError
 from megarl.roles.rollout.replicas import RestartLimitError
-from megarl.rollout.interface import EngineDeadError
 from megarl.trainers.monitor import Position
 
 # On a machine without a GPU, Transformer Engine has no compiled part, which Megatron does not expect.

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from megarl.controller import restarts
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError
 from megarl.controller.futures import DerivedFuture
 from megarl.controller.messages import CallFailure, FailureKind
+from megarl.controller.restarts import NodeLostError
 from megarl.machine.errors import CheckpointError
-from megarl.roles import restarts
 from megarl.roles.model_recovery import ModelRecovery, SavedStep
 from megarl.roles.model_snapshots import SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.restarts import NodeLostError
 
 BAD = "10.0.0.2"
 ERROR = PhaseTimeoutError("actor", "update", 60.0, [])

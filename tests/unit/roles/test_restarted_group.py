@@ -17,10 +17,10 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarted_group import RestartedGroup
+from megarl.controller.restarts import ProcessLimitError
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.rewards.judge_client import JudgeEndpoint
-from megarl.roles.restarted_group import RestartedGroup
-from megarl.roles.restarts import ProcessLimitError
 from megarl.roles.reward import Reward
 from megarl.roles.start_judges import JudgeServers
 from megarl.workers.judge import JudgeWorker

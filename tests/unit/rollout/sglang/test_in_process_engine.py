@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from megarl.config.schema import SGLangMode
-from megarl.rollout.interface import EngineDeadError, SamplingParameters
+from megarl.machine.errors import EngineDeadError
+from megarl.rollout.interface import SamplingParameters
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.checksum import checksum

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from megarl.rollout.interface import EngineDeadError
+from megarl.machine.errors import EngineDeadError
 from megarl.rollout.sglang.server import ServerBackend
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.interface import EngineDeadError
+from megarl.machine.errors import EngineDeadError
 from megarl.rollout.sglang.server import ServerBackend
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n%s\r\n{}"

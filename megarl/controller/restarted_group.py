@@ -12,7 +12,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import DerivedFuture, RemoteFuture, wait_for_calls
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.restart_budget import RestartBudget
-from megarl.roles.restarts import ProcessLimitError, leave_lost_nodes
+from megarl.controller.restarts import ProcessLimitError, leave_lost_nodes
 
 _log = logging.getLogger(__name__)
 
