@@ -76,11 +76,11 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
 from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
-from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import PushReport, WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.sync import PushReport, WeightSync
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 

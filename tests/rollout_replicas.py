@@ -20,11 +20,11 @@ from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.roles.weights.rollout_weights import RolloutWeights
-from megarl.roles.weights.session import is_lost
-from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.plan import RankLocation
+from megarl.weights.sync.session import is_lost
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.sync import WeightSync
 from megarl.weights.tensors import TensorMeta
 from megarl.workers.rollout_worker import RolloutWorker
 

@@ -26,7 +26,7 @@ LAYERS = (
     ("config", "batch"),
     ("algorithms", "rewards", "agents", "data", "placement", "tracking", "weights"),
     ("checkpoints", "controller", "rollout", "step_time"),
-    ("engine", "endpoint"),
+    ("engine", "endpoint", "weights.sync"),
     ("workers", "rehearsal", "calibration"),
     ("roles",),
     ("trainers", "simulation", "search"),
@@ -36,6 +36,9 @@ LAYERS = (
     ("api",),
 )
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+
+# Room -> the rooms that it must not import, wherever they stand: the side of the driver and of worker processes.
+FORBIDDEN = {"engine": ("weights.sync",), "checkpoints": ("weights.sync",)}
 
 # Library -> the only packages (dotted prefixes) that may import it.
 HOMES = {
@@ -97,7 +100,9 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
     for line, imported in imported_modules(source, module, is_package):
         top = imported.split(".")[0]
         target = room_of(imported)
-        if own and target and own != target and LAYER_OF[target] >= LAYER_OF[own]:
+        if target in FORBIDDEN.get(own, ()):
+            found.append(f"{module}:{line} imports {imported}: {own} must not know {target}")
+        elif own and target and own != target and LAYER_OF[target] >= LAYER_OF[own]:
             found.append(
                 f"{module}:{line} imports {imported}: {own} is in layer {LAYER_OF[own]}, {target} in "
                 f"{LAYER_OF[target]}"
@@ -268,6 +273,13 @@ def test_a_module_belongs_to_the_innermost_room() -> None:
             "if TYPE_CHECKING:\n    from megarl.trainers.ppo import PPOTrainer",
             "for types only",
         ),
+        (
+            "megarl.engine.model",
+            "from megarl.weights.sync import source",
+            "a room that the engine must not know",
+        ),
+        ("megarl.checkpoints.load", "import megarl.weights.sync.sync", "a forbidden room"),
+        ("megarl.weights.plan", "from megarl.weights.sync.session import f", "a higher room of its package"),
         ("megarl.workers.actor", "import ray", "ray outside the controller"),
         ("megarl.workers.actor", "from megatron.core import parallel_state", "megatron outside the engine"),
         ("megarl.rollout.hf.engine", "import sglang.srt", "sglang outside rollout/sglang"),
@@ -292,6 +304,10 @@ def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> Non
     [
         ("megarl.cli.main", "from megarl import __version__\nfrom megarl.config.schema import PPOConfig"),
         ("megarl.cli.main", "from .check import run"),
+        (
+            "megarl.weights.sync.session",
+            "from megarl.weights.plan import f\nfrom megarl.controller import group",
+        ),
         (
             "megarl.engine.model",
             "import torch\nimport megatron.core\nfrom megarl.weights.shard_layout import ShardLayout",

@@ -43,7 +43,7 @@ from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.placement.plan import plan_placement
 from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MegatronRole
-from megarl.roles.weights.forecast import forecast_weights
+from megarl.weights.sync.forecast import forecast_weights
 
 RANKS = (64, 256, 1024, 4096)
 # Ranks, and ranks per relay.

@@ -21,9 +21,9 @@ from megarl.models.tensor_table import Weight, weights_of
 from megarl.placement.dataflow import Phase, phases_of, waits_for
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
-from megarl.roles.weights.forecast import WeightForecast, forecast_weights
 from megarl.weights.plan import NUM_IPC_BUFFERS
 from megarl.weights.shard_layout import Piece, layouts_of, pieces
+from megarl.weights.sync.forecast import WeightForecast, forecast_weights
 
 # Four devices train the policy, one trains the critic, and two generate.
 _CONFIG = PPOConfig(

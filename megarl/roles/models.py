@@ -36,7 +36,7 @@ from megarl.engine.top_tokens import TopK
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, counts_of, restored_rows, uid_column
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.weights.source import WeightSource
+from megarl.weights.sync.source import WeightSource
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker, ScoredUpdate
 
 if TYPE_CHECKING:

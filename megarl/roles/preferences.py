@@ -16,7 +16,7 @@ from megarl.config.schema import PreferenceConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
 from megarl.roles.megatron_role import MegatronRole, uid_column
-from megarl.roles.weights.source import WeightSource
+from megarl.weights.sync.source import WeightSource
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 
 

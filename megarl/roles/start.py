@@ -45,10 +45,10 @@ from megarl.roles.rollout.scaling import ReplicaScaling
 from megarl.roles.start_judges import JudgeServers, start_judges
 from megarl.roles.start_rollout import replica_scaling, start_replicas, start_rollout
 from megarl.roles.teachers import Teachers
-from megarl.roles.weights.forecast import rank_places
 from megarl.roles.weights.rollout_weights import FolderWeights, RolloutWeights
-from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import WeightSync
+from megarl.weights.sync.forecast import rank_places
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.sync import WeightSync
 from megarl.workers.megatron import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker

@@ -22,10 +22,10 @@ from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
 from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
 from megarl.roles.rollout.scheduler import RolloutLimits
-from megarl.roles.weights.forecast import rank_places
 from megarl.roles.weights.rollout_weights import RolloutWeights
-from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.weights.sync.forecast import rank_places
+from megarl.weights.sync.sync import WeightSync
 from megarl.workers.engines import build_engine
 from megarl.workers.environment import EnvironmentWorker
 

@@ -29,8 +29,8 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.models.adapters import is_adapter
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.weights.source import WeightSource
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.weights.sync.source import WeightSource
 from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.weight_matrix import GREEDY, PROMPTS, ReloadingWorker, generate, greedy_by_transformers

@@ -33,9 +33,9 @@ from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters, plan_requests
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.sync import WeightSync
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker
 from megarl.workers.rollout_worker import RolloutWorker

@@ -31,8 +31,8 @@ from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
 from megarl.rehearsal.record import RankProgress, RankPush, RankRecord, RankRequest
-from megarl.roles.weights.forecast import forecast_weights
 from megarl.weights.plan import NUM_IPC_BUFFERS
+from megarl.weights.sync.forecast import forecast_weights
 
 GOOD = 0
 MISTAKES = 2

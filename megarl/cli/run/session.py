@@ -26,7 +26,6 @@ from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
-from megarl.roles.weights.sync import PUSHED_FOLDERS
 from megarl.step_time.device_files import profile_of
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
@@ -39,6 +38,7 @@ from megarl.trainers.prediction import StepPrediction
 from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.resume import Resume, checkpoint_folder
 from megarl.trainers.stragglers import Stragglers
+from megarl.weights.sync.sync import PUSHED_FOLDERS
 
 
 @dataclass(frozen=True, kw_only=True)

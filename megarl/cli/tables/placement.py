@@ -31,7 +31,7 @@ from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.placement.snapshots import snapshot_bytes
 from megarl.placement.transport import choose_transport
-from megarl.roles.weights.forecast import forecast_weights
+from megarl.weights.sync.forecast import forecast_weights
 
 
 def print_placement(

@@ -14,12 +14,12 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.rollout.replicas import Replicas
-from megarl.roles.weights.sync import FolderLoading, PushReport
+from megarl.weights.sync.sync import FolderLoading, PushReport
 from megarl.weights.tensors import Manifest
 
 
 class Pusher(Protocol):
-    """Interface for sending weights to replicas (roles/weights/sync.py)."""
+    """Interface for sending weights to replicas (weights/sync/sync.py)."""
 
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int

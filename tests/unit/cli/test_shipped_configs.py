@@ -21,7 +21,7 @@ from megarl.models.families import read_architecture
 from megarl.placement.memory import DeviceMemory, Usage, plan_memory, pushed_bytes
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
-from megarl.roles.weights.forecast import forecast_weights
+from megarl.weights.sync.forecast import forecast_weights
 
 ROOT = Path(__file__).parents[3]
 

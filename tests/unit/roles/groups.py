@@ -35,9 +35,9 @@ from megarl.models.tensor_table import Head
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import Actor, Critic, Scorer
 from megarl.roles.rollout.rollout import TokenRules
-from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.sync import WeightSync
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout, started_rollout, sync_of

@@ -25,7 +25,7 @@ from megarl.machine.errors import CheckpointError
 from megarl.roles.models import Actor
 from megarl.roles.rollout.rollout import Rollout
 from megarl.roles.saved_models import SavedModels
-from megarl.roles.weights.sync import WeightSync
+from megarl.weights.sync.sync import WeightSync
 from megarl.workers.megatron import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout
 from tests.unit.engine.comparison import max_difference

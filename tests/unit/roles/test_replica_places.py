@@ -19,8 +19,8 @@ from megarl.config.schema import (
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import plan_placement
 from megarl.roles.start_rollout import replica_places
-from megarl.roles.weights.forecast import rank_places
 from megarl.weights.plan import RankLocation
+from megarl.weights.sync.forecast import rank_places
 
 
 @pytest.fixture(autouse=True)

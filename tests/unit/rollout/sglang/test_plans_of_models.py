@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.models.families import FAMILIES, read_architecture
-from megarl.roles.weights.forecast import engine_slices, stage_slices
+from megarl.weights.sync.forecast import engine_slices, stage_slices
 from tests import fork_server
 from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES
 from tests.unit.rollout.models import manifest_of, random_model

@@ -15,15 +15,15 @@ from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.controller.futures import DerivedFuture
 from megarl.models.families import read_architecture
-from megarl.roles.weights.forecast import engine_slices
-from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import FolderLoading, WeightSync
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import RankLocation, TensorSlices
+from megarl.weights.sync.forecast import engine_slices
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.sync import FolderLoading, WeightSync
+from megarl.weights.sync.weight_export import MeetingPoint
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.megatron import megatron_mesh
-from megarl.workers.weight_export import MeetingPoint
 
 TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=2)
 NUM_REPLICAS = 8

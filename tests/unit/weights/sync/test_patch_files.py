@@ -14,17 +14,17 @@ import torch
 
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.controller.futures import DerivedFuture
-from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import PUSHED_FOLDERS, WeightSync
 from megarl.weights.checksum import WeightMismatchError
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import RankLocation
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.sync import PUSHED_FOLDERS, WeightSync
+from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.transports.patch_folder import PatchFolderSender
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.rollout_worker import RolloutWorker
-from megarl.workers.weight_export import WeightExport
 from tests.fake_engine import FakeEngine, FakeSpec
 from tests.unit.weights.models import architecture_of
 

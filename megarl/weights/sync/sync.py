@@ -20,15 +20,15 @@ from megarl.controller.futures import WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import results_of
 from megarl.machine.errors import RunError
-from megarl.roles.weights.session import TransferSession, is_lost
-from megarl.roles.weights.source import WeightSource
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
 from megarl.weights.manifest import manifest_name
 from megarl.weights.plan import RankLocation
+from megarl.weights.sync.session import TransferSession, is_lost
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.weight_export import WeightExport
+from megarl.weights.sync.weight_import import WeightImport
 from megarl.weights.tensors import Manifest
 from megarl.weights.transports.interface import SendReport
-from megarl.workers.rollout_worker import RolloutWorker
-from megarl.workers.weight_export import WeightExport
 
 PUSHED_FOLDERS = ".weights-*"  # the transport `folder` creates one while it works
 _LOOK_S = 10.0  # poll interval without a sign of any rank
@@ -87,7 +87,7 @@ class FolderLoading:
         calls = {
             number: replica.call_rank(
                 0,
-                RolloutWorker.load_folder,
+                WeightImport.load_folder,
                 str(folder.absolute()),
                 self._name if replica in self._has_manifest else self._manifest,
                 version,
@@ -99,7 +99,7 @@ class FolderLoading:
 
 
 class WeightSync:
-    """Syncs a model's weights to rollout replicas (workers/rollout_worker.py).
+    """Syncs a model's weights to rollout replicas (weights/sync/weight_import.py).
 
     Each replica is a worker group of one process.
 
@@ -250,7 +250,7 @@ class WeightSync:
             return [(0, dict(replicas))]
 
         asking = {
-            number: replica.call_rank(0, RolloutWorker.weight_version) for number, replica in replicas.items()
+            number: replica.call_rank(0, WeightImport.weight_version) for number, replica in replicas.items()
         }
         parts: dict[int, dict[int, RoleGroup]] = {}
         for number, version in results_of(asking, lost, is_lost).items():
@@ -313,7 +313,7 @@ class WeightSync:
         return {
             number: replica.call_rank(
                 0,
-                RolloutWorker.receive_weights,
+                WeightImport.receive_weights,
                 version,
                 self._session.name(number),
                 first_round,
@@ -353,7 +353,7 @@ class WeightSync:
             # Trainers and engines compute their checksums concurrently.
             parts = self._source.checksums()
             asking = {
-                number: replica.call_rank(0, RolloutWorker.checksums) for number, replica in to_check.items()
+                number: replica.call_rank(0, WeightImport.checksums) for number, replica in to_check.items()
             }
             trainer = add_checksums(gather(*parts))
             differing: dict[int, Exception] = {}

@@ -26,8 +26,6 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.models.families import read_architecture
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights import acknowledged
@@ -36,11 +34,13 @@ from megarl.weights.patch import Patch, make_patch
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.sync import WeightSync
+from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker, megatron_mesh
 from megarl.workers.rollout_worker import RolloutWorker
-from megarl.workers.weight_export import WeightExport
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
 from tests.unit.roles.groups import model_spec, started

@@ -17,7 +17,6 @@ from megarl.controller.messages import qualified_name
 from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
 from megarl.machine.wording import counted
 from megarl.models.tensor_table import trained_tensors
-from megarl.roles.weights.source import WeightSource
 from megarl.weights.message_words import shape_in_words, slices_in_words
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import (
@@ -31,13 +30,14 @@ from megarl.weights.plan import (
     plan_transfer,
 )
 from megarl.weights.receiver import EngineLink
+from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.weight_export import WeightExport
+from megarl.weights.sync.weight_import import WeightImport
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.delta import DeltaEndpoint
 from megarl.weights.transports.device import DeviceEndpoint, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, group_transfers
 from megarl.weights.transports.patch_folder import PatchFolderEndpoint
-from megarl.workers.rollout_worker import RolloutWorker
-from megarl.workers.weight_export import WeightExport
 
 
 class TransferSession:
@@ -91,7 +91,7 @@ class TransferSession:
             number: replica for number, replica in replicas.items() if self._joined.get(number) is not replica
         }
         asking = {
-            number: replica.call_rank(0, RolloutWorker.needed_slices, self._source.manifest)
+            number: replica.call_rank(0, WeightImport.needed_slices, self._source.manifest)
             for number, replica in new.items()
         }
         for number, needed in results_of(asking, lost, is_lost).items():
@@ -130,7 +130,7 @@ class TransferSession:
         Adds lost replicas to `lost`.
         """
         asking = {
-            number: replica.call_rank(0, RolloutWorker.acknowledged_version, self._names[number])
+            number: replica.call_rank(0, WeightImport.acknowledged_version, self._names[number])
             for number, replica in replicas.items()
         }
         up_to_date: dict[int, RoleGroup] = {}
@@ -177,7 +177,7 @@ class TransferSession:
         self._joined = {}
         self._acknowledged = {}
         leaving = [
-            replica.call_rank(0, RolloutWorker.leave_weights)
+            replica.call_rank(0, WeightImport.leave_weights)
             for replica in joined.values()
             if not replica.has_ended
         ]
@@ -285,7 +285,7 @@ class TransferSession:
                 )
             ]
             gather(*relaying)
-            joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
+            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
 
         results_of(joining, lost, is_lost)
 
@@ -315,7 +315,7 @@ class TransferSession:
         ]
 
         joining = {
-            number: replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
+            number: replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
             for number, replica in replicas.items()
         }
         results_of(joining, lost, is_lost)
@@ -352,7 +352,7 @@ class TransferSession:
                 )
                 for own, schedules in enumerate(route.receives)
             ]
-            joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
+            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
 
         # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
         results_of(joining, lost, is_lost)
