@@ -20,6 +20,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from megarl.endpoint.session_messages import (
     SessionReport,
 )
 from megarl.endpoint.session_server import SessionServer
+from megarl.rollout.tool_calls import call_format
 
 AT_ONCE = 200
 SLOTS = 64
@@ -170,7 +172,7 @@ async def through_endpoint(kinds: Sequence[str], token_s: float = TOKEN_S) -> Pl
 
     server = SessionServer(
         FunctionHarness(program, SandboxConfig(), 1),
-        ChatTokens(_TOKENIZER, AgentConfig()),
+        ChatTokens(_TOKENIZER, partial(call_format, AgentConfig())),
         SessionLimits(max_turns=100, max_tokens=10_000),
         HarnessConfig(time_limit_s=TIME_LIMIT_S),
         AT_ONCE,

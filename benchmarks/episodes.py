@@ -3,7 +3,7 @@
 python -m benchmarks.episodes
 
 200 episodes run at once, with tools that take up to two seconds, fail, or hang. The environment server, the
-environments and the time limits of calls are those of a run (megarl/workers/environment.py). The engine takes
+environments and the time limits of calls are those of a run (megarl/rollout/worker/environment.py). The engine takes
 no time, and the clock of the loop jumps to the next event. The upper bound is slots / mean time of a call,
 where a call that hangs counts with its time limit. An episode that ends frees its slot for others, until few
 are left.
@@ -24,7 +24,7 @@ from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import CallErrorKind, Message, Task, ToolCall
 from megarl.agents.responder import Responder
 from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
-from megarl.workers.environment import EnvironmentServer, TurnOrder
+from megarl.rollout.worker.environment import EnvironmentServer, TurnOrder
 
 EPISODES = 200
 TURNS = 12

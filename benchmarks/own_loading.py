@@ -12,12 +12,12 @@ import torch
 from own_means import messages_seconds
 
 from megarl.controller.worker import register
+from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang import loader
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.tensors import Manifest
-from megarl.workers.engines import build_engine
-from megarl.workers.rollout_worker import RolloutWorker
 
 _tensors: list[tuple[str, torch.Tensor]] = []  # of the whole model, in the scheduler's process
 _copies: list[torch.Tensor] = []

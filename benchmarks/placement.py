@@ -56,8 +56,8 @@ from megarl.models.families import read_architecture
 from megarl.placement.dataflow import overlaps
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
-from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.start import PPORoles, start_ppo
+from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.timeline import Span
 from megarl.trainers.monitor import phases_by_call
 from megarl.trainers.ppo import AdvantageStep

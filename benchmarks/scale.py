@@ -54,10 +54,10 @@ from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.rollout import batch_of_samples
-from megarl.roles.rollout.scheduler_state import SchedulerTotals, SpeculativeTotals
 from megarl.roles.start import PPORoles
 from megarl.roles.start_judges import JudgeServers
+from megarl.rollout.driver.rollout import batch_of_samples
+from megarl.rollout.driver.scheduler_state import SchedulerTotals, SpeculativeTotals
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position
 from megarl.trainers.ppo import PPOTrainer

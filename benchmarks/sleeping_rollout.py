@@ -31,19 +31,19 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.buffered_rollout import BufferedRollout
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
-from megarl.roles.rollout.sample_groups import GroupRules
-from megarl.roles.rollout.scheduler import RolloutLimits
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.driver.sample_groups import GroupRules
+from megarl.rollout.driver.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
 from megarl.rollout.staleness import StalenessController
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.simulation.run import Script, SimulatedRun, Simulation
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest
-from megarl.workers.rollout_worker import RolloutWorker
 
 PROMPTS = 8
 SAMPLES = 8

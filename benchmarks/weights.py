@@ -76,13 +76,13 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
 from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
+from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import PushReport, WeightSync
-from megarl.workers.engines import build_engine
-from megarl.workers.rollout_worker import RolloutWorker
 
 LIMITS = {Transport.device: ("copy", "own"), Transport.group: ("gloo",), Transport.folder: ("files",)}
 # (transport, tensor-parallel size) -> share of the limit

@@ -34,8 +34,8 @@ from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.roles.models import Absent, Actor, Critic, Scorer
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.rollout import Rollout
 from megarl.roles.teachers import Teachers
+from megarl.rollout.driver.rollout import Rollout
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import find_resume
 

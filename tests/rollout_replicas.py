@@ -16,17 +16,17 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import results_of
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
-from megarl.roles.rollout.scheduler import RolloutLimits
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.driver.scheduler import RolloutLimits
 from megarl.rollout.interface import RolloutEngine
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.session import is_lost
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
 from megarl.weights.tensors import TensorMeta
-from megarl.workers.rollout_worker import RolloutWorker
 
 RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)
 

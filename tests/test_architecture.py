@@ -25,8 +25,9 @@ LAYERS = (
     ("models",),
     ("config", "batch"),
     ("algorithms", "rewards", "agents", "data", "placement", "tracking", "weights"),
-    ("checkpoints", "controller", "rollout", "step_time"),
+    ("checkpoints", "controller", "step_time"),
     ("engine", "endpoint", "weights.sync"),
+    ("rollout",),
     ("workers", "rehearsal", "calibration"),
     ("roles",),
     ("trainers", "simulation", "search"),
@@ -64,7 +65,7 @@ WITHOUT_TORCH = (
 # Roles create the losses on the driver; worker processes receive them with the rows, so they know no
 # algorithm.
 LOSSES = "megarl.algorithms.losses"
-WITHOUT_LOSSES = ("engine", "workers")
+WITHOUT_LOSSES = ("engine", "rollout", "workers")
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -267,7 +268,7 @@ def test_a_module_belongs_to_the_innermost_room() -> None:
         ("megarl.config.load", "from megarl.batch.data_proto import DataProto", "sibling of the same layer"),
         ("megarl.engine.model", "from megarl.workers import actor", "higher layer"),
         ("megarl.weights.load", "def f():\n    from megarl import rollout", "inside a function"),
-        ("megarl.rollout.interface", "from ..controller.group import RoleGroup", "relative, sibling"),
+        ("megarl.endpoint.session", "from ..engine.model import build_model", "relative, sibling"),
         (
             "megarl.engine.model",
             "if TYPE_CHECKING:\n    from megarl.trainers.ppo import PPOTrainer",
@@ -483,13 +484,13 @@ PRIVATE_ACCESSES = {
     "tests/unit/algorithms/test_token_rows.py": (1, "blocks so small that a batch has several"),
     "tests/unit/batch/test_ragged.py": (1, "blocks so small that a batch has several"),
     "tests/unit/rewards/test_confined_call.py": (2, "the initializer of a process, run in the test's own"),
-    "tests/unit/roles/agents/test_async_episodes.py": (2, "the runner of an async rollout"),
-    "tests/unit/roles/agents/test_episodes.py": (
+    "tests/unit/rollout/episodes/test_async_episodes.py": (2, "the runner of an async rollout"),
+    "tests/unit/rollout/episodes/test_episodes.py": (
         3,
         "the server of a worker, and the runner of a rollout",
     ),
-    "tests/unit/roles/rollout/test_buffered_rollout.py": (2, "the buffer of a rollout"),
-    "tests/unit/roles/rollout/test_scheduler.py": (3, "methods of the test's own scene"),
+    "tests/unit/rollout/driver/test_buffered_rollout.py": (2, "the buffer of a rollout"),
+    "tests/unit/rollout/driver/test_scheduler.py": (3, "methods of the test's own scene"),
     # Other packages, which offer no public way.
     "tests/conftest.py": (1, "pytest-xdist's schedule by scope, which is extended by overriding it"),
     "tests/gpu/test_weights.py": (1, "torch: keep the device busy"),

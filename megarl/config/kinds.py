@@ -1,7 +1,7 @@
 """Choices of the configuration whose members declare their requirements.
 
 They are data that can be read without torch. The implementations are elsewhere: estimators and losses in
-`megarl/algorithms`, engines in `megarl/workers/engines.py`, loggers in `megarl/tracking/loggers.py`.
+`megarl/algorithms`, engines in `megarl/rollout/engines.py`, loggers in `megarl/tracking/loggers.py`.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def _server_args_problems(rollout: RolloutConfig) -> list[str]:
         if settings is None or not settings.server_args:
             continue
         # Imported here, because the engine's library needs torch and takes seconds to import.
-        from megarl.workers.engines import SERVER_ARGS_CHECKS
+        from megarl.rollout.engines import SERVER_ARGS_CHECKS
 
         try:
             SERVER_ARGS_CHECKS[engine](settings.server_args)

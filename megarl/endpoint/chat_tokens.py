@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.message_keys import tools_key
 from megarl.agents.protocol import Message, Schema, ToolCall
 from megarl.agents.thinking import CallParser, CallTags, TurnPart, split_thinking
-from megarl.config.schema import AgentConfig
 from megarl.data.token_bounds import longest_token
 from megarl.data.tokenizer import render_chat, token_bytes
 from megarl.data.turns import TurnTemplate
 from megarl.endpoint.turn_query import WrittenCall
 from megarl.models.thinking import END_THINK, THINK
-from megarl.rollout.tool_calls import call_parser, call_tags
+
+CallFormat = Callable[[Sequence[Schema] | None, bool], tuple[CallParser, CallTags | None]]
 
 _TOKEN_BYTES = 100  # of a token in a request, on average, at most
 _FIELD_BYTES = 1 << 20  # of a request without its texts, such as ids and the names of fields
@@ -45,13 +45,17 @@ class _OfTools(NamedTuple):
 class ChatTokens:
     """Renders and reads turns as the episodes of tools do (see TurnTemplate), for tools of each request.
 
+    Args:
+        call_format: Returns the parser and the tags of calls. Its arguments are the tools, and whether the
+            template opens the thinking of each turn (rollout/tool_calls.py).
+
     Raises:
         ValueError: The chat template cannot continue a conversation, see TurnTemplate.check.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, agent: AgentConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, call_format: CallFormat) -> None:
         self._tokenizer = tokenizer
-        self._agent = agent
+        self._call_format = call_format
         self._of_tools: dict[str, _OfTools] = {}
         self._known(None).template.check()
 
@@ -133,11 +137,7 @@ class ChatTokens:
         key = tools_key(tools)
         if key not in self._of_tools:
             template = TurnTemplate(self._tokenizer, _listed(tools))
-            self._of_tools[key] = _OfTools(
-                template,
-                call_parser(self._agent, tools, opens_thinking=template.opens_thinking),
-                call_tags(self._agent, tools),
-            )
+            self._of_tools[key] = _OfTools(template, *self._call_format(tools, template.opens_thinking))
         return self._of_tools[key]
 
 

@@ -21,7 +21,7 @@ from megarl.roles.model_snapshots import ModelSnapshots, SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.saved_models import SavedModels
 from megarl.roles.start import PPORoles
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.driver.rollout_weights import RolloutWeights
 
 _log = logging.getLogger(__name__)
 _FAILURES = 2  # losses in which a node is involved before it is excluded

@@ -31,7 +31,7 @@ _ACTOR = Item("actor", PARAMETERS)
 
 
 class Engines(Protocol):
-    """Interface of the rollout replicas that the schedule moves (roles/rollout/replicas.py)."""
+    """Interface of the rollout replicas that the schedule moves (rollout/driver/replicas.py)."""
 
     def sleep(self) -> None: ...
 

@@ -40,12 +40,12 @@ from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
 from megarl.roles.reward import Reward, RewardModel
-from megarl.roles.rollout.rollout import Rollout, TokenRules
-from megarl.roles.rollout.scaling import ReplicaScaling
 from megarl.roles.start_judges import JudgeServers, start_judges
-from megarl.roles.start_rollout import replica_scaling, start_replicas, start_rollout
 from megarl.roles.teachers import Teachers
-from megarl.roles.weights.rollout_weights import FolderWeights, RolloutWeights
+from megarl.rollout.driver.rollout import Rollout, TokenRules
+from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
+from megarl.rollout.driver.scaling import ReplicaScaling
+from megarl.rollout.driver.start_rollout import replica_scaling, start_replicas, start_rollout
 from megarl.weights.sync.forecast import rank_places
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync

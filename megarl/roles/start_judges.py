@@ -13,7 +13,7 @@ from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.rewards.judge_client import JudgeEndpoint
-from megarl.roles.start_rollout import replica_places
+from megarl.rollout.driver.start_rollout import replica_places
 from megarl.workers.judge import JudgeSpec, JudgeWorker
 from megarl.workers.reward import RewardWorker
 

@@ -27,18 +27,26 @@ def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thi
     Raises:
         ValueError: There is no such parser, or SGLang rejects the schema of a tool.
     """
+    parse, _ = call_format(agent, tools, opens_thinking)
+    return parse
+
+
+def call_format(
+    agent: AgentConfig, tools: Sequence[Schema] | None, opens_thinking: bool
+) -> tuple[CallParser, CallTags | None]:
+    """Return the parser of `call_parser`, and the tags around a call if the format has its own."""
     if agent.parser is None:
-        return parse_outside_thinking(
-            parse_calls, CallTags(OPEN, CLOSE), agent.calls_in_thinking, opens_thinking=opens_thinking
+        tags = CallTags(OPEN, CLOSE)
+        parse = parse_outside_thinking(
+            parse_calls, tags, agent.calls_in_thinking, opens_thinking=opens_thinking
         )
+        return parse, tags
 
     parser = sglang_parser(agent.parser, tools)
-    return parse_outside_thinking(parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking)
-
-
-def call_tags(agent: AgentConfig, tools: Sequence[Schema] | None) -> CallTags | None:
-    """Return the delimiters of a call in the format of `agent.parser`, or None if it has none of its own."""
-    return CallTags(OPEN, CLOSE) if agent.parser is None else sglang_parser(agent.parser, tools).tags
+    parse = parse_outside_thinking(
+        parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking
+    )
+    return parse, parser.tags
 
 
 def example_call(tool: Schema) -> ToolCall:

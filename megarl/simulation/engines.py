@@ -11,10 +11,10 @@ from megarl.controller.errors import RankFailure, RankReport, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.controller.worker import RemoteMethod
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import ExclusiveAccess, unshared
+from megarl.rollout.driver.replicas import ExclusiveAccess, unshared
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.simulation.generation import SimulatedGeneration
-from megarl.workers.rollout_worker import RolloutWorker
 
 
 class VirtualClock:

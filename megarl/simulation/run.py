@@ -23,11 +23,11 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Late, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.roles.rollout.finished_groups import FinishedGroup, RolloutOutput
-from megarl.roles.rollout.rollout import Deliver
-from megarl.roles.rollout.rollout_buffer import RolloutBuffer
-from megarl.roles.rollout.sample_groups import GroupRules, StepGroups
-from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler, RolloutLimits
+from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
+from megarl.rollout.driver.rollout import Deliver
+from megarl.rollout.driver.rollout_buffer import RolloutBuffer
+from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
+from megarl.rollout.driver.scheduler import OnFailure, RequestScheduler, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
 from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock

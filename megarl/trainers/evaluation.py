@@ -16,7 +16,7 @@ from megarl.data.loader import one_pass
 from megarl.data.prompts import PromptDataset
 from megarl.rewards.judge_reply import judge_failures
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.rollout import Rollout
+from megarl.rollout.driver.rollout import Rollout
 
 # Each validation uses the same seeds, so that two validations differ only in the weights.
 _STEP = 0

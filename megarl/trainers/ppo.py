@@ -34,10 +34,10 @@ from megarl.data.loader import RowLoader
 from megarl.machine.errors import CheckpointError
 from megarl.roles.models import valid_token_count
 from megarl.roles.reward import score_weights
-from megarl.roles.rollout.buffered_rollout import BufferedRollout
-from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
-from megarl.roles.rollout.sample_groups import GroupRules, StepGroups
 from megarl.roles.start import PPORoles
+from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
+from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
 from megarl.rollout.staleness import StalenessController
 from megarl.tracking.scale_request import take_request
 from megarl.tracking.status import STOPPED, StatusWriter

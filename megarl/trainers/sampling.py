@@ -19,8 +19,8 @@ from megarl.config.schema import PPOConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.machine.errors import RunError
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.buffered_rollout import BufferedRollout
-from megarl.roles.rollout.sample_groups import GREEDY, GroupRules
+from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
 
 
 def group_rules(config: PPOConfig) -> GroupRules:

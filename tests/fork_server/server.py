@@ -60,7 +60,7 @@ def _import_for_training() -> None:
         "megarl.workers.megatron",
         "megarl.workers.reward",
         "megarl.workers.reward_model",
-        "megarl.workers.rollout_worker",
+        "megarl.rollout.worker.rollout_worker",
         "megatron.core.models.mimo",  # by the first optimizer
         "pyarrow.parquet",
         "rich.progress",

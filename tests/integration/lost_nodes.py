@@ -26,7 +26,7 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 from tests.integration.started_cluster import started_cluster
 

@@ -28,11 +28,11 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.models.adapters import is_adapter
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
+from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.sync.source import WeightSource
-from megarl.workers.engines import build_engine
-from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.weight_matrix import GREEDY, PROMPTS, ReloadingWorker, generate, greedy_by_transformers
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.lora_cases import Adapted, save_adapted, save_merged

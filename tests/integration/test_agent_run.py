@@ -21,10 +21,10 @@ from examples.agent import prepare
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import load_tokenizer, rendered_chat
-from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.start import PPORoles
+from megarl.rollout.episodes.episodes import EpisodeRollout
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.samples import read_samples, sample_files
-from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.tiny_run import run_ppo
 
 ROOT = Path(__file__).parents[2]

@@ -30,12 +30,12 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.models.fp8 import BLOCK, quantized_tensors, scale_name
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
+from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import checksum
 from megarl.weights.sync.source import WeightSource
-from megarl.workers.engines import build_engine
-from megarl.workers.rollout_worker import RolloutWorker
 from tests.families import example_config
 from tests.integration.weight_matrix import (
     GREEDY,

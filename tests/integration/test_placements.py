@@ -29,7 +29,7 @@ from megarl.config.schema import (
     Verify,
 )
 from megarl.roles.start import PPORoles
-from megarl.workers.rollout_worker import RolloutWorker
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from tests.integration.meeting import meeting_in_step
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, save_policy, tiny_config
 

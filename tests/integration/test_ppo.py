@@ -37,10 +37,10 @@ from megarl.controller.futures import DerivedFuture, has_ended
 from megarl.placement.plan import plan_placement
 from megarl.roles.models import ABSENT, Critic
 from megarl.roles.start import PPORoles
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.samples import read_samples, sample_files
 from megarl.trainers.monitor import phases_by_call
-from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -10,7 +10,7 @@ import pytest
 from megarl.controller import restarts
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restarts import NodeLostError
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 
 

@@ -22,13 +22,13 @@ from megarl.config.schema import PPOConfig, SamplingConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RoleGroup
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import RestartLimitError
-from megarl.roles.rollout.rollout import Rollout
-from megarl.roles.rollout.sample_check import EngineFaultError
+from megarl.rollout.driver.replicas import RestartLimitError
+from megarl.rollout.driver.rollout import Rollout
+from megarl.rollout.driver.sample_check import EngineFaultError
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.rollout.router import RequestRoutingError
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import checksum
-from megarl.workers.rollout_worker import RolloutWorker
 from tests.failure_pages import check_documented
 from tests.fake_engine import (
     LAST_WORDS,
@@ -139,7 +139,7 @@ def test_a_lost_replica_is_replaced_and_the_batch_is_whole(
     assert metrics["rollout/num_restarts"] == 1
     assert 1 <= metrics["rollout/num_resent"] <= 8
     (warning,) = [
-        record.getMessage() for record in caplog.records if record.name == "megarl.roles.rollout.replicas"
+        record.getMessage() for record in caplog.records if record.name == "megarl.rollout.driver.replicas"
     ]
     assert why in warning
     assert "is restarted; restarts left: 2" in warning

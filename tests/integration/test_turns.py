@@ -12,10 +12,10 @@ import pytest
 
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.controller.futures import gather
-from megarl.roles.rollout.rollout import Rollout
+from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
-from megarl.workers.rollout_worker import RolloutWorker
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, Misdeed, What, random_weights, recorded_calls
 from tests.rollout_replicas import started_rollout
 from tests.unit.engine.models import save_large_model

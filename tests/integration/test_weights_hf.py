@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import Transport
-from megarl.roles.rollout.replicas import Replicas
+from megarl.rollout.driver.replicas import Replicas
 from tests.integration.weight_matrix import (
     HF,
     LAYOUTS,

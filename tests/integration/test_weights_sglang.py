@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from megarl.config.schema import Transport
-from megarl.roles.rollout.replicas import Replicas
-from megarl.roles.rollout.scheduler import RolloutLimits
+from megarl.rollout.driver.replicas import Replicas
+from megarl.rollout.driver.scheduler import RolloutLimits
 from megarl.rollout.interface import SamplingParameters, plan_requests
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import checksum
-from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.weight_matrix import (
     LAYOUTS,
     MATRIX,

@@ -66,9 +66,9 @@ from megarl.roles.model_recovery import ppo_recovery, single_recovery
 from megarl.roles.model_snapshots import model_snapshots
 from megarl.roles.models import Actor
 from megarl.roles.preferences import PairPolicy
-from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, pair_models, ppo_models, sft_models
 from megarl.roles.start import PPORoles, start_ppo, start_preferences, start_sft
+from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.metric_table import unknown_metrics
 from megarl.tracking.progress import ProgressBar

@@ -25,8 +25,8 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.workers.rollout_worker import RolloutWorker
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 
 _NO_LIMIT_S = 10_000

@@ -37,8 +37,8 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.worker import Worker, register
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.roles import start_judges
-from megarl.roles.agents.episodes import EpisodeRollout
 from megarl.roles.start import PPORoles
+from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.workers.judge import JudgeSpec, JudgeWorker
 from tests.integration.run_outcome import Outcome
 from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config

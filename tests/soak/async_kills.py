@@ -43,10 +43,10 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
 from megarl.roles.reward import Reward
-from megarl.roles.rollout.buffered_rollout import BufferedRollout
-from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
-from megarl.roles.rollout.sample_groups import GroupRules
 from megarl.roles.start_judges import JudgeServers
+from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
+from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.staleness import StalenessController
 from megarl.workers.reward import RewardWorker
 from tests.command import Command

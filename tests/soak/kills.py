@@ -33,7 +33,8 @@ from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, Roll
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
 from megarl.controller.replica_calls import is_dead
-from megarl.roles.rollout.rollout import Rollout
+from megarl.rollout.driver.rollout import Rollout
+from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import (
     FinishedRequest,
     GenerationRequest,
@@ -41,9 +42,8 @@ from megarl.rollout.interface import (
     RolloutEngineSpec,
     SamplingParameters,
 )
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import checksum
-from megarl.workers.engines import build_engine
-from megarl.workers.rollout_worker import RolloutWorker
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
 from tests.rollout_replicas import started_rollout
 from tests.unit.rollout.models import random_model

@@ -41,7 +41,7 @@ from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.models.families import read_architecture
 from megarl.roles.start import EvaluationRoles, start_evaluation
-from megarl.roles.weights.rollout_weights import FolderWeights
+from megarl.rollout.driver.rollout_weights import FolderWeights
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.evaluation import Evaluation, ScoredSample, by_data_source, prompt_values
 from megarl.trainers.evaluation_results import (

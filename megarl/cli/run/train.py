@@ -32,9 +32,9 @@ from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import ppo_recovery
-from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
+from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.run_files import writing
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.memory_resume import find_newest

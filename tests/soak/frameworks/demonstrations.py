@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from megarl.endpoint.session_messages import (
     SessionReport,
 )
 from megarl.endpoint.session_server import SessionServer
+from megarl.rollout.tool_calls import call_format
 from tests.soak.frameworks.formats import MAX_TOKENS, Format
 
 _NUM_AT_ONCE = 16
@@ -74,7 +76,7 @@ def record(
 
         server = SessionServer(
             load_harness(harness, _NUM_AT_ONCE),
-            ChatTokens(tokenizer, AgentConfig()),
+            ChatTokens(tokenizer, partial(call_format, AgentConfig())),
             SessionLimits(max_turns=4, max_tokens=MAX_TOKENS),
             harness,
             _NUM_AT_ONCE,

@@ -40,7 +40,7 @@ from megarl.machine.errors import UNWRITTEN, CheckpointError, EngineDeadError, H
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError
-from megarl.roles.rollout.replicas import RestartLimitError
+from megarl.rollout.driver.replicas import RestartLimitError
 from megarl.trainers.monitor import Position
 
 # On a machine without a GPU, Transformer Engine has no compiled part, which Megatron does not expect.

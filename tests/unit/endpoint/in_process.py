@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import build_app
 from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
+from megarl.rollout.tool_calls import call_format
 
 RUN_KEY = "the-key-of-the-run"
 _SPECIAL = ["<pad>", "<end>", "<system>", "<user>", "<assistant>", "<tool>"]
@@ -74,7 +76,7 @@ class InProcess:
         self.is_held = False
         self._turns = turns
         self.session = AgentSession(
-            tokens or ChatTokens(tokenizer, AgentConfig()),
+            tokens or ChatTokens(tokenizer, partial(call_format, AgentConfig())),
             self._generate,
             SessionLimits(max_turns=max_turns, max_tokens=max_tokens),
             Task(seed=3),

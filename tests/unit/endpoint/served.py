@@ -7,6 +7,7 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import EndpointServer, build_app
 from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
+from megarl.rollout.tool_calls import call_format
 
 LIMITS = SessionLimits(max_turns=20, max_tokens=200)
 
@@ -96,7 +98,7 @@ def serving(folder: Path, ignored: Sequence[str] = ("temperature",)) -> Generato
     server = EndpointServer(build_app(sessions, ignored, RequestBodies(1 << 20)), "127.0.0.1")
     run(server.start())
     try:
-        yield Served(server.url, sessions, model, ChatTokens(tokenizer, AgentConfig()))
+        yield Served(server.url, sessions, model, ChatTokens(tokenizer, partial(call_format, AgentConfig())))
     finally:
         run(server.stop())
         loop.call_soon_threadsafe(loop.stop)

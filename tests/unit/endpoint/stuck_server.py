@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import httpx
 
 from megarl.config.schema import AgentConfig
 from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.rollout.tool_calls import call_format
 from tests.unit.endpoint.in_process import byte_tokenizer
 from tests.unit.endpoint.session_servers import HeldPrograms, Serving
 
@@ -39,7 +41,7 @@ class StuckTokens(ChatTokens):
 
 async def main(mode: str) -> None:
     tokenizer = byte_tokenizer()
-    tokens = StuckTokens(tokenizer, AgentConfig())
+    tokens = StuckTokens(tokenizer, partial(call_format, AgentConfig()))
     programs = HeldPrograms()
     serving = Serving(programs, tokenizer, tokens, time_limit_s=3600)
     await serving.server.start()

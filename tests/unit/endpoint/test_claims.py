@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ import pytest
 from megarl.config.schema import AgentConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import KEY_VARIABLE, ExternalHarness
+from megarl.rollout.tool_calls import call_format
 from tests.unit.endpoint.in_process import RUN_KEY, byte_tokenizer
 from tests.unit.endpoint.session_servers import Serving
 
@@ -28,7 +30,9 @@ class Run:
     """A run with agents elsewhere, in the event loop of the test. Clients are plain sockets of the same thread."""
 
     def __init__(self) -> None:
-        self.serving = Serving(ExternalHarness(), TOKENIZER, ChatTokens(TOKENIZER, AgentConfig()))
+        self.serving = Serving(
+            ExternalHarness(), TOKENIZER, ChatTokens(TOKENIZER, partial(call_format, AgentConfig()))
+        )
         self._num_offered = 0
 
     def client(self, sent: bytes) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from megarl.endpoint import openai_chat
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
+from megarl.rollout.tool_calls import call_format
 
 TOKENIZER = make_tokenizer()
 CALL = '<tool_call>\n{"name": "price", "arguments": {"item": "ab"}}\n</tool_call>'
@@ -37,7 +39,9 @@ def play(bodies: Sequence[dict[str, Any]], turns: Sequence[str], ignored: Sequen
         return SampledTurn(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
 
     limits = SessionLimits(max_turns=4, max_tokens=400)
-    session = AgentSession(ChatTokens(TOKENIZER, AgentConfig()), generate, limits, Task())
+    session = AgentSession(
+        ChatTokens(TOKENIZER, partial(call_format, AgentConfig())), generate, limits, Task()
+    )
 
     async def ask(body: dict[str, Any]) -> None:
         await session.answer(session.plan(openai_chat.read_query(body, ignored)))

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ import pytest
 
 from megarl.config.schema import AgentConfig
 from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.rollout.tool_calls import call_format
 from tests import fork_server
 from tests.unit.endpoint.in_process import InProcess, byte_tokenizer
 from tests.unit.endpoint.session_servers import HeldPrograms, Serving
@@ -65,7 +67,7 @@ class Connection:
 def test_bodies_far_beyond_the_context_are_refused_while_others_are_answered() -> None:
     async def play() -> None:
         programs = HeldPrograms()
-        serving = Serving(programs, TOKENIZER, ChatTokens(TOKENIZER, AgentConfig()))
+        serving = Serving(programs, TOKENIZER, ChatTokens(TOKENIZER, partial(call_format, AgentConfig())))
         await serving.server.start()
         serving.begin(0)
         serving.begin(1)
@@ -114,7 +116,7 @@ def test_bodies_far_beyond_the_context_are_refused_while_others_are_answered() -
 
 @pytest.mark.parametrize("max_tokens", [1, 500, 8192])
 def test_every_conversation_that_fits_is_accepted(max_tokens: int) -> None:
-    tokens = ChatTokens(TOKENIZER, AgentConfig())
+    tokens = ChatTokens(TOKENIZER, partial(call_format, AgentConfig()))
     most = tokens.max_body_bytes(max_tokens)
     # Characters that JSON may write with twelve bytes, and fields around each of them.
     messages = [{"role": "user", "content": "\U0001f60a", "name": None}] * (max_tokens // 6)
@@ -130,7 +132,7 @@ class WaitingTokens(ChatTokens):
     """
 
     def __init__(self) -> None:
-        super().__init__(TOKENIZER, AgentConfig())
+        super().__init__(TOKENIZER, partial(call_format, AgentConfig()))
         self.begun = threading.Event()
         self.release = threading.Event()
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ from megarl.endpoint.session_messages import (
 from megarl.endpoint.session_server import SessionServer
 from megarl.machine.reaper import descendants, name_of
 from megarl.machine.user_functions import UserFunctionError
-from megarl.roles.rollout.finished_groups import FinishedGroup, from_bytes, to_bytes
+from megarl.rollout.driver.finished_groups import FinishedGroup, from_bytes, to_bytes
+from megarl.rollout.tool_calls import call_format
 from tests.unit.data.chats import TEMPLATE, character_tokenizer
 
 TOKENIZER = character_tokenizer(TEMPLATE)
@@ -103,7 +105,7 @@ def played(
     async def play() -> None:
         engine.server = SessionServer(
             load_harness(config, 2),
-            ChatTokens(TOKENIZER, AgentConfig()),
+            ChatTokens(TOKENIZER, partial(call_format, AgentConfig())),
             SessionLimits(max_turns=max_turns, max_tokens=500),
             config,
             2,
@@ -349,7 +351,7 @@ def test_an_episode_that_is_not_needed_any_more_is_ended() -> None:
     async def play() -> None:
         engine.server = SessionServer(
             load_harness(config, 1),
-            ChatTokens(TOKENIZER, AgentConfig()),
+            ChatTokens(TOKENIZER, partial(call_format, AgentConfig())),
             SessionLimits(max_turns=4, max_tokens=500),
             config,
             1,
@@ -402,7 +404,7 @@ def test_external_agents_claim_and_end_episodes(monkeypatch: pytest.MonkeyPatch)
     async def play() -> None:
         engine.server = SessionServer(
             ExternalHarness(),
-            ChatTokens(TOKENIZER, AgentConfig()),
+            ChatTokens(TOKENIZER, partial(call_format, AgentConfig())),
             SessionLimits(max_turns=4, max_tokens=500),
             config,
             3,

@@ -23,8 +23,8 @@ from megarl.controller.errors import WorkerError
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.machine.errors import CheckpointError
 from megarl.roles.models import Actor
-from megarl.roles.rollout.rollout import Rollout
 from megarl.roles.saved_models import SavedModels
+from megarl.rollout.driver.rollout import Rollout
 from megarl.weights.sync.sync import WeightSync
 from megarl.workers.megatron import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout

@@ -25,8 +25,8 @@ from megarl.placement.dataflow import Item
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import unshared
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.driver.replicas import unshared
+from megarl.rollout.driver.rollout_weights import RolloutWeights
 
 GRADIENTS = StatePart.gradients
 OPTIMIZER = StatePart.optimizer
@@ -106,7 +106,7 @@ class FakeEngine(FakeGroup):
 
 
 class FakeReplicas:
-    """Stub for Replicas in roles/rollout/replicas.py."""
+    """Stub for Replicas in rollout/driver/replicas.py."""
 
     def __init__(self, log: list[str], count: int = 2) -> None:
         self.exclusive = unshared

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.schema import Late, OnUpdate
-from megarl.roles.rollout.rollout_buffer import FailedPromptsError
+from megarl.rollout.driver.rollout_buffer import FailedPromptsError
 from megarl.simulation.run import Script, SimulatedRun, Simulation, StalledError
 
 

@@ -16,6 +16,7 @@ from megarl.config.schema import LoggerKind
 from megarl.controller.worker import registered_methods
 from megarl.machine import clock as clock_module
 from megarl.machine.errors import RunError
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.loggers import LOGGERS, JsonlLogger, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
@@ -25,7 +26,6 @@ from megarl.trainers.monitor import Monitor, phase_spans, phases_by_call
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
-from megarl.workers.rollout_worker import RolloutWorker
 
 
 def span(role: str, rank: int, name: str, start_s: float, end_s: float) -> Span:

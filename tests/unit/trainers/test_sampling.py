@@ -17,11 +17,11 @@ from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.roles.rollout.buffered_rollout import BufferedRollout
-from megarl.roles.rollout.finished_groups import RolloutOutput
-from megarl.roles.rollout.rollout import Deliver, batch_of_samples
-from megarl.roles.rollout.rollout_buffer import NoSignalError
-from megarl.roles.rollout.sample_groups import GroupRules
+from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.finished_groups import RolloutOutput
+from megarl.rollout.driver.rollout import Deliver, batch_of_samples
+from megarl.rollout.driver.rollout_buffer import NoSignalError
+from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.rollout.staleness import StalenessController
 from megarl.trainers.sampling import Samples, Sampling

@@ -25,9 +25,11 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.models.families import read_architecture
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
+from megarl.rollout.engines import build_engine
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights import acknowledged
 from megarl.weights.checksum import WeightMismatchError, checksum
 from megarl.weights.patch import Patch, make_patch
@@ -38,9 +40,7 @@ from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
 from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.transports.interface import SendReport
-from megarl.workers.engines import build_engine
 from megarl.workers.megatron import MegatronWorker, megatron_mesh
-from megarl.workers.rollout_worker import RolloutWorker
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
 from tests.unit.roles.groups import model_spec, started

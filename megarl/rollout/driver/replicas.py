@@ -20,8 +20,8 @@ from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import ENGINE_ENDED, RunError
 from megarl.placement.cores import NO_LIMITS, AtWork
 from megarl.rollout.interface import EnginePart
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.timeline import Span
-from megarl.workers.rollout_worker import RolloutWorker
 
 if TYPE_CHECKING:
     from megarl.controller.resource_pool import RayResourcePool

@@ -19,9 +19,9 @@ from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import is_dead
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import Replicas
-from megarl.roles.rollout.sample_check import check_sample
-from megarl.roles.rollout.scheduler_state import (
+from megarl.rollout.driver.replicas import Replicas
+from megarl.rollout.driver.sample_check import check_sample
+from megarl.rollout.driver.scheduler_state import (
     ReplicaState,
     RequestState,
     SchedulerTotals,
@@ -29,7 +29,7 @@ from megarl.roles.rollout.scheduler_state import (
 )
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest
 from megarl.rollout.router import RequestRouter
-from megarl.workers.rollout_worker import RolloutWorker
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 
 _MOST_SHOWN = 5
 _WAIT_S = 5.0  # A replica without a finished sample returns after this time, which shows that it is alive.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool, check_fits
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout.scheduler import RequestScheduler
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.weights.plan import RankLocation
 
 

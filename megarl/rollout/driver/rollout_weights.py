@@ -12,8 +12,7 @@ from typing import Protocol
 
 from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
-from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import Replicas
+from megarl.rollout.driver.replicas import Replicas
 from megarl.weights.sync.sync import FolderLoading, PushReport
 from megarl.weights.tensors import Manifest
 
@@ -28,6 +27,29 @@ class Pusher(Protocol):
     def reconnect(self) -> None: ...
 
 
+class MemorySchedule(Protocol):
+    """Interface for making room for the weights of actor and engines (roles/offload_schedule.py)."""
+
+    @property
+    def engines_move(self) -> bool: ...
+
+    @property
+    def engines_are_offloaded(self) -> bool: ...
+
+    @property
+    def actor_is_offloaded(self) -> bool: ...
+
+    def finish(self, role: str) -> None: ...
+
+    def before_push(self) -> None: ...
+
+    def after_push(self) -> None: ...
+
+    def bring_in_actor(self) -> bool: ...
+
+    def take_out_actor(self) -> None: ...
+
+
 class RolloutWeights:
     """Weights of the rollout replicas.
 
@@ -35,7 +57,7 @@ class RolloutWeights:
     first. The actor has the same version, except while a lost step is repeated from a snapshot.
     """
 
-    def __init__(self, pusher: Pusher, replicas: Replicas, schedule: OffloadSchedule) -> None:
+    def __init__(self, pusher: Pusher, replicas: Replicas, schedule: MemorySchedule) -> None:
         self._pusher = pusher
         self._replicas = replicas
         self._schedule = schedule

@@ -19,11 +19,11 @@ from megarl.agents.episode import (
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.machine.errors import RunError
-from megarl.roles.agents.environments import Environments
-from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler
-from megarl.roles.rollout.scheduler_state import RequestState
+from megarl.rollout.driver.scheduler import OnFailure, RequestScheduler
+from megarl.rollout.driver.scheduler_state import RequestState
+from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
-from megarl.workers.environment import TurnOrder, TurnReport
+from megarl.rollout.worker.environment import TurnOrder, TurnReport
 
 _TURN_S = 0.02  # the longest wait for engines while environments work, and vice versa
 

@@ -20,19 +20,19 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.roles.agents.episode_runner import EpisodeRunner
-from megarl.roles.agents.episodes import EpisodeRollout
-from megarl.roles.rollout.buffered_rollout import BufferedRollout
-from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
-from megarl.roles.rollout.rollout import RolloutSetup, TokenRules
-from megarl.roles.rollout.sample_groups import GroupRules
-from megarl.roles.rollout.scheduler import RequestScheduler, RolloutLimits
-from megarl.roles.rollout.scheduler_state import RequestState
+from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
+from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
+from megarl.rollout.driver.sample_groups import GroupRules
+from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler_state import RequestState
+from megarl.rollout.episodes.episode_runner import EpisodeRunner
+from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
+from megarl.rollout.worker.environment import TurnOrder, TurnReport
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
-from megarl.workers.environment import TurnOrder, TurnReport
-from tests.unit.roles.rollout.test_buffered_rollout import MadeUpWeights, TrainedInNoTime, Unscored
+from tests.unit.rollout.driver.test_buffered_rollout import MadeUpWeights, TrainedInNoTime, Unscored
 
 SAMPLING = SamplingConfig(n=2)
 PROMPTS = 3

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import Harness, load_harness
 from megarl.endpoint.session import SessionLimits
 from megarl.endpoint.session_messages import SampleOrder, SessionOrder, SessionReport
-from megarl.rollout.tool_calls import call_parser
+from megarl.rollout.tool_calls import call_format, call_parser
 
 if TYPE_CHECKING:
     from megarl.endpoint.session_server import SessionServer
@@ -219,7 +220,7 @@ async def _start_sessions(
     harness: Harness = (
         ExternalHarness() if agent.harness.external else load_harness(agent.harness, agent.max_concurrency)
     )
-    tokens = ChatTokens(tokenizer, agent)
+    tokens = ChatTokens(tokenizer, partial(call_format, agent))
     server = SessionServer(harness, tokens, limits, agent.harness, agent.max_concurrency, report)
     await server.start()
     return server

@@ -21,12 +21,12 @@ from megarl.batch.token_rows import IMAGE_BYTES, with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
 from megarl.data.images import row_files
-from megarl.roles.rollout.finished_groups import RolloutOutput, route_column
-from megarl.roles.rollout.replicas import ExclusiveAccess, Replicas
-from megarl.roles.rollout.sample_check import EngineFaultError
-from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler, RolloutLimits
-from megarl.roles.rollout.scheduler_state import ReplicaState, RequestState, SchedulerTotals
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
+from megarl.rollout.driver.replicas import ExclusiveAccess, Replicas
+from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.driver.sample_check import EngineFaultError
+from megarl.rollout.driver.scheduler import OnFailure, RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler_state import ReplicaState, RequestState, SchedulerTotals
 from megarl.rollout.interface import (
     FinishedRequest,
     GenerationRequest,

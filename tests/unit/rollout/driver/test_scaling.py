@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megarl.controller.resource_pool import InsufficientResourcesError
-from megarl.roles.rollout import scaling as scaling_module
-from megarl.roles.rollout.replicas import ReplicaPlace, unshared
-from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
+from megarl.rollout.driver import scaling as scaling_module
+from megarl.rollout.driver.replicas import ReplicaPlace, unshared
+from megarl.rollout.driver.scaling import PlannedReplica, ReplicaScaling
 from megarl.weights.plan import RankLocation
 
 NUM_FREE = 3  # pools for which the cluster has room, in addition to the planned one

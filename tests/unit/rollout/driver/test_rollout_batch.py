@@ -10,11 +10,11 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.controller.worker import RemoteMethod
-from megarl.roles.rollout.replicas import unshared
-from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules, batch_of_samples
-from megarl.roles.rollout.scheduler import RolloutLimits
+from megarl.rollout.driver.replicas import unshared
+from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules, batch_of_samples
+from megarl.rollout.driver.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
-from megarl.workers.rollout_worker import RolloutWorker
+from megarl.rollout.worker.rollout_worker import RolloutWorker
 from tests.fake_engine import plain_sample
 
 PAD = 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters
 from megarl.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
 

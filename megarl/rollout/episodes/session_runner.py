@@ -20,9 +20,9 @@ from megarl.endpoint.session_messages import (
     SessionOrder,
 )
 from megarl.machine.errors import RunError
-from megarl.roles.agents.environments import Environments
-from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler
-from megarl.roles.rollout.scheduler_state import RequestState
+from megarl.rollout.driver.scheduler import OnFailure, RequestScheduler
+from megarl.rollout.driver.scheduler_state import RequestState
+from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
 
 _TURN_S = 0.02  # the longest wait for engines while programs run, and vice versa

@@ -17,12 +17,12 @@ from megarl.batch.branches import last_rows
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import RowLoader
-from megarl.roles.rollout.finished_groups import FinishedGroup
-from megarl.roles.rollout.generation_thread import GenerationThread
-from megarl.roles.rollout.rollout import Rollout
-from megarl.roles.rollout.rollout_buffer import RolloutBuffer, Scoring
-from megarl.roles.rollout.sample_groups import GREEDY, GroupRules, StepGroups
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.driver.finished_groups import FinishedGroup
+from megarl.rollout.driver.generation_thread import GenerationThread
+from megarl.rollout.driver.rollout import Rollout
+from megarl.rollout.driver.rollout_buffer import RolloutBuffer, Scoring
+from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.driver.sample_groups import GREEDY, GroupRules, StepGroups
 from megarl.rollout.staleness import StalenessController
 
 _WAIT_S = 0.005  # between two polls for the scores that decide whether a group is trained

@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 from megarl.config.schema import RolloutConfig, RolloutEngineKind
-from megarl.workers.engines import ENGINES, SERVER_ARGS_CHECKS
+from megarl.rollout.engines import ENGINES, SERVER_ARGS_CHECKS
 
 
 def test_every_kind_has_an_engine() -> None:

@@ -13,9 +13,9 @@ from enum import Enum, auto
 from queue import Empty, SimpleQueue
 
 from megarl.config.schema import OnUpdate
-from megarl.roles.rollout.rollout import Rollout
-from megarl.roles.rollout.rollout_buffer import RolloutBuffer
-from megarl.roles.rollout.sample_groups import StepGroups
+from megarl.rollout.driver.rollout import Rollout
+from megarl.rollout.driver.rollout_buffer import RolloutBuffer
+from megarl.rollout.driver.sample_groups import StepGroups
 
 _TURN_S = 0.02  # interval at which the thread checks for commands
 _END_S = 30.0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
-from megarl.roles.rollout.finished_groups import RolloutOutput
+from megarl.rollout.driver.finished_groups import RolloutOutput
 from megarl.rollout.interface import GenerationRequest
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)

@@ -16,18 +16,18 @@ from megarl.controller.worker import RayClassWithInitArgs, Worker
 from megarl.models.architecture import LoRA
 from megarl.placement.cores import at_work
 from megarl.placement.placement_plan import PlacementPlan
-from megarl.roles.agents.environments import Environments
-from megarl.roles.agents.episodes import EpisodeRollout
-from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
-from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
-from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
-from megarl.roles.rollout.scheduler import RolloutLimits
-from megarl.roles.weights.rollout_weights import RolloutWeights
+from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
+from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.driver.scaling import PlannedReplica, ReplicaScaling
+from megarl.rollout.driver.scheduler import RolloutLimits
+from megarl.rollout.engines import build_engine
+from megarl.rollout.episodes.environments import Environments
+from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import RolloutEngineSpec
+from megarl.rollout.worker.environment import EnvironmentWorker
 from megarl.weights.sync.forecast import rank_places
 from megarl.weights.sync.sync import WeightSync
-from megarl.workers.engines import build_engine
-from megarl.workers.environment import EnvironmentWorker
 
 _ROOM_LIMIT_S = 10.0  # how long a joining replica waits for free devices
 # A hung engine detects this itself and reports why. Its process is killed only if it does not.

@@ -18,8 +18,8 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.restarts import ProcessLimitError, leave_lost_nodes
 from megarl.controller.worker import RayClassWithInitArgs
+from megarl.rollout.worker.environment import EnvironmentWorker, EpisodeReport, Order
 from megarl.tracking.timeline import Span
-from megarl.workers.environment import EnvironmentWorker, EpisodeReport, Order
 
 _WAIT_S = 5.0  # A process without a report returns after this time, which shows that it is alive.
 _log = logging.getLogger(__name__)

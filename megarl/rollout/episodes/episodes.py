@@ -18,13 +18,13 @@ from megarl.agents.trajectory import EpisodeEnd, Trajectory
 from megarl.batch.branches import BRANCH, FAILURE
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.roles.agents.environments import Environments
-from megarl.roles.agents.episode_runner import EpisodeRunner
-from megarl.roles.agents.session_runner import SessionRunner
-from megarl.roles.rollout.finished_groups import RolloutOutput
-from megarl.roles.rollout.rollout import Deliver, Rollout, RolloutSetup
-from megarl.roles.rollout.scheduler import OnFailure
-from megarl.roles.rollout.scheduler_state import ReplicaState, RequestState
+from megarl.rollout.driver.finished_groups import RolloutOutput
+from megarl.rollout.driver.rollout import Deliver, Rollout, RolloutSetup
+from megarl.rollout.driver.scheduler import OnFailure
+from megarl.rollout.driver.scheduler_state import ReplicaState, RequestState
+from megarl.rollout.episodes.environments import Environments
+from megarl.rollout.episodes.episode_runner import EpisodeRunner
+from megarl.rollout.episodes.session_runner import SessionRunner
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
 

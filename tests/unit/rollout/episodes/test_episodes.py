@@ -52,16 +52,16 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.tokenizer import render_chat
 from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
-from megarl.roles.agents.environments import Environments
-from megarl.roles.agents.episode_runner import EpisodeRunner
-from megarl.roles.agents.episodes import EpisodeRollout, batch_of_trajectories
-from megarl.roles.agents.session_runner import SessionRunner
-from megarl.roles.rollout.replicas import unshared
-from megarl.roles.rollout.rollout import RolloutSetup, TokenRules
-from megarl.roles.rollout.scheduler import RolloutLimits
+from megarl.rollout.driver.replicas import unshared
+from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
+from megarl.rollout.driver.scheduler import RolloutLimits
+from megarl.rollout.episodes.environments import Environments
+from megarl.rollout.episodes.episode_runner import EpisodeRunner
+from megarl.rollout.episodes.episodes import EpisodeRollout, batch_of_trajectories
+from megarl.rollout.episodes.session_runner import SessionRunner
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
+from megarl.rollout.worker.environment import EnvironmentServer, EnvironmentWorker, TurnOrder, TurnReport
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
-from megarl.workers.environment import EnvironmentServer, EnvironmentWorker, TurnOrder, TurnReport
 from tests.fake_engine import plain_sample
 from tests.unit.data.chats import TEMPLATE, character_tokenizer
 from tests.unit.data.test_turns import FAMILIES, tokenizer_of

@@ -24,12 +24,12 @@ from megarl.data.curriculum import CurriculumLoader, LearnabilitySampler
 from megarl.data.loader import BatchLoader, RowLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.buffered_rollout import BufferedRollout
-from megarl.roles.rollout.finished_groups import FinishedGroup, from_bytes, to_bytes
-from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
-from megarl.roles.rollout.rollout_buffer import FailedPromptsError, NoSignalError
-from megarl.roles.rollout.sample_groups import GREEDY, GroupRules
-from megarl.roles.rollout.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.finished_groups import FinishedGroup, from_bytes, to_bytes
+from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout_buffer import FailedPromptsError, NoSignalError
+from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
+from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.trainers.sampling import Sampling

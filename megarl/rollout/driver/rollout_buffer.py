@@ -17,9 +17,9 @@ from megarl.config.schema import SamplingConfig
 from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError
 from megarl.machine.wording import counted
-from megarl.roles.rollout.finished_groups import FinishedGroup, RolloutOutput
-from megarl.roles.rollout.rollout import Deliver, check_versions
-from megarl.roles.rollout.sample_groups import (
+from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
+from megarl.rollout.driver.rollout import Deliver, check_versions
+from megarl.rollout.driver.sample_groups import (
     GREEDY,
     DrawnPrompts,
     Group,
@@ -28,7 +28,7 @@ from megarl.roles.rollout.sample_groups import (
     requests_by_prompt,
     rows_of,
 )
-from megarl.roles.rollout.scheduler import OnFailure
+from megarl.rollout.driver.scheduler import OnFailure
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 

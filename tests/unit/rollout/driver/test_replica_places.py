@@ -18,7 +18,7 @@ from megarl.config.schema import (
 )
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import plan_placement
-from megarl.roles.start_rollout import replica_places
+from megarl.rollout.driver.start_rollout import replica_places
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.forecast import rank_places
 
@@ -27,7 +27,8 @@ from megarl.weights.sync.forecast import rank_places
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let processes see GPUs in an order that Ray chooses."""
     monkeypatch.setattr(
-        "megarl.roles.start_rollout.visible_gpus", lambda pool: ["6", "1", "0", "3"][: pool.world_size]
+        "megarl.rollout.driver.start_rollout.visible_gpus",
+        lambda pool: ["6", "1", "0", "3"][: pool.world_size],
     )
 
 
