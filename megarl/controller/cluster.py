@@ -147,10 +147,10 @@ def ended_node() -> str | None:
 def await_ended_daemon() -> str | None:
     """Return `ended_daemon` after processes of a Ray that was started here were lost.
 
-    Its raylet ends them, and itself a moment later.
+    After the end of an agent, its raylet ends them, and itself a moment later.
     """
     end_s = time.monotonic() + _END_S
-    while _needed and ended_daemon() is None and time.monotonic() < end_s:
+    while any(map(has_ended, _daemons)) and ended_daemon() is None and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
     return ended_daemon()
 

@@ -405,3 +405,46 @@ def test_a_stopped_rank_is_replaced_within_its_learned_limit(inputs: Path, tmp_p
     assert "actor rank 1 (node 127.0.0.1): no answer from the process" in text
     assert "actor rank 0 (node 127.0.0.1, pid" in text
     assert "all_reduce" in text or "backward" in text or "forward" in text
+
+
+_FAILED_GPU = """
+import os
+from pathlib import Path
+
+import torch
+from megarl.algorithms.policy_losses import TokenLosses
+
+FOLDER = Path(__file__).parent
+
+
+def loss(inputs, config):
+    if os.environ["RANK"] == "1" and (FOLDER / "armed").exists():
+        (FOLDER / "armed").rename(FOLDER / f"failed_{os.getpid()}")
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+    ratio = (inputs.log_probs - inputs.old_log_probs).exp()
+    return TokenLosses(-inputs.advantages * ratio, torch.zeros_like(inputs.mask))
+"""
+
+
+def test_a_rank_whose_gpu_fails_is_replaced(
+    inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process lives on, but its peer waits for it in a collective."""
+    (tmp_path / "loss.py").write_text(_FAILED_GPU)
+    config = grpo(inputs, tmp_path / "run")
+    loss = replace(config.algorithm.policy_loss, function=f"{tmp_path / 'loss.py'}:loss")
+    config = replace(config, algorithm=replace(config.algorithm, policy_loss=loss))
+    pids: list[int] = []
+
+    def look(step: int | None, phase: str, roles: PPORoles) -> None:
+        if (step, phase) == (2, "gen") and not pids:
+            pids.extend(roles.actor.group.pids)
+            (tmp_path / "armed").touch()
+
+    finished = run_ppo(config, look_at_phase=look)
+    (failed,) = tmp_path.glob("failed_*")
+    assert failed.name == f"failed_{pids[1]}"
+    assert not psutil.pid_exists(pids[1])
+    assert [line.get("recovery/num_recoveries") for line in finished.metrics] == [None, 0, 1, 0, 0]
+    assert "CUDA error: uncorrectable ECC error encountered" in caplog.text
+    assert "step 2: restarted actor from the snapshot of step 1" in caplog.text

@@ -193,6 +193,8 @@ def test_a_second_start_on_a_folder_of_a_run_is_refused_and_the_first_goes_on(
     ("killed", "recovers", "named"),
     [
         ("RuntimeEnvAgent", True, "one Ray agent failed, agent_name = runtime_env_agent"),
+        ("RuntimeEnvAgent", False, "one Ray agent failed, agent_name = runtime_env_agent"),
+        ("tail", False, "one Ray agent failed, agent_name = dashboard_agent"),
         ("raylet", True, "Ray's raylet has ended"),
         ("gcs_server", True, "Ray's (gcs_server|raylet) has ended"),
     ],

@@ -15,9 +15,19 @@ from megarl.cli.tables.console import print_line
 from megarl.cli.tables.run import BFLOAT16_ON_A_CPU
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import Device, DType
-from megarl.controller.cluster import log_folder, node_addresses, num_cluster_gpus, shutdown, start_ray
+from megarl.controller.cluster import (
+    await_ended_daemon,
+    daemons_last_words,
+    log_folder,
+    node_addresses,
+    num_cluster_gpus,
+    shutdown,
+    start_ray,
+)
 from megarl.controller.environment import Where, describe
+from megarl.controller.errors import RayEndedError
 from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.machine.errors import RunError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
@@ -54,6 +64,7 @@ def ray_processes(context: RunContext, console: Console) -> Generator[RayProcess
 
     Raises:
         InsufficientResourcesError: The cluster does not have the resources of the pools.
+        RayEndedError: The block raised a RunError because a daemon of the run's own Ray has ended.
     """
     config = context.config
     plan = plan_placement(context.config)
@@ -87,6 +98,11 @@ def ray_processes(context: RunContext, console: Console) -> Generator[RayProcess
             print_line(console, f"warning: {BFLOAT16_ON_A_CPU}", style="yellow")
         pools.create_resource_pool()
         yield RayProcesses(device=device, pools=pools)
+    except RunError as error:
+        # An error of ranks or engines that Ray has taken with it does not name the cause.
+        if not isinstance(error, RayEndedError) and (daemon := await_ended_daemon()):
+            raise RayEndedError(daemon, daemons_last_words()) from error
+        raise
     finally:
         shutdown()
 

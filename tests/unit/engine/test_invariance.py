@@ -8,12 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
+from megarl.batch.branches import EPISODE_TOKENS
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.schema import (
+    Aggregation,
     AlgorithmConfig,
     ExpertsConfig,
     KLConfig,
@@ -21,6 +24,7 @@ from megarl.config.schema import (
     KLWhere,
     OptimConfig,
     ParallelConfig,
+    PolicyLossConfig,
     Recomputation,
     Recompute,
     RecomputeModule,
@@ -63,6 +67,7 @@ RECOMPUTED = {
     "one layer of a stage": Recomputation(Recompute.full, num_layers=1),
     "experts": Recomputation(Recompute.selective, (RecomputeModule.mlp,)),
 }
+EPISODES = (0, 0, 0, 1, 2, 2, 3, 4, 4)  # of the rows, where episodes have several
 LOSS_INPUTS = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns")
 
 
@@ -120,18 +125,25 @@ def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
     return splits
 
 
-def loss_for(head: str, batch: Tensors) -> Any:
-    counts = MiniBatchCounts.of(batch["response_mask"])
+def loss_for(head: str, batch: Tensors, aggregation: Aggregation, episodes: tuple[int, ...] | None) -> Any:
+    counts = MiniBatchCounts.of(batch["response_mask"], None if episodes is None else np.array(episodes))
     if head == "value":
-        return CriticLoss(value_loss=ValueLossConfig(clip=0.2), counts=counts)
+        return CriticLoss(value_loss=ValueLossConfig(clip=0.2, aggregation=aggregation), counts=counts)
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
-    return ActorLoss(algorithm=AlgorithmConfig(kl=kl, entropy_coefficient=0.05), counts=counts)
+    policy = PolicyLossConfig(aggregation=aggregation)
+    return ActorLoss(
+        algorithm=AlgorithmConfig(policy_loss=policy, kl=kl, entropy_coefficient=0.05), counts=counts
+    )
 
 
 def poison(batch: Tensors) -> Tensors:
     generator = torch.Generator().manual_seed(9)
     garbage = torch.randint(0, 199, batch["input_ids"].shape, generator=generator)
-    nan = {key: torch.where(batch["response_mask"], batch[key], float("nan")) for key in LOSS_INPUTS}
+    nan = {
+        key: torch.where(batch["response_mask"], batch[key], float("nan"))
+        for key in (*LOSS_INPUTS, EPISODE_TOKENS)
+        if key in batch
+    }
 
     return {
         **batch,
@@ -146,6 +158,8 @@ def run_splits(
     batch: Tensors,
     splits: dict[str, Split],
     experts: ExpertsConfig,
+    aggregation: Aggregation,
+    episodes: tuple[int, ...] | None,
 ) -> dict[str, dict[str, Result]]:
     """Run in a rank: return, by head and split, the stage's gradients and the mini-batch's metrics."""
     groups = start(parallel)
@@ -169,7 +183,9 @@ def run_splits(
                 for row in rows:
                     masks[row] &= not micro_batch.is_filler
             metrics = (
-                engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
+                engine.forward_backward(
+                    part, mine.local_micro_batches, loss_for(head, batch, aggregation, episodes)
+                )
                 | engine.router_metrics()
             )
             gathered = gather(metrics if groups.tensor_rank == groups.context_rank == 0 else {})
@@ -185,6 +201,8 @@ class Setting(NamedTuple):
     batch: Tensors
     whole: dict[str, Result]  # head -> all rows in one packed micro-batch on one rank
     experts: ExpertsConfig
+    aggregation: Aggregation = Aggregation.token_mean
+    episodes: tuple[int, ...] | None = None  # of the rows; None: each row is one
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +219,13 @@ def with_experts(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) 
     return make_setting(rank_pool, {"lm": folder}, ROUTERS)
 
 
-def make_setting(rank_pool: RankPool, folders: dict[str, Path], experts: ExpertsConfig) -> Setting:
+def make_setting(
+    rank_pool: RankPool,
+    folders: dict[str, Path],
+    experts: ExpertsConfig,
+    aggregation: Aggregation = Aggregation.token_mean,
+    episodes: tuple[int, ...] | None = None,
+) -> Setting:
     batch = with_one_prompt(make_batch(num_rows=NUM_ROWS), *PROMPT_GROUPS)
     batch["response_mask"][0, 2:4] = False  # tool output
     batch["response_mask"][7] = False  # a row without a token for the loss
@@ -211,8 +235,13 @@ def make_setting(rank_pool: RankPool, folders: dict[str, Path], experts: Experts
     noise = {key: torch.randn(log_probs.shape, generator=generator) for key in LOSS_INPUTS}
     near = {key: log_probs + 0.2 * noise[key] for key in ("old_log_probs", "ref_log_prob")}
     batch = {**batch, **noise, **near}
+    if episodes is not None and aggregation is Aggregation.sequence_mean_token_mean:
+        counts = batch["response_mask"].sum(1)
+        totals = torch.zeros(NUM_ROWS, dtype=torch.int64).index_add(0, torch.tensor(episodes), counts)
+        batch[EPISODE_TOKENS] = totals[list(episodes), None].expand(log_probs.shape).to(torch.float32)
     whole = {"whole": Split(by_hand(tuple(range(NUM_ROWS))))}
-    made = Setting({head: str(path) for head, path in folders.items()}, batch, {}, experts)
+    paths = {head: str(path) for head, path in folders.items()}
+    made = Setting(paths, batch, {}, experts, aggregation, episodes)
     found = run(rank_pool, made, ParallelConfig(), whole)
 
     return made._replace(whole={head: result for (head, _), result in found.items()})
@@ -234,6 +263,8 @@ def run(
         batch=setting.batch,
         splits=splits,
         experts=setting.experts,
+        aggregation=setting.aggregation,
+        episodes=setting.episodes,
     )
     return {
         (head, name): Result(
@@ -267,6 +298,34 @@ def assert_all_alike(setting: Setting, results: dict[tuple[str, str], Result]) -
         want = setting.whole[head]
         assert_same(result.gradients, want.gradients, TOLERANCE, floor=FLOOR * total_norm(want.gradients))
         assert result.metrics == pytest.approx(want.metrics, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "aggregation"),
+    [
+        ("DP2", Aggregation.sequence_mean_token_mean),
+        ("CP2", Aggregation.sequence_mean_token_mean),
+        ("DP2", Aggregation.sequence_mean_token_sum),
+    ],
+)
+def test_losses_of_episodes_do_not_either(
+    setting: Setting, layout: str, aggregation: Aggregation, rank_pool: RankPool
+) -> None:
+    """Rows of an episode are in different micro-batches and on different replicas; one has no token."""
+    folders = {head: Path(folder) for head, folder in setting.folders.items()}
+    rows = make_setting(rank_pool, folders, ExpertsConfig(), aggregation)
+    episodes = make_setting(rank_pool, folders, ExpertsConfig(), aggregation, EPISODES)
+    every = splits_of(ALL_LAYOUTS[layout], episodes.batch["attention_mask"].sum(1).tolist())
+    splits = {
+        name: every[name] for name in ("one row each", "two rows each", "a budget of 40 tokens, shared")
+    }
+    splits["poisoned"] = splits["two rows each"]._replace(poisoned=True)
+    assert_all_alike(episodes, run(rank_pool, episodes, ALL_LAYOUTS[layout], splits))
+
+    # Otherwise the splits would agree with rows that count as episodes, too.
+    for head, whole in episodes.whole.items():
+        loss = "critic/vf_loss" if head == "value" else "actor/pg_loss"
+        assert whole.metrics[loss] != pytest.approx(rows.whole[head].metrics[loss], rel=1e-2)
 
 
 @pytest.mark.parametrize("layout", ["DP2xEP2", "TP2+SPxEP2", "CP2xEP2", "PP2"])

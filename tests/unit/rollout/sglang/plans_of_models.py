@@ -3,8 +3,8 @@ separate process.
 
     python plans_of_models.py RANK NUM_RANKS NUM_STAGES RENDEZVOUS FOLDER...
 
-Each folder contains a model's config.json and `manifest.json`, which maps names to shapes. Prints one JSON
-object per folder.
+Each folder contains a model's config.json and `manifest.json`, which maps names to shapes. Tensors that have
+scales are in FP8. Prints one JSON object per folder.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ environment.prepare("cpu")
 import torch  # noqa: E402
 
 from megarl.models.families import FAMILIES  # noqa: E402
+from megarl.models.fp8 import scale_name  # noqa: E402
 from megarl.rollout.derived_tensors import DerivedTensors, refresh_derived  # noqa: E402
 from megarl.rollout.destinations import DestinationPlan, record_plan, storage_of  # noqa: E402
+from megarl.rollout.sglang.cpu_fp8 import dequantize_in_products  # noqa: E402
 from megarl.weights.tensors import TensorMeta  # noqa: E402
 
 
@@ -84,15 +86,28 @@ def build_model(
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=None))
     if is_first:
         _init_parallel_groups(backend="gloo", dist_init_method=rendezvous, server_args=arguments, gpu_id=rank)
-    config = ModelConfig.from_server_args(arguments).hf_config
+    model_config = ModelConfig.from_server_args(arguments)
+    config = model_config.hf_config
     # On a CPU, SGLang's model runner adds the numbers of heads, which it pads if ranks cannot divide them.
     for heads in ("linear_num_key_heads", "linear_num_value_heads"):
         text = config.get_text_config()
         if hasattr(text, heads):
             setattr(text, f"{heads}_cpu", getattr(text, heads))
+    if "quantization_config" in fields:
+        return loaded_with_scales(model_config)
     kind, _ = ModelRegistry.resolve_model_cls(config.architectures)
 
     return kind(config=config)
+
+
+def loaded_with_scales(model_config: Any) -> Any:
+    """Return a quantized model as an engine builds it: SGLang's loader also sets the scales of the cache."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DummyModelLoader
+
+    loader = DummyModelLoader(LoadConfig(load_format="dummy"))
+    return loader.load_model(model_config=model_config, device_config=DeviceConfig("cpu"))
 
 
 def described(plan: DestinationPlan) -> dict[str, Any]:
@@ -110,7 +125,9 @@ def described(plan: DestinationPlan) -> dict[str, Any]:
 def random_weights(manifest: dict[str, TensorMeta], seed: int) -> dict[str, torch.Tensor]:
     """Return the same weights on each rank."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(meta.shape, generator=generator) for name, meta in manifest.items()}
+    return {
+        name: torch.randn(meta.shape, generator=generator).to(meta.dtype) for name, meta in manifest.items()
+    }
 
 
 def plain_tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -153,23 +170,39 @@ def pushed_and_loaded(model: Any, manifest: dict[str, TensorMeta]) -> dict[str, 
         model.load_weights(iter(random_weights(manifest, 3).items()))
         push(plan, random_weights(manifest, 2))
         by_value = differing(model, expected)
+        cache_scales = empty_cache_scales(model)
         refresh_derived(model)
     return {
         "derived": sorted(name.partition(" of ")[0] for name in derived.written),
         "derived_by_value": by_value,
         "stale": sorted(derived.written - refreshed.written),
         "stale_by_value": differing(model, expected),
+        "cache_scales": [float(scale) for scale in cache_scales],
     }
+
+
+def empty_cache_scales(model: Any) -> list[torch.nn.Parameter]:
+    """Overwrite and return the scales of the cache, as when an engine has released its memory."""
+    scales = [scale for name, scale in model.named_parameters() if name.endswith((".k_scale", ".v_scale"))]
+    for scale in scales:
+        scale.fill_(float("nan"))
+    return scales
 
 
 def main(rank: int, num_ranks: int, num_stages: int, rendezvous: str, folders: list[Path]) -> None:
     cpu_adaptations.install_in_arguments()
     cpu_adaptations.rotate_without_scaling()
     cpu_adaptations.name_the_cpu_as_device()
+    dequantize_in_products()
     for number, folder in enumerate(folders):
         model = build_model(folder, rank, num_ranks, num_stages, rendezvous, is_first=number == 0)
         shapes = json.loads((folder / "manifest.json").read_text())
-        manifest = {name: TensorMeta(tuple(shape), torch.float32) for name, shape in shapes.items()}
+        manifest = {
+            name: TensorMeta(
+                tuple(shape), torch.float8_e4m3fn if scale_name(name) in shapes else torch.float32
+            )
+            for name, shape in shapes.items()
+        }
         at_once = CountedModel(model)
         one_by_one = CountedModel(model, one_by_one=True)
         plan = record_plan(at_once, manifest)

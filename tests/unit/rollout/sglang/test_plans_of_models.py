@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from megarl.models.families import FAMILIES, read_architecture
+from megarl.models.fp8 import quantized_tensors, scale_name, scale_shape
+from megarl.models.quantization import BLOCK_FP8
 from megarl.weights.sync.forecast import engine_slices, stage_slices
 from tests import fork_server
-from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES
+from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config, new_model
 from tests.unit.rollout.models import manifest_of, random_model
 
 MODELS = {
@@ -133,6 +135,45 @@ def test_one_call_records_the_plan_of_every_family(
     # A rank may zero what another one has, such as a bias that must be added once.
     for results in zip(*of_ranks, strict=True):
         assert set.intersection(*(set(result["unreached"]) for result in results)) == set()
+
+
+# Sizes of whole blocks, as SGLang requires of fused layers.
+IN_FP8 = {
+    "qwen3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
+    "qwen3_moe": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
+    "deepseek_v3": {"q_lora_rank": 128},
+}
+
+
+def save_in_fp8(folder: Path, family: str) -> int:
+    """Save the inputs of the ranks for a model in FP8, and return the number of tensors."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
+    config = example_config(family, **sizes, **IN_FP8[family], tie_word_embeddings=False)
+    config.architectures = [FAMILIES[family].class_prefix + FAMILIES[family].lm_class]
+    config.save_pretrained(folder)
+    shapes = {name: meta.shape for name, meta in manifest_of(new_model(config)).items()}
+    quantized = quantized_tensors(read_architecture(str(folder)))
+    assert quantized.keys() <= shapes.keys()
+    shapes |= {scale_name(name): scale_shape(shape) for name, shape in quantized.items()}
+    (folder / "manifest.json").write_text(json.dumps(shapes))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": BLOCK_FP8}))
+
+    return len(shapes)
+
+
+def test_a_push_of_fp8_gives_what_sglangs_own_load_gives(forked_processes: None, tmp_path: Path) -> None:
+    """SGLang's loader has set the scales of the cache before megarl's guard fills them."""
+    counts = [save_in_fp8(tmp_path / family, family) for family in IN_FP8]
+    (results,) = plans(1, [tmp_path / family for family in IN_FP8], tmp_path / "rendezvous")
+    for result, family, count in zip(results, IN_FP8, counts, strict=True):
+        assert result["not_followed"] == {}, result
+        assert len(result["held"]) == count
+        assert result["stale"] == result["stale_by_value"] == [], result
+        assert set(result["derived_by_value"]) <= set(result["derived"]), result
+        assert {name.rpartition(".")[2] for name in result["derived_by_value"]} == DERIVED.get(family, set())
+        assert result["cache_scales"]
+        assert set(result["cache_scales"]) == {1.0}
 
 
 # With stages, SGLang's classes differ in what each one has of the embedding and of the output layer.
