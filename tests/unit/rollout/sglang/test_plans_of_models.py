@@ -143,6 +143,7 @@ IN_FP8 = {
     "qwen3_moe": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
     "deepseek_v3": {"q_lora_rank": 128},
 }
+WITH_CACHE_SCALES = {"deepseek_v3"}  # SGLang gives the quantization to the attention of these only
 
 
 def save_in_fp8(folder: Path, family: str) -> int:
@@ -172,8 +173,7 @@ def test_a_push_of_fp8_gives_what_sglangs_own_load_gives(forked_processes: None,
         assert result["stale"] == result["stale_by_value"] == [], result
         assert set(result["derived_by_value"]) <= set(result["derived"]), result
         assert {name.rpartition(".")[2] for name in result["derived_by_value"]} == DERIVED.get(family, set())
-        assert result["cache_scales"]
-        assert set(result["cache_scales"]) == {1.0}
+        assert set(result["cache_scales"]) == ({1.0} if family in WITH_CACHE_SCALES else set()), family
 
 
 # With stages, SGLang's classes differ in what each one has of the embedding and of the output layer.
