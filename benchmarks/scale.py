@@ -50,12 +50,12 @@ from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.restarted_group import RestartedGroup
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
+from megarl.rewards.role import Reward
+from megarl.rewards.start_judges import JudgeServers
 from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
-from megarl.roles.reward import Reward
 from megarl.roles.start import PPORoles
-from megarl.roles.start_judges import JudgeServers
 from megarl.rollout.driver.rollout import batch_of_samples
 from megarl.rollout.driver.scheduler_state import SchedulerTotals, SpeculativeTotals
 from megarl.rollout.interface import Sample, VersionSpan

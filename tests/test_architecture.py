@@ -24,11 +24,11 @@ LAYERS = (
     ("machine",),
     ("models",),
     ("config", "batch"),
-    ("algorithms", "rewards", "agents", "data", "placement", "tracking", "weights"),
+    ("algorithms", "agents", "data", "placement", "tracking", "weights"),
     ("checkpoints", "controller", "step_time"),
     ("engine", "endpoint", "weights.sync"),
     ("rollout",),
-    ("workers", "rehearsal", "calibration"),
+    ("workers", "rewards", "rehearsal", "calibration"),
     ("roles",),
     ("trainers", "simulation", "search"),
     ("doctor", "recipes"),
@@ -65,7 +65,7 @@ WITHOUT_TORCH = (
 # Roles create the losses on the driver; worker processes receive them with the rows, so they know no
 # algorithm.
 LOSSES = "megarl.algorithms.losses"
-WITHOUT_LOSSES = ("engine", "rollout", "workers")
+WITHOUT_LOSSES = ("engine", "rollout", "rewards", "workers")
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:

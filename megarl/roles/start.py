@@ -34,13 +34,15 @@ from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport, joins_weight_groups
+from megarl.rewards.reward_worker import RewardWorker
+from megarl.rewards.role import Reward
+from megarl.rewards.start_judges import JudgeServers, start_judges
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
-from megarl.roles.reward import Reward, RewardModel
-from megarl.roles.start_judges import JudgeServers, start_judges
+from megarl.roles.reward_model import RewardModel
 from megarl.roles.teachers import Teachers
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
@@ -50,7 +52,6 @@ from megarl.weights.sync.forecast import rank_places
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
 from megarl.workers.megatron import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker
-from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
 
 

@@ -15,7 +15,7 @@ from megarl.config.validation_metrics import sample_counts
 from megarl.data.loader import one_pass
 from megarl.data.prompts import PromptDataset
 from megarl.rewards.judge_reply import judge_failures
-from megarl.roles.reward import Reward
+from megarl.rewards.role import Reward
 from megarl.rollout.driver.rollout import Rollout
 
 # Each validation uses the same seeds, so that two validations differ only in the weights.

@@ -32,8 +32,8 @@ from megarl.config.schema import KLControllerKind, Late, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import RowLoader
 from megarl.machine.errors import CheckpointError
+from megarl.rewards.role import score_weights
 from megarl.roles.models import valid_token_count
-from megarl.roles.reward import score_weights
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes

@@ -18,7 +18,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import PPOConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.machine.errors import RunError
-from megarl.roles.reward import Reward
+from megarl.rewards.role import Reward
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
 

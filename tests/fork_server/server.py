@@ -58,7 +58,7 @@ def _import_for_training() -> None:
         "megarl.placement.plan",
         "megarl.rollout.hf.engine",
         "megarl.workers.megatron",
-        "megarl.workers.reward",
+        "megarl.rewards.reward_worker",
         "megarl.workers.reward_model",
         "megarl.rollout.worker.rollout_worker",
         "megatron.core.models.mimo",  # by the first optimizer

@@ -35,11 +35,11 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.group import RoleGroup
 from megarl.controller.worker import Worker, register
+from megarl.rewards import start_judges
 from megarl.rewards.judge_client import JudgeEndpoint
-from megarl.roles import start_judges
+from megarl.rewards.judge_worker import JudgeSpec, JudgeWorker
 from megarl.roles.start import PPORoles
 from megarl.rollout.episodes.episodes import EpisodeRollout
-from megarl.workers.judge import JudgeSpec, JudgeWorker
 from tests.integration.run_outcome import Outcome
 from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config
 from tests.judge_server import serve_judge

@@ -42,13 +42,13 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
-from megarl.roles.reward import Reward
-from megarl.roles.start_judges import JudgeServers
+from megarl.rewards.reward_worker import RewardWorker
+from megarl.rewards.role import Reward
+from megarl.rewards.start_judges import JudgeServers
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.staleness import StalenessController
-from megarl.workers.reward import RewardWorker
 from tests.command import Command
 from tests.integration.tiny_run import save_policy
 from tests.processes import gone_within

@@ -29,7 +29,7 @@ from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
-from megarl.roles.reward import RewardModel
+from megarl.roles.reward_model import RewardModel
 from megarl.workers.megatron import megatron_mesh
 from megarl.workers.reward_model import Reading, RewardModelWorker
 from tests.ranks import RankPool

@@ -16,6 +16,7 @@ from megarl.config.schema import LoggerKind
 from megarl.controller.worker import registered_methods
 from megarl.machine import clock as clock_module
 from megarl.machine.errors import RunError
+from megarl.rewards.reward_worker import RewardWorker
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.loggers import LOGGERS, JsonlLogger, Tracker
 from megarl.tracking.progress import ProgressBar
@@ -24,7 +25,6 @@ from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.evaluation import ValidationResult
 from megarl.trainers.monitor import Monitor, phase_spans, phases_by_call
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
-from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 
 

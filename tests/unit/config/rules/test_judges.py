@@ -12,7 +12,7 @@ from megarl.config.roles import judge_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.validate import validate
 from megarl.doctor.checked_config import load_checked_anywhere
-from megarl.roles.reward import score_weights
+from megarl.rewards.role import score_weights
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 
 

@@ -21,13 +21,13 @@ from megarl.controller.restarted_group import RestartedGroup
 from megarl.controller.restarts import ProcessLimitError
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.rewards.judge_client import JudgeEndpoint
-from megarl.roles.reward import Reward
-from megarl.roles.start_judges import JudgeServers
-from megarl.workers.judge import JudgeWorker
-from megarl.workers.reward import RewardWorker
+from megarl.rewards.judge_worker import JudgeWorker
+from megarl.rewards.reward_worker import RewardWorker
+from megarl.rewards.role import Reward
+from megarl.rewards.start_judges import JudgeServers
 from tests.integration.tiny_run import save_policy
 from tests.judge_server import serve_judge
-from tests.unit.roles.test_reward import two_answers
+from tests.unit.rewards.test_role import two_answers
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

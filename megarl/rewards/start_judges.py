@@ -13,9 +13,9 @@ from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.rewards.judge_client import JudgeEndpoint
+from megarl.rewards.judge_worker import JudgeSpec, JudgeWorker
+from megarl.rewards.reward_worker import RewardWorker
 from megarl.rollout.driver.start_rollout import replica_places
-from megarl.workers.judge import JudgeSpec, JudgeWorker
-from megarl.workers.reward import RewardWorker
 
 
 class JudgeServers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,15 +13,11 @@ from megarl.algorithms.scores import place_scores
 from megarl.batch.branches import BRANCH, FAILURE, ends_episode, episode_numbers, last_rows
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.roles import REWARD_MODEL
-from megarl.config.schema import ParallelConfig, RewardConfig
+from megarl.config.schema import RewardConfig
 from megarl.controller.futures import DerivedFuture, RemoteFuture, has_ended
 from megarl.controller.group import RoleGroup
 from megarl.controller.restarted_group import RestartedGroup, nothing
-from megarl.data.packing import plan_micro_batches
-from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.workers.reward import NUM_PROMPT_END, PROMPT_ENDS, WROTE, RewardWorker
-from megarl.workers.reward_model import RewardModelWorker
+from megarl.rewards.reward_worker import NUM_PROMPT_END, PROMPT_ENDS, WROTE, RewardWorker
 
 # columns of episodes
 _ANSWERS = "answer_mask"
@@ -37,6 +33,15 @@ def score_weights(config: RewardConfig) -> list[float]:
     return [*(part.weight for part in (*config.functions, *config.judges)), *of_model]
 
 
+class ConversationScorer(Protocol):
+    """Interface of a reward model on ranks of its own (roles/reward_model.py)."""
+
+    @property
+    def group(self) -> RoleGroup: ...
+
+    def score(self, batch: DataProto) -> DerivedFuture: ...
+
+
 class Reward:
     """Handle to the reward worker and a reward model.
 
@@ -48,7 +53,7 @@ class Reward:
     def __init__(
         self,
         processes: RestartedGroup,
-        model: RewardModel | None = None,
+        model: ConversationScorer | None = None,
         model_weight: float = 1.0,
         with_messages: bool = False,
     ) -> None:
@@ -321,43 +326,3 @@ def _needed(batch: DataProto, more: Sequence[str]) -> DataProto:
         answers[PROMPT_ENDS] = rows["prompts"].ends(NUM_PROMPT_END)
 
     return DataProto.from_dict(answers, named.non_tensor_batch)
-
-
-class RewardModel:
-    """Handle to a reward model's ranks."""
-
-    def __init__(
-        self, group: RoleGroup, parallel: ParallelConfig, schedule: OffloadSchedule | None = None
-    ) -> None:
-        self.group = group
-        self._parallel = parallel
-        self._schedule = schedule or OffloadSchedule()
-
-    def score(self, batch: DataProto) -> DerivedFuture:
-        """Score conversations, in the order of the batch; see RewardModelWorker.score_conversations.
-
-        Reads `prompts`, `responses`, `response_mask` and the arrays `uid`, `messages`.
-        """
-        moves = self._schedule.before(REWARD_MODEL)
-        replicas = self._parallel.data_parallel_size
-
-        # One share per replica, balanced by the policy's token counts: the reward model's counts are not
-        # known here.
-        rows = batch.ragged
-        lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
-        plan = plan_micro_batches(lengths, replicas, sequences=-(-len(batch) // replicas))
-        named = batch.select([], ["uid", "messages"])
-        needed = DataProto.from_dict(
-            {key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch
-        )
-        parts = [needed.select_idxs(rank.rows) for rank in plan.ranks]
-
-        def restore(results: list[Any]) -> DataProto:
-            return DataProto.concat(results[0]).select_idxs(plan.restore_order())
-
-        future = DerivedFuture(
-            [self.group.call(RewardModelWorker.score_conversations, parts), *moves], restore
-        )
-        self._schedule.runs(REWARD_MODEL, future)
-
-        return future
