@@ -18,7 +18,7 @@ import yaml
 
 from docs.generate.papers import link_papers
 from megarl.config import schema
-from megarl.config.explanations import explanation, section_explanation
+from megarl.config.json_schema import explanation, section_explanation
 from megarl.config.schema.keys import Range, Reader, needs_of, range_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,14 +13,18 @@ import torch.nn.functional as F
 
 from megarl.calibration.measurements import ProductTime
 from megarl.calibration.request import ProductShape
-from megarl.calibration.timing import seconds_per_call
 from megarl.config.schema import DType
 from megarl.engine.cpu_kernels import product
+from megarl.machine.usage import Stopwatch
 from megarl.models.architecture import Architecture
 
 # Tokens of all rows whose attention is measured.
 _CUDA_TOKENS = 16_384
 _CPU_TOKENS = 1024
+
+_REPEATS = 5
+_LEAST_S = 0.01  # of a repeat, so that the resolution of clocks does not matter
+_MOST_CALLS = 1000
 
 
 def product_times(
@@ -87,3 +91,31 @@ def storage_gb_s(num_bytes: int, folder: Path) -> float:
         file.flush()
         os.fsync(file.fileno())
         return len(data) / (time.perf_counter() - begin) / 1e9
+
+
+def seconds_per_call(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call in the fastest repeat, of as many calls as take ten milliseconds."""
+    # The first call may compile or allocate; the second one finds the number of calls.
+    work()
+    once = _seconds(work, 1, device)
+    num_calls = min(_MOST_CALLS, max(1, round(_LEAST_S / max(once, 1e-7))))
+    return min(_seconds(work, num_calls, device) for _ in range(_REPEATS))
+
+
+def _seconds(work: Callable[[], object], num_calls: int, device: torch.device) -> float:
+    if device.type == "cpu":
+        begin = processor_s()
+        for _ in range(num_calls):
+            work()
+        return (processor_s() - begin) / num_calls
+
+    stopwatch = Stopwatch(device)
+    with stopwatch:
+        for _ in range(num_calls):
+            work()
+    return stopwatch.seconds() / num_calls
+
+
+def processor_s() -> float:
+    """Return the processor seconds of this process so far, shared by its threads."""
+    return time.process_time() / torch.get_num_threads()

@@ -58,6 +58,6 @@ class StepCosts(Protocol):
     ) -> StepTime:
         """Return the time of a complete step, with everything that the other functions leave out.
 
-        It is never below the schedule of the phases' times (bounds.py) plus the overhead.
+        It is never below the schedule of the phases' times (branch.py) plus the overhead.
         """
         ...

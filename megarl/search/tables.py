@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from megarl.config.roles import REWARD_MODEL, ModelRole
+from megarl.config.rules import experts, fp8_training, models, vision
+from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
+from megarl.config.validate import MODEL_RULES, ROLE_RULES
+from megarl.config.violation import Violation
 from megarl.models.architecture import Architecture
 from megarl.search.costs import StepCosts
 from megarl.search.engines import EngineShape, engines_of
-from megarl.search.layouts import layouts
 from megarl.search.placements import Pool
 from megarl.search.rejections import Reason, Rejections
 from megarl.search.space import ROLLOUT, Space, Unit, roles_of
-from megarl.search.variants import LEVEL, VariantTable
+from megarl.search.variants import LEVEL as VARIANTS
+from megarl.search.variants import VariantTable
+
+LEVEL = "layouts"
+# The largest degrees that are enumerated; pinned values may be larger.
+_MOST_CONTEXT = 16
+_MOST_TENSOR = 64
+_VIRTUAL = (2, 4)
+# Rules about sizes that have to divide.
+_DIVISIBILITY = (models.fit_layout, experts.fit_layout, vision.fit_layout, fp8_training.fit_model)
+# These rules depend on what is chosen for a layout afterwards.
+_OF_VARIANTS = (models.micro_batch, models.recomputation)
 
 
 class Tables:
@@ -88,4 +104,153 @@ class Tables:
     def finish(self) -> None:
         """Count the variants that were never needed, because faster ones decided."""
         for table in self._variants.values():
-            self._rejections.reject(LEVEL, Reason.slower, count=table.num_waiting)
+            self._rejections.reject(VARIANTS, Reason.slower, count=table.num_waiting)
+
+
+def layouts(
+    space: Space,
+    roles: Sequence[ModelRole],
+    architectures: Mapping[str, Architecture],
+    num_devices: int,
+    granule: int,
+    rejections: Rejections,
+) -> list[ParallelConfig]:
+    """Return the layouts of a unit's roles over `num_devices` devices that the rules accept.
+
+    Args:
+        roles: The roles that share the layout.
+        architectures: The architecture of each role's model.
+        num_devices: The number of devices, all of which the layout uses.
+        granule: The largest size of groups that fill these devices on every node.
+        rejections: Counts the layouts, and those that are left out.
+    """
+    found = []
+    for parallel in _candidates(space, roles[0], architectures[roles[0].name], num_devices):
+        rejections.consider(LEVEL)
+        problem = _problem(space, roles, architectures, parallel, granule)
+        if problem is None:
+            found.append(parallel)
+        else:
+            rejections.reject(LEVEL, *problem)
+    return found
+
+
+def _candidates(
+    space: Space, role: ModelRole, architecture: Architecture, num_devices: int
+) -> Iterator[ParallelConfig]:
+    """Yield the layouts whose sizes multiply to the number of devices."""
+    axis = _Axes(space, role)
+    for tensor in axis.sizes("tensor_parallel_size", _divisors(num_devices, _MOST_TENSOR)):
+        for context in axis.sizes("context_parallel_size", _contexts(role, num_devices // tensor)):
+            ranks = num_devices // (tensor * context)
+            for pipeline in axis.sizes("pipeline_parallel_size", _divisors(ranks, ranks)):
+                # A pinned size may not divide the devices.
+                replicas = ranks // pipeline
+                if tensor * context * pipeline * replicas != num_devices:
+                    continue
+                dense = ParallelConfig(
+                    tensor_parallel_size=tensor,
+                    context_parallel_size=context,
+                    pipeline_parallel_size=pipeline,
+                    data_parallel_size=replicas,
+                    sequence_parallel=axis.first("sequence_parallel", tensor > 1),
+                )
+                if axis.accepts("data_parallel_size", replicas):
+                    yield from _refined(axis, dense, architecture)
+
+
+def _refined(axis: _Axes, dense: ParallelConfig, architecture: Architecture) -> Iterator[ParallelConfig]:
+    """Yield a layout with each number of virtual stages, and each distribution of experts."""
+    pipeline = dense.pipeline_parallel_size
+    layers = architecture.num_hidden_layers // pipeline
+    virtual = [None, *(each for each in _VIRTUAL if pipeline > 1 and layers % each == 0)]
+
+    for chunks in axis.sizes("virtual_pipeline_parallel_size", virtual):
+        for expert_tensor in axis.sizes("expert_tensor_parallel_size", _expert_tensors(dense, architecture)):
+            groups = _expert_groups(dense.stage_size // expert_tensor, architecture)
+            for expert in axis.sizes("expert_parallel_size", groups):
+                yield replace(
+                    dense,
+                    virtual_pipeline_parallel_size=chunks,
+                    expert_tensor_parallel_size=expert_tensor,
+                    expert_parallel_size=expert,
+                )
+
+
+class _Axes:
+    """The sizes of each axis: the pinned one, or those that are given."""
+
+    def __init__(self, space: Space, role: ModelRole) -> None:
+        self._pinned = {
+            name: getattr(role.parallel, name)
+            for name in ParallelConfig.__dataclass_fields__
+            if space.is_pinned(f"{role.parallel_key}.{name}")
+        }
+
+    def sizes[Size](self, name: str, free: Sequence[Size]) -> Sequence[Size]:
+        return [self._pinned[name]] if name in self._pinned else free
+
+    def first[Size](self, name: str, free: Size) -> Size:
+        return self._pinned.get(name, free)
+
+    def accepts(self, name: str, size: object) -> bool:
+        return self._pinned.get(name, size) == size
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]
+
+
+def _contexts(role: ModelRole, num_devices: int) -> list[int]:
+    # The length of a reward model's conversations follows from its micro-batch and these ranks.
+    if role.name == REWARD_MODEL:
+        return [role.parallel.context_parallel_size]
+    return [each for each in _divisors(num_devices, _MOST_CONTEXT) if each & (each - 1) == 0]
+
+
+def _expert_tensors(dense: ParallelConfig, architecture: Architecture) -> list[int]:
+    if architecture.experts is None:
+        return [1]
+    return list(dict.fromkeys((1, dense.tensor_parallel_size)))
+
+
+def _expert_groups(num_ranks: int, architecture: Architecture) -> list[int]:
+    if architecture.experts is None:
+        return [1]
+    most = architecture.experts.num_experts
+    return [each for each in _divisors(num_ranks, most) if most % each == 0]
+
+
+def _problem(
+    space: Space,
+    roles: Sequence[ModelRole],
+    architectures: Mapping[str, Architecture],
+    parallel: ParallelConfig,
+    granule: int,
+) -> tuple[Reason, str] | None:
+    """Return why a layout is refused, None if it is not."""
+    size = parallel.tensor_parallel_size
+    if granule % size:
+        return Reason.node, f"groups of tensor_parallel_size {size} do not fill the devices of each node"
+
+    for role in roles:
+        # The micro-batch and recomputation of a layout are chosen afterwards.
+        fitted = replace(
+            role,
+            parallel=parallel,
+            micro_batch=MicroBatchConfig(sequences=1),
+            recomputation=Recomputation(),
+        )
+        for rule in ROLE_RULES:
+            if rule not in _OF_VARIANTS:
+                for violation in rule(space.config, fitted):
+                    return _reason(rule, violation)
+        for rule in MODEL_RULES:
+            for violation in rule(fitted, architectures[role.name]):
+                return _reason(rule, violation)
+
+    return None
+
+
+def _reason(rule: object, violation: Violation) -> tuple[Reason, str]:
+    return (Reason.divisibility if rule in _DIVISIBILITY else Reason.rules, str(violation))

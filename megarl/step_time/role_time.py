@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megarl.config.roles import ModelRole
@@ -13,7 +13,6 @@ from megarl.step_time.device import DeviceProfile
 from megarl.step_time.lengths import Lengths
 from megarl.step_time.links import RankSpan, collective_s
 from megarl.step_time.phase_time import PhaseTime, peak_flops
-from megarl.step_time.pipeline import pipeline_s
 from megarl.step_time.role_work import PassWork, RoleWork, StageWork, UpdateWork, role_work
 
 
@@ -108,3 +107,20 @@ def _update_time(work: UpdateWork, rates: _Rates) -> PhaseTime:
         optimizer=work.nbytes / rates.memory,
         reduction=sum(_collective_s(each, rates) for each in work.collectives),
     )
+
+
+def pipeline_s(stages_s: Sequence[float], num_micro_batches: int, num_chunks: int = 1) -> float:
+    """Return the seconds of a pass of all micro-batches through all stages.
+
+    The slowest stage is never idle between its first and its last micro-batch. Before, the first micro-batch
+    passes through the stages above it, and afterwards the last gradients return through them. With virtual
+    stages, these passes only have the layers of one chunk (Narayanan et al. 2021, section 2.2).
+
+    Args:
+        stages_s: The seconds of each stage for one micro-batch: its forward pass, and its backward pass if it
+            trains.
+        num_chunks: The number of virtual stages of each stage.
+    """
+    slowest_s = max(stages_s)
+    others_s = sum(stages_s) - slowest_s
+    return num_micro_batches * slowest_s + others_s / num_chunks

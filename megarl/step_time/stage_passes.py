@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from math import isqrt
 
+from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
-from megarl.models.adapters import EMBEDDING_MODULE
+from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
+from megarl.models.counts import padded_vocab_size
+from megarl.models.flops import pairs_of_block, tower_matrices
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.step_time.collectives import call
-from megarl.step_time.counts import NOTHING, Counts, total
-from megarl.step_time.head_work import embedding_work, head_work
+from megarl.step_time.counts import NOTHING, Counts, product, total
 from megarl.step_time.layer_work import LayerTraits, LayerWork, layer_work, traits_of
 from megarl.step_time.packed_batch import PackedBatch
-from megarl.step_time.vision_work import tower_work
-from megarl.step_time.work import IDLE, Edge, PassCounts
+from megarl.step_time.work import IDLE, Edge, PassCounts, joined, linear
 
 
 def dtype_of(config: RunConfig) -> str:
@@ -134,3 +136,129 @@ def _repeated(layer: LayerWork, modules: Sequence[RecomputeModule]) -> Iterator[
 def _traits_of_chunks(architecture: Architecture, chunks: tuple[range, ...]) -> Counter[LayerTraits]:
     """Return the number of layers with each traits."""
     return Counter(traits_of(architecture, layer) for chunk in chunks for layer in chunk)
+
+
+def embedding_work(edge: Edge, *, trains: bool) -> PassCounts:
+    """Return the calls of an embedding, each rank of which has a part of the vocabulary."""
+    return edge.left() if trains else PassCounts(edge.left().forward)
+
+
+def head_work(
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    edge: Edge,
+    batch: PackedBatch,
+    num_scores: int,
+) -> PassCounts:
+    """Return the work of the output layer.
+
+    Args:
+        edge: The hidden states of the last layer.
+        num_scores: The number of outputs per response token of a language model.
+    """
+    if role.with_value_head:
+        # Every rank computes the whole head, from gathered hidden states.
+        gathered = edge.call("all_gather") if edge.parallel.sequence_parallel else NOTHING
+        return joined(
+            (PassCounts(gathered), linear(batch.scored, edge.width, 1), _scores(role, batch.responses))
+        )
+
+    entered = edge.entered(trains=False)
+    chunk = logit_chunk_tokens(config.engine, architecture)
+    return joined(
+        (
+            entered,
+            _logits(architecture, edge, batch.scored, chunk),
+            _scores(role, num_scores * batch.responses),
+        )
+    )
+
+
+def _scores(role: ModelRole, elements: int) -> PassCounts:
+    """Return the sum of scores over the context-parallel ranks, each of which has those of its own tokens."""
+    return PassCounts(call(role.parallel, "all_reduce", "context", elements, "float32"))
+
+
+def _logits(architecture: Architecture, edge: Edge, tokens: int, chunk: int) -> PassCounts:
+    """Return the logits and their gradients, a chunk of tokens at a time.
+
+    The ranks exchange the maximum of each token's logits, and then four sums. The backward pass computes the
+    logits again, except for those of the last chunk. A frozen output layer has no weight gradient.
+    """
+    shards = edge.parallel.tensor_parallel_size
+    columns = min(padded_vocab_size(architecture.vocab_size, shards) // shards, architecture.vocab_size)
+    whole_chunks, rest = divmod(tokens, chunk)
+    sizes = {chunk: whole_chunks, rest: 1} if rest else {chunk: whole_chunks}
+    last = rest or chunk
+    trains = architecture.trains_fully(OUTPUT_MODULE)
+    forward: list[Counts] = []
+    backward: list[Counts] = []
+
+    for size, number in sizes.items():
+        if not number:
+            continue
+        forward += [
+            product(size, edge.width, columns, number),
+            call(edge.parallel, "all_reduce", "tensor", size, "float32", number),
+            call(edge.parallel, "all_reduce", "tensor", 4 * size, "float32", number),
+        ]
+        again = number - (size == last)
+        backward += [
+            product(size, edge.width, columns, again),
+            product(size, columns, edge.width, number),
+            product(columns, size, edge.width, number * trains),
+        ]
+
+    return PassCounts(total(forward), total(backward))
+
+
+def tower_work(
+    architecture: Architecture, edge: Edge, batch: PackedBatch, *, trains: bool
+) -> tuple[PassCounts, PassCounts]:
+    """Return the work of the tower's blocks, and of what is around them.
+
+    Each prompt is taken to be one image, as large and square as fits, as in a dry run.
+
+    Args:
+        architecture: The model, which has a tower.
+        edge: The hidden states of the language model.
+        trains: Whether the tower is trained.
+    """
+    vision = architecture.vision
+    assert vision is not None
+    sides = [isqrt(prompt) for prompt in batch.prompts]
+    tokens = round(batch.share * sum(side**2 for side in sides))
+    patches = tokens * vision.patches_per_token
+
+    blocks = []
+    around = []
+    for matrix in tower_matrices(architecture):
+        rows_of_matrix = tokens if matrix.per_token else patches
+        work = linear(rows_of_matrix, matrix.inputs, matrix.outputs)
+        # Pixels have no gradient, so the first matrix has only that of its weight.
+        if not matrix.in_block and matrix.inputs == vision.patch_elements:
+            work = PassCounts(work.forward, product(matrix.outputs, rows_of_matrix, matrix.inputs))
+        (blocks if matrix.in_block else around).append(work)
+
+    # Two products per pair in the forward pass, and five in the backward pass.
+    pairs = batch.share * sum(
+        pairs_of_block(vision, block, vision.spatial_merge_size * side, vision.spatial_merge_size * side)
+        for block in range(vision.depth)
+        for side in sides
+    )
+    flops = 2 * pairs * vision.hidden_size
+    blocks.append(PassCounts(Counts((), 2 * flops, 2 * flops), Counts((), 5 * flops, 5 * flops)))
+
+    # Tensor-parallel ranks have the gradients of their own tokens with sequence parallelism.
+    if edge.parallel.sequence_parallel:
+        features = edge._replace(tokens=tokens * (1 + len(vision.deepstack_blocks)))
+        around.append(PassCounts(backward=features.call("all_reduce")))
+    if not trains:
+        return _forward_only(blocks), _forward_only(around)
+    return joined(blocks), joined(around)
+
+
+def _forward_only(parts: Sequence[PassCounts]) -> PassCounts:
+    """Return the work of a frozen tower, which has no backward pass."""
+    return PassCounts(total(part.forward for part in parts), NOTHING)

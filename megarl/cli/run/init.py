@@ -12,13 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil, inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from megarl.cli.run.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
-from megarl.cli.run.starter_lengths import row_lengths
 from megarl.cli.run.starter_reward import NUMBER, STARTER, ChosenReward, choose_reward
 from megarl.config.json_schema import json_schema
 from megarl.config.load import load_config
@@ -53,6 +53,8 @@ _LEARNING_RATES = ((1e7, 1e-3, 2e-3), (3e8, 2e-5, 1e-4), (inf, 1e-6, 1e-5))
 # Prompts of a step, and samples of a prompt.
 _PROMPTS = 16
 _SAMPLES = 8
+
+_MOST_ROWS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,3 +318,36 @@ def ask(question: str, default: str | None, choices: tuple[str, ...] = ()) -> st
         answer = input(shown).strip() or default
         if answer is not None and (not choices or answer in choices):
             return answer
+
+
+def row_lengths(folder: str, data: DataConfig | SFTDataConfig) -> list[int]:
+    """Return the tokens of each prompt, or of each conversation for SFT, in the first rows of a run.
+
+    Args:
+        folder: The folder of the model. Without a tokenizer, as for a model on the hub, nothing is measured.
+
+    Raises:
+        DataError: The tokenizer cannot encode a row.
+        ValueError: The tokenizer cannot be used.
+    """
+    if not any(Path(folder).glob("tokenizer*")):
+        return []
+    # Imported here, because it takes seconds.
+    from megarl.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder, key="--model")
+
+    def lengths() -> Iterator[int]:
+        if isinstance(data, SFTDataConfig):
+            from megarl.data.sft import read_chat_rows, read_example
+
+            for row in read_chat_rows(data.train_files, data.columns):
+                example = read_example(row, tokenizer, data)
+                yield len(example.prompt_ids) + len(example.response_ids)
+        else:
+            from megarl.data.prompts import read_prompt, read_prompt_rows
+
+            for row in read_prompt_rows(data.train_files, data.columns):
+                yield len(read_prompt(row, tokenizer, data).token_ids)
+
+    return list(islice(lengths(), _MOST_ROWS))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.calibration.fits import decode_layer_us, fit_link, product_efficiency, training_layer_us
 from megarl.calibration.measurements import CollectiveTime, DecodeSweep, DecodeTime, LayerTime, ProductTime
+from megarl.calibration.profile import decode_layer_us, fit_link, product_efficiency, training_layer_us
 from megarl.calibration.request import ProductShape
 
 SIZES = (2**10, 2**16, 2**20, 2**26)

@@ -6,8 +6,7 @@ import shlex
 
 import pytest
 
-from megarl.cli.arguments import commands_of, in_argparse_order
-from megarl.cli.main import main
+from megarl.cli.main import commands_of, in_argparse_order, main
 from megarl.cli.parser import build_parser
 from megarl.cli.run.examples import EXAMPLES
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megarl.algorithms.scores import refuse_unusable
-from megarl.cli.arguments import commands_of, in_argparse_order
-from megarl.cli.main import main
+from megarl.cli.main import commands_of, in_argparse_order, main
 from megarl.cli.parser import build_parser
 from megarl.cli.run.context import run_context_of
 from megarl.config.schema import PPOConfig, SFTConfig

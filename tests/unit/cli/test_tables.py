@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.cli.inspect.rehearse import collectives_table
 from megarl.cli.main import main
 from megarl.cli.tables.console import output_console, table
 from megarl.cli.tables.placement import number_spans
-from megarl.cli.tables.rehearsal import collectives_table
 from megarl.machine.wording import counted
 from megarl.rehearsal.record import Collective, PhaseRecord, RankRecord
 

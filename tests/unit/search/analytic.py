@@ -15,7 +15,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
 from megarl.placement.memory import engine_usage
 from megarl.placement.placement_plan import PlacementPlan
-from megarl.search.bounds import StepSchedule
+from megarl.search.branch import StepSchedule
 from megarl.search.space import Space, pinned_keys
 from megarl.step_time.phase_time import PhaseTime
 from tests.unit.cli.test_shipped_configs import path_of

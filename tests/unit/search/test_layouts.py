@@ -7,9 +7,9 @@ from collections import Counter
 from megarl.config.roles import model_roles
 from megarl.config.schema import ParallelConfig
 from megarl.config.validate import read_architectures
-from megarl.search.layouts import LEVEL, layouts
 from megarl.search.rejections import Reason, Rejections
 from megarl.search.space import Space
+from megarl.search.tables import LEVEL, layouts
 from tests.unit.search.analytic import space_of
 
 

@@ -13,7 +13,7 @@ from megarl.step_time.generation import DecodeModel, decode_s
 from megarl.step_time.lengths import Lengths, assumed_lengths, measured_lengths
 from megarl.step_time.links import RankSpan, collective_s, ranks_on_node
 from megarl.step_time.phase_time import PhaseTime, peak_flops
-from megarl.step_time.pipeline import pipeline_s
+from megarl.step_time.role_time import pipeline_s
 
 # Round numbers: 8 devices per node, links of 100 and 10 GB/s, hops of 1 and 5 microseconds, all of it reached.
 DEVICE = DeviceProfile(

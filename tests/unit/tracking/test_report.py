@@ -30,10 +30,9 @@ from megarl import workers
 from megarl.cli.main import main
 from megarl.controller.worker import Worker, registered_methods
 from megarl.tracking.report.live import LiveReport
-from megarl.tracking.report.phase_names import PHASE_NAMES
 from megarl.tracking.report.run_folder import RunFolder, open_runs
 from megarl.tracking.report.sample_part import sample_part
-from megarl.tracking.report.timeline_part import timeline_part
+from megarl.tracking.report.timeline_part import PHASE_NAMES, timeline_part
 from megarl.tracking.samples import read_samples, sample_path
 from megarl.tracking.timeline import Span, Timeline
 
