@@ -106,11 +106,20 @@ def resolve(
             needed = expected(key_types(place.owner)[place.name])
             # A text with an escaped reference would be taken for a reference by the check of types.
             is_literal = any("${" in text for _, text in texts_of(value, place.key))
-            if is_literal and "a string" not in needed and "anything" not in needed:
+            if is_literal and not _may_be_texts(needed, value):
                 del place.section[place.name]
                 yield place.key, f"{place.key}: is {value!r}, but must be {needed}"
             else:
                 yield place.key, None
+
+
+def _may_be_texts(needed: str, value: Any) -> bool:
+    """Whether a key of the type `needed`, in words, can have a value of strings with escaped references."""
+    if "anything" in needed or "a string" not in needed:
+        return "anything" in needed
+    if needed.startswith("a list"):
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, Mapping) if needed.startswith("a map") else isinstance(value, str)
 
 
 def _reason(error: Exception) -> str:

@@ -29,6 +29,7 @@ from megarl.config.verl_names import MigrationProblem, leaf_names
 
 _log = logging.getLogger(__name__)
 
+_OF_STRINGS = (str, list[str], dict[str, str])
 _SIGNS = ("+", "~")  # Hydra's signs to add and to remove a key
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")  # a shell's variable without braces
 _HOME = re.compile(r"^~(?=/|$)")
@@ -121,6 +122,8 @@ class Review:
                     self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)
                 ]
             else:
+                if _without_null(hints[name]) in _OF_STRINGS:
+                    value = layer.as_written(key, value)
                 plain[name] = _with_current_name(key, value, layer.source)
                 # A single file instead of a list of files is the only one.
                 is_input = inputs.get(name) is InputKind.data

@@ -17,9 +17,10 @@ import difflib
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
@@ -75,6 +76,7 @@ class Layer(NamedTuple):
         replaces: Sections that start from their defaults, because a preset was chosen.
         file: The file with the values; None for the command line.
         refused: The parts that could not be read. The rest of the configuration can still be checked.
+        texts: The texts of the values that are written without quotes, by dotted key.
     """
 
     source: str
@@ -82,6 +84,19 @@ class Layer(NamedTuple):
     replaces: tuple[str, ...] = ()
     file: Path | None = None
     refused: tuple[Refused, ...] = ()
+    texts: Mapping[str, str] = MappingProxyType({})
+
+    def as_written(self, key: str, value: Any) -> Any:
+        """Return the value of a key for strings, in which each number is the text that stands for it.
+
+        YAML reads names such as 2024_06_01, 1e3 and 007 as numbers.
+        """
+        if isinstance(value, list):
+            return [self.as_written(f"{key}[{index}]", item) for index, item in enumerate(value)]
+        if isinstance(value, dict):
+            return {name: self.as_written(f"{key}.{name}", item) for name, item in value.items()}
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return self.texts.get(key, value) if is_number else value
 
     def place_of(self, kind: InputKind, path: str) -> str:
         """Return the resolved path of an input that this layer calls `path`.
@@ -183,7 +198,7 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
         names = " -> ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError(shown(file), [f"{BASE!r} has a cycle: {names}"])
 
-    values = _read_yaml(file)
+    values, texts = _read_yaml(file)
     layers = []
 
     # The inherited file's layers come first, so that this file overrides them.
@@ -198,7 +213,8 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
             raise ConfigError(shown(file), [f"{BASE!r} is {base!r}: there is no file {str(inherited)!r}"])
         layers = _file_layers(inherited, (*chain, resolved))
 
-    return [*layers, *_group_layers(values, shown(file), file.parent), Layer(shown(file), values, file=file)]
+    own = Layer(shown(file), values, file=file, texts=texts)
+    return [*layers, *_group_layers(values, shown(file), file.parent), own]
 
 
 def _preset_names(written: str) -> Any:
@@ -245,7 +261,12 @@ def _chosen_layers(section: str, choice: object, source: str, near: Path) -> lis
                 )
             # Only the first layer replaces the section; later ones change single keys of it.
             replaces = () if any(each.replaces for each in layers) else (section,)
-            layers.append(layer._replace(values=_below(section, layer.values) | others, replaces=replaces))
+            texts = {
+                key.removeprefix(f"{WITH}.") if key.startswith(f"{WITH}.") else f"{section}.{key}": text
+                for key, text in layer.texts.items()
+            }
+            values = _below(section, layer.values) | others
+            layers.append(layer._replace(values=values, replaces=replaces, texts=texts))
 
     return layers
 
@@ -276,7 +297,8 @@ def _group_file(section: str, name: object, near: Path) -> Path | Refused:
     )
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def _read_yaml(file: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Return the values of a file, and the texts of those without quotes by dotted key."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -293,7 +315,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
     try:
         # Callers change the values.
-        values = copy.deepcopy(_parse_yaml(text, os.path.abspath(file)))
+        parsed, texts = _parse_yaml(text, os.path.abspath(file))
+        values = copy.deepcopy(parsed)
     except GrammarParseError as error:
         raise ConfigError(shown(file), [f"{error.full_key}: {_half_a_reference(error)}"]) from error
     except _UNREADABLE as error:
@@ -302,7 +325,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
     if not isinstance(values, dict):
         raise ConfigError(shown(file), ["must contain a mapping of sections (model:, data:, ...)"])
-    return {str(key): value for key, value in values.items()}
+    return {str(key): value for key, value in values.items()}, texts
 
 
 def _tab_hint(error: yaml.MarkedYAMLError, text: str) -> str:
@@ -322,17 +345,30 @@ class _NamedText(io.StringIO):
 
 
 @lru_cache(maxsize=64)
-def _parse_yaml(text: str, name: str) -> object:
-    """Return the values of a YAML text.
+def _parse_yaml(text: str, name: str) -> tuple[object, Mapping[str, str]]:
+    """Return the values of a YAML text, and the texts of those without quotes by dotted key.
 
     A command reads a file several times, for its kind and for its values, and the parser is slow.
     """
     # OmegaConf would take a single word for a key, and refuses a number with another exception.
     if not _is_mapping(_NamedText(text, name)):
-        return None
+        return None, {}
     loaded = OmegaConf.load(_NamedText(text, name))
     # Interpolations stay unresolved until all layers are merged.
-    return OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
+    values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
+    return values, dict(_unquoted(yaml.compose(text, Loader=yaml.CSafeLoader), ""))
+
+
+def _unquoted(node: yaml.Node | None, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the text of each value without quotes in the YAML node of `key`."""
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _unquoted(value, f"{key}.{name.value}" if key else str(name.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _unquoted(item, f"{key}[{index}]")
+    elif isinstance(node, yaml.ScalarNode) and not node.style:
+        yield key, node.value
 
 
 def _is_mapping(text: _NamedText) -> bool:
@@ -369,15 +405,17 @@ def _with_paths(values: Any, key: str) -> Any:
 def _parse_overrides(overrides: Sequence[str]) -> Layer:
     refused: list[Refused] = []
     values: Any = OmegaConf.create()
+    texts: dict[str, str] = {}
 
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, written = override.partition("=")
         if not equals or not key:
             refused.append(Refused(None, f"{override!r} is not an override; write key.sub=value"))
             continue
         try:
             # Each override is parsed by itself, so that a broken one does not hide the others.
             values = OmegaConf.merge(_with_paths(values, key), OmegaConf.from_dotlist([override]))
+            texts.update(_unquoted(yaml.compose(written, Loader=yaml.CSafeLoader), key))
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping at one key
             is_half = isinstance(error, GrammarParseError)
             why = _half_a_reference(error) if is_half else in_one_line(error)
@@ -385,4 +423,5 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
 
     container = OmegaConf.to_container(values)
     assert isinstance(container, Mapping)
-    return Layer(COMMAND_LINE, {str(key): value for key, value in container.items()}, refused=tuple(refused))
+    given = {str(key): value for key, value in container.items()}
+    return Layer(COMMAND_LINE, given, refused=tuple(refused), texts=texts)

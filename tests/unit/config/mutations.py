@@ -120,14 +120,14 @@ def mutation(seed: int, folder: Path) -> list[str]:
                 if key[-1] in parent:
                     parent[_misspelt(str(key[-1]), chance)] = parent.pop(key[-1])
             case 2:
-                values[chance.choice(list(values) or ["x"])] = chance.choice(VALUES)
+                values[chance.choice(list(values) or ["x"])] = _value(chance)
             case 3:
                 overrides.append(f"{_misspelt('.'.join(key), chance)}={_text(chance)}")
             case 4 | 5:
                 overrides.append(f"{'.'.join(key)}={_text(chance)}")
             case _:
                 parent = _parent(values, key)
-                parent[key[-1]] = chance.choice(VALUES)
+                parent[key[-1]] = _value(chance)
 
     text = yaml.safe_dump(values, allow_unicode=chance.random() < 0.5)
     if chance.random() < 0.15:
@@ -175,6 +175,11 @@ def _misspelt(name: str, chance: random.Random) -> str:
         + chance.choice(("", "_", "x", ".", "[0]", "=", " ", "\u00e9", "-", ".."))
         + name[place + chance.randrange(2) :]
     )
+
+
+def _value(chance: random.Random) -> Any:
+    # A copy, which later changes of the same configuration are made in.
+    return deepcopy(chance.choice(VALUES))
 
 
 def _text(chance: random.Random) -> str:

@@ -236,6 +236,53 @@ def test_a_group_says_what_it_needs_of_other_sections(groups: Path) -> None:
     assert problem == "'with' is {'algorithm': {}}, but must be a mapping of sections other than algorithm"
 
 
+@pytest.mark.parametrize(
+    "text", ["1e3", "12e4567", "2024_06_01", "007", "4.10", "0x10", "0b1", ".5", "1:30", "+3", "-.inf", "7"]
+)
+def test_a_name_that_yaml_reads_as_a_number_stays_as_it_is_written(
+    text: str, groups: Path, tmp_path: Path
+) -> None:
+    (groups / "algorithm" / "named.yaml").write_text(
+        f"base: grpo.yaml\nwith:\n  tracking: {{project: {text}}}\n  data: {{columns: {{prompt: {text}}}}}\n"
+    )
+    (tmp_path / "base.yaml").write_text(
+        f"agent: {{harness: {{command: [sleep, {text}, '{text}']}}}}\nteachers:\n- {{name: a, path: b, data_sources: [{text}]}}\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        f"base: base.yaml\nalgorithm: named\nmodel: {{path: m}}\ndata:\n  train_files:\n  - {text}\n"
+        f"tracking:\n  run_name: {text}  # of the day\nplacement: {{roles: {{actor: {text}}}}}\n"
+    )
+    overrides = [f"trainer.output_dir={text}", f"reward.functions=[{{path: {tmp_path}/a.py, name: {text}}}]"]
+    config = load_config(PPOConfig, tmp_path / "run.yaml", overrides)
+    assert (config.tracking.project, config.data.columns.prompt) == (text, text)
+    assert config.agent.harness.command == ["sleep", text, text]
+    assert config.teachers[0].data_sources == [text]
+    assert config.data.train_files == [str(tmp_path / text)]
+    assert config.tracking.run_name == text
+    assert config.placement.roles == {"actor": text}
+    assert config.trainer.output_dir == text
+    assert config.reward.functions[0].name == text
+
+    # The file of a run says the same, and a later value takes precedence.
+    dump_config(config, tmp_path / "config.yaml")
+    assert load_config(PPOConfig, tmp_path / "config.yaml") == config
+    changed = load_config(
+        PPOConfig, tmp_path / "run.yaml", [f"tracking.run_name={text}", "tracking.run_name=5"]
+    )
+    assert changed.tracking.run_name == "5"
+
+
+def test_numbers_of_other_keys_are_numbers(minimal: str) -> None:
+    overrides = [
+        "trainer.seed=1_000",
+        "actor.optim.lr=1e-3",
+        "rollout.sglang.server_args={schedule_conservativeness: 1e-3}",
+    ]
+    config = load_config(PPOConfig, minimal, overrides)
+    assert (config.trainer.seed, config.actor.optim.lr) == (1000, 1e-3)
+    assert config.rollout.sglang.server_args == {"schedule_conservativeness": 1e-3}
+
+
 @pytest.mark.parametrize("name", ["async_grpo", "async_dapo", "async_ppo"])
 def test_asynchronous_presets_are_the_others_with_a_correction_and_an_age(name: str, groups: Path) -> None:
     path = write_yaml(groups / "run.yaml", MINIMAL)

@@ -22,3 +22,13 @@ def test_a_seed_is_one_mutation(tmp_path: Path) -> None:
     file = (tmp_path / "run.yaml").read_bytes()
     assert (mutation(7, tmp_path), (tmp_path / "run.yaml").read_bytes()) == (one, file)
     assert mutation(8, tmp_path) != one or (tmp_path / "run.yaml").read_bytes() != file
+
+
+def test_a_seed_does_not_depend_on_the_seeds_before_it(tmp_path: Path) -> None:
+    def content(seed: int) -> bytes:
+        mutation(seed, tmp_path)
+        return (tmp_path / "run.yaml").read_bytes()
+
+    # Mutations of several keys may change a value that an earlier one has inserted.
+    seeds = range(400)
+    assert [content(seed) for seed in seeds] == [content(seed) for seed in seeds]

@@ -160,8 +160,17 @@ def test_the_command_ends_with_a_user_error(override: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "key", ["data.max_response_length", "actor.optim.lr", "model.dtype", "profile.steps", "placement.pools"]
+    "key",
+    [
+        *("data.max_response_length", "actor.optim.lr", "model.dtype", "profile.steps", "placement.pools"),
+        *("actor.lora.targets", "data.val_files", "agent.harness.command", "placement.roles"),
+    ],
 )
-def test_an_escaped_reference_is_no_number(key: str) -> None:
+def test_an_escaped_reference_is_no_number_and_no_list(key: str) -> None:
     (problem,) = problems_of(rf"{key}=\${{x}}")
     assert problem.startswith(f"{key}: is '${{x}}', but must be ")
+
+
+def test_an_escaped_reference_may_be_in_a_list_of_strings() -> None:
+    config = load_config(PPOConfig, RUN, [r"actor.lora.targets=[q_proj, '\${x}']"])
+    assert config.actor.lora.targets == ["q_proj", "${x}"]
