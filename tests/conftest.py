@@ -36,6 +36,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 SHARED = ("tests/docs/", "tests/unit/rollout/")  # a reader's folder; SGLang's engines
+USES_NO_ENGINE = ("tests/unit/rollout/driver/", "tests/unit/rollout/episodes/")
+
+
+def shared_folder(nodeid: str) -> str | None:
+    """Return the folder whose tests share resources with this test, if any."""
+    if nodeid.startswith(USES_NO_ENGINE):
+        return None
+    return next((folder for folder in SHARED if nodeid.startswith(folder)), None)
 
 
 class TogetherByFile(LoadFileScheduling):
@@ -43,12 +51,12 @@ class TogetherByFile(LoadFileScheduling):
     resources."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in SHARED if nodeid.startswith(folder)), super()._split_scope(nodeid))
+        return shared_folder(nodeid) or super()._split_scope(nodeid)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the slowest tests first, so that all workers end together."""
-    items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
+    items.sort(key=lambda item: shared_folder(item.nodeid) is None)
 
 
 def pytest_collection_finish() -> None:
