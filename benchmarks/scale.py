@@ -33,6 +33,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.load import load_config
 from megarl.config.roles import role_named
-from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
+from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.restarted_group import RestartedGroup
@@ -57,6 +58,7 @@ from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.rollout import batch_of_samples
+from megarl.rollout.driver.sample_groups import StepGroups
 from megarl.rollout.driver.scheduler_state import SchedulerTotals, SpeculativeTotals
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position
@@ -203,10 +205,8 @@ class Generating:
             log_probs[:] = -0.6
             self.samples.append(Sample(ids, log_probs, "stop", (VersionSpan(1, length),)))
 
-    def generate(
-        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0
-    ) -> DataProto:
-        return batch_of_samples(prompts.repeat(sampling.n), self.samples, version=1, pad_token_id=0)
+    def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
+        return batch_of_samples(prompts, samples, version, pad_token_id=0)
 
     def drain_metrics(self) -> dict[str, float]:
         return {}
@@ -220,6 +220,8 @@ class Generating:
 
 
 class Weights:
+    actor_version = 1
+
     def await_actor(self) -> None: ...
 
     def push(self) -> None: ...
@@ -346,7 +348,13 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
     lengths = response_lengths(num_prompts * NUM_SAMPLES)
     store = ObjectStore()
     trainer = make_trainer(algorithm, store, lengths)
-    prompts = make_prompts(num_prompts)
+    samples: Any = trainer.roles.rollout
+    groups = StepGroups(
+        make_prompts(num_prompts),
+        [list(group) for group in batched(samples.samples, NUM_SAMPLES)],
+        [1] * num_prompts,
+        [True] * num_prompts,
+    )
     spent_s = []
 
     with Peak() as peak:
@@ -354,7 +362,7 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
             megatron_role._plan.cache_clear()  # samples of different steps have different lengths
             begin_s = time.process_time()
             before_s = store.away_s
-            trainer.train_step(prompts, step)
+            trainer.train_step(groups, step)
             spent_s.append(time.process_time() - begin_s - (store.away_s - before_s))
 
     return {

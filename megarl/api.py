@@ -181,7 +181,7 @@ class Run:
         """
         trainer = self._trainer
         self.log(trainer.record_batch(batch, step))
-        self.log(trainer.roles.drain_metrics() | trainer.prompts.drain_metrics())
+        self.log(trainer.roles.drain_metrics() | trainer.prompts.drain_metrics(trainer.prompts.taken))
 
     def save_hf(self, folder: str | Path) -> None:
         """Save the policy as a Hugging Face folder."""

@@ -13,27 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from megarl.algorithms.groups import group_metrics
-from megarl.algorithms.masked import masked_mean
-from megarl.algorithms.metrics import (
-    age_metrics,
-    agent_metrics,
-    data_metrics,
-    reward_model_metrics,
-    reward_number_metrics,
-)
-from megarl.algorithms.rollout_correction import correct
-from megarl.batch.branches import merge_branches
 from megarl.batch.data_proto import DataProto
-from megarl.config.roles import scores_in_update
 from megarl.config.schema import KLControllerKind, Late, PPOConfig
 from megarl.controller.futures import gather
 from megarl.data.loader import RowLoader
 from megarl.machine.errors import CheckpointError
 from megarl.rewards.role import score_weights
-from megarl.roles.models import valid_token_count
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
@@ -42,6 +27,7 @@ from megarl.rollout.staleness import StalenessController
 from megarl.tracking.scale_request import take_request
 from megarl.tracking.status import STOPPED, StatusWriter
 from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout, leave_out_late
+from megarl.trainers.batch_metrics import batch_metrics
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
@@ -133,17 +119,16 @@ class PPOTrainer:
         try:
             for step in self.steps():
                 with self.monitor.phase("gen"):  # the trainer waits for the samples of the step
-                    self.recovery.retry(partial(next, self.prompts))
-                inputs = _StepInputs(self.prompts.taken, self._advantages.kl_controller.state_dict())
+                    groups = self.recovery.retry(self.prompts.next_step)
+                inputs = _StepInputs(groups, self._advantages.kl_controller.state_dict())
                 self.monitor.record(self.recovery.run(step, partial(self._train, step), inputs))
         finally:
             self.prompts.close()
 
     def _train(self, step: int, inputs: _StepInputs) -> Metrics:
         """Train a step from its samples. Each call starts from the same state."""
-        self.prompts.taken = inputs.groups
         self._advantages.kl_controller.load_state_dict(inputs.kl_controller)
-        return self.train_step(inputs.groups.trained_prompts, step)
+        return self.train_step(inputs.groups, step)
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining step numbers. The caller runs one training step per yielded number.
@@ -240,7 +225,7 @@ class PPOTrainer:
                     f"{folder / SAMPLES_FILE}: cannot be read ({error}); the checkpoint is damaged"
                 ) from error
 
-    def train_step(self, prompts: DataProto, step: int) -> Metrics:
+    def train_step(self, groups: StepGroups, step: int) -> Metrics:
         """Run one step of PPO.
 
         Calls of roles return futures, which are awaited when their results are needed. Roles on different
@@ -255,8 +240,8 @@ class PPOTrainer:
         critic = roles.critic
 
         with phase("gen"):
-            # Get the samples of these prompts, and futures of their scores.
-            batch, scores, of_samples = self._sample(prompts, step)
+            # Get the samples of these groups, and futures of their scores.
+            batch, scores, of_samples = self._sample(groups, step)
 
         # Start all models that score the samples; `union` waits for their results.
         batch = batch.union(
@@ -283,7 +268,7 @@ class PPOTrainer:
         results = gather(*updates)
 
         # Collect the metrics of the step. The batch is complete only after the updates.
-        shown = (self.record_batch(batch, step), roles.drain_metrics(), self.prompts.drain_metrics())
+        shown = (self.record_batch(batch, step), roles.drain_metrics(), self.prompts.drain_metrics(groups))
         parts = (of_samples, of_advantages, *results, *shown)
 
         return {name: value for part in parts for name, value in part.items()}
@@ -314,54 +299,7 @@ class PPOTrainer:
         if self._rows.is_due(step):
             self.monitor.record_samples(step, lambda: self._rows.table(batch, step), self._rows.max_bytes)
         self.prompts.record_scores(batch, step)
-        return self._batch_metrics(batch)
-
-    def _batch_metrics(self, batch: DataProto) -> Metrics:
-        """Return the metrics of the step's samples.
-
-        These are the metrics of data_metrics, age_metrics, group_metrics and reward_number_metrics, and
-
-        - `actor/entropy`: mean entropy over response tokens, in nats, of the policy that wrote the samples,
-          if the actor scored them;
-        - `critic/baseline/mean`: mean score of the greedy responses, over samples.
-        """
-        # Metrics of the samples: lengths, ages, scores, groups. They count an episode of several rows once.
-        num_tokens = float(valid_token_count(batch))
-        prompts = batch.ragged["prompts"]
-        batch = merge_branches(batch)
-        columns = {**batch.columns, "prompts": prompts}
-        arrays = batch.non_tensor_batch
-        if self.config.algorithm.rollout_correction.bypass:
-            # These are the engine's log-probs, so a comparison would be meaningless.
-            del columns["old_log_probs"]
-        metrics = data_metrics(columns, self.config.data.max_response_length)
-        metrics |= age_metrics(columns, batch.meta_info["weight_version"])
-        is_scored = batch.tensors.get("is_scored")  # a user's own loop may score the samples itself
-        metrics |= group_metrics(
-            torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"], is_scored
-        )
-        metrics |= reward_number_metrics(arrays.get("reward_numbers", ()))
-        if "entropys" in columns:
-            metrics["actor/entropy"] = masked_mean(columns["entropys"], columns["response_mask"])
-        if "baseline_scores" in columns:
-            metrics["critic/baseline/mean"] = float(batch.tensors["baseline_scores"].mean())
-        metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
-        metrics |= reward_model_metrics(batch.tensors)
-        metrics |= agent_metrics(arrays)
-
-        # The update scored the batch, so these metrics could not be computed before it.
-        if "old_log_probs" in columns and scores_in_update(
-            self.config.algorithm, one_update=self.config.trainer.one_update
-        ):
-            old, engine, mask = (
-                columns[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask")
-            )
-            metrics |= correct(old, engine, mask, self.config.algorithm.rollout_correction).metrics
-            metrics |= self._advantages.kl_metrics(columns)
-            metrics |= self._advantages.teacher_metrics(columns, mask)
-
-        metrics["num_tokens"] = num_tokens
-        return metrics
+        return batch_metrics(batch, self.config, self._advantages)
 
     def _validate(self, step: int) -> Metrics:
         """Run a validation and return its metrics; none without held-out prompts."""

@@ -20,7 +20,7 @@ from megarl.controller.futures import DerivedFuture
 from megarl.machine.errors import RunError
 from megarl.rewards.role import Reward
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
-from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
+from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
 
 
 def group_rules(config: PPOConfig) -> GroupRules:
@@ -94,26 +94,26 @@ class Sampling:
         self._rules = rules
         self._max_failed = max_failed
 
-    def __call__(self, prompts: DataProto, step: int) -> Samples:
-        """Return the samples of the prompts that the rollout returned last."""
+    def __call__(self, groups: StepGroups, step: int) -> Samples:
+        """Return the samples of the groups that are trained."""
         if self._rules.max_without_signal is not None:
-            return self._with_signal(step)
+            return self._with_signal(groups, step)
 
-        batch = self._rollout.generate(prompts, self._rules.sampling, step)
+        batch = self._rollout.samples_of(groups.trained)
         refuse_failures(batch, step, self._max_failed)
         scores = [self._reward.finish(batch)]
         if self._rules.greedy:
-            scores.append(self._baseline(prompts, step))
+            scores.append(self._baseline(groups.trained))
         return Samples(batch, scores, {})
 
-    def _baseline(self, prompts: DataProto, step: int) -> DerivedFuture:
+    def _baseline(self, groups: StepGroups) -> DerivedFuture:
         """Score the greedy responses.
 
         Returns:
             `baseline_scores` (B,) float32, for each sample the score of the greedy response to its prompt,
             and `is_baseline_scored` (B,) bool, False if scoring that response failed.
         """
-        greedy = self._reward.score(self._rollout.generate(prompts, GREEDY, step))
+        greedy = self._reward.score(self._rollout.greedy_of(groups))
 
         def baseline(results: list[DataProto]) -> DataProto:
             of_prompts = torch.tensor([float(score) for score in results[0].non_tensor_batch["score"]])
@@ -124,7 +124,7 @@ class Sampling:
 
         return DerivedFuture([greedy], baseline)
 
-    def _with_signal(self, step: int) -> Samples:
+    def _with_signal(self, groups: StepGroups, step: int) -> Samples:
         """Return the groups with a signal, scored.
 
         The metrics of the step are `dynamic_sampling/num_generations`, the rounds of generation;
@@ -132,8 +132,7 @@ class Sampling:
         `num_surplus`, those that had a signal but were not needed; `score_mean`, the mean over all samples.
         """
         n = self._rules.sampling.n
-        groups = self._rollout.taken
-        batch = self._rollout.generate(groups.prompts, self._rules.sampling, step)
+        batch = self._rollout.samples_of(groups)
         batch = batch.union(self._reward.finish(batch))
         # Here with those of the groups that are dropped: a curriculum learns from them too.
         self._rollout.record_scores(batch, step)

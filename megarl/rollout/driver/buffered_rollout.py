@@ -7,7 +7,7 @@ demand or by a generation thread ahead of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from megarl.batch.branches import last_rows
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import RowLoader
-from megarl.rollout.driver.finished_groups import FinishedGroup
+from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.generation_thread import GenerationThread
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer, Scoring
@@ -31,7 +31,8 @@ _WAIT_S = 0.005  # between two polls for the scores that decide whether a group 
 class BufferedRollout:
     """Prompt loader and rollout of the training loop.
 
-    `next` waits for the samples of the next step and returns their prompts; `generate` returns the samples.
+    `next_step` waits for the groups of the next step; `samples_of` and `greedy_of` return their samples. In a
+    user's own loop `next` returns only their prompts, and `generate` finds their samples.
 
     Args:
         rollout: The rollout role.
@@ -41,7 +42,7 @@ class BufferedRollout:
         rules: Composition of a group.
         on_update: What happens to requests in flight at a weight sync.
         make_staleness: Builds the staleness controller for a run whose weights have the given version. With a
-            `max_staleness` of 0, samples are generated during `next`; above 0, also between two calls.
+            `max_staleness` of 0, samples are generated during `next_step`; above 0, also between two calls.
     """
 
     def __init__(
@@ -71,16 +72,28 @@ class BufferedRollout:
         # The scores of the samples of a step by the uid of their prompt, until the step ends.
         self._scores: dict[int, dict[str, list[float]]] = {}
 
-        # The groups that `next` returned last.
+        # The groups that were returned last.
         self.taken = StepGroups(DataProto(), [], [], [])
 
     # ---- for the trainer
 
-    def __next__(self) -> DataProto:
-        """Wait for all samples of the next step and return its prompts. Raises errors of generation."""
+    def next_step(self) -> StepGroups:
+        """Wait for all samples of the next step and return its groups. Raises errors of generation."""
         buffer = self._started()
         self.taken = self._thread.take() if self._thread is not None else self._generate_step(buffer)
-        return self.taken.trained_prompts
+        return self.taken
+
+    def samples_of(self, groups: StepGroups) -> DataProto:
+        """Return the samples of groups without their greedy responses, as Rollout.generate does."""
+        return self._assemble(groups.prompts, groups.samples, range(self._rules.sampling.n))
+
+    def greedy_of(self, groups: StepGroups) -> DataProto:
+        """Return the greedy responses of groups, which the rules must request."""
+        return self._assemble(groups.prompts, groups.samples, range(self._rules.sampling.n, self._rules.size))
+
+    def __next__(self) -> DataProto:
+        """Wait as `next_step` does and return the prompts of the step, for a loop that calls `generate`."""
+        return self.next_step().trained.prompts
 
     def generate(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0
@@ -101,10 +114,9 @@ class BufferedRollout:
         if not places or None in of_prompts:
             return self._rollout.generate(prompts, sampling, step, generation)
 
-        samples = [
-            self.taken.samples[row][place] for row in of_prompts if row is not None for place in places
-        ]
-        return self._rollout.assemble(prompts.repeat(len(places)), samples, self._weights.actor_version)
+        return self._assemble(
+            prompts, [self.taken.samples[row] for row in of_prompts if row is not None], places
+        )
 
     def take(self, count: int) -> DataProto:
         """Return additional prompts, without samples. A resumed run does not serve them again."""
@@ -147,8 +159,8 @@ class BufferedRollout:
             with self._exclusive():
                 self._prompts.update(scores)
 
-    def drain_metrics(self) -> dict[str, float]:
-        """Return the metrics of the buffer and of the loader (see its `metrics`).
+    def drain_metrics(self, groups: StepGroups) -> dict[str, float]:
+        """Return the metrics of the buffer and of the loader (see its `metrics`) for a step of these groups.
 
         `rollout/groups_ahead` is the number of groups that had been started for later steps when the trainer
         got its samples, in runs that generate ahead. `rollout/num_given_up` is the number of groups in this
@@ -161,7 +173,7 @@ class BufferedRollout:
             with self._exclusive():
                 metrics |= self._prompts.metrics()
         if self._thread is not None:
-            metrics["rollout/groups_ahead"] = float(self.taken.num_ahead)
+            metrics["rollout/groups_ahead"] = float(groups.num_ahead)
         if self._thread is not None or self._rules.max_error_rate:
             metrics["rollout/num_given_up"] = float(num_failed)
         return metrics
@@ -199,6 +211,13 @@ class BufferedRollout:
         self._stored = groups
 
     # ---- internals
+
+    def _assemble(
+        self, prompts: DataProto, samples: Sequence[Sequence[RolloutOutput]], places: range
+    ) -> DataProto:
+        """Return the samples at these places of each prompt's group, in consecutive rows."""
+        rows = [of_prompt[place] for of_prompt in samples for place in places]
+        return self._rollout.assemble(prompts.repeat(len(places)), rows, self._weights.actor_version)
 
     def _started(self) -> RolloutBuffer:
         if self._buffer is None:

@@ -61,11 +61,17 @@ class StepGroups(NamedTuple):
     num_ahead: int = 0
 
     @property
-    def trained_prompts(self) -> DataProto:
-        """Prompts of the groups that are trained."""
+    def trained(self) -> StepGroups:
+        """The groups that are trained."""
         if all(self.is_trained):
-            return self.prompts
-        return self.prompts.select_idxs([row for row, trained in enumerate(self.is_trained) if trained])
+            return self
+        rows = [row for row, trained in enumerate(self.is_trained) if trained]
+        return self._replace(
+            prompts=self.prompts.select_idxs(rows),
+            samples=[self.samples[row] for row in rows],
+            versions=[self.versions[row] for row in rows],
+            is_trained=[True] * len(rows),
+        )
 
 
 @dataclass

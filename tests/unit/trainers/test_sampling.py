@@ -192,7 +192,7 @@ class Scene:
         self._sampling = Sampling(self._buffered, reward, rules)  # type: ignore[arg-type]
 
     def sample(self, step: int) -> Samples:
-        return self._sampling(next(self._buffered), step)
+        return self._sampling(self._buffered.next_step(), step)
 
 
 def dynamic(

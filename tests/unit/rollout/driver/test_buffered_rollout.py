@@ -288,7 +288,7 @@ def test_in_turn_with_training_each_step_has_its_prompts_by_the_weights_of_now()
     with scene(0, 12) as one:
         trained = train(one, range(1, 13))
         assert not has_thread()
-        assert one.buffered.drain_metrics() == {}
+        assert one.buffered.drain_metrics(one.buffered.taken) == {}
         assert one.buffered.finished_groups() == []
     assert [step.uids for step in trained] == in_order(12)
     assert [set(step.versions.tolist()) for step in trained] == [{version} for version in range(1, 13)]
@@ -386,7 +386,7 @@ def test_prompts_without_signal_are_dropped_and_others_trained_in_their_place(
         sampling = Sampling(one.buffered, scoring, rules)  # type: ignore[arg-type]
         num_dropped = 0.0
         for step in range(1, 6):
-            batch, scores, metrics = sampling(next(one.buffered), step)
+            batch, scores, metrics = sampling(one.buffered.next_step(), step)
             surplus = int(metrics["dynamic_sampling/num_surplus"])
             assert surplus == 0 or max_staleness == 0
             wanted = with_signal[:PROMPTS]
@@ -443,7 +443,7 @@ def test_prompts_that_no_engine_can_generate_are_replaced_up_to_the_error_rate(
         max_staleness, 6, on_update, rules=GroupRules(SAMPLING, max_error_rate=1.0), failing=tokens
     ) as one:
         trained = train(one, range(1, 7))
-        assert one.buffered.drain_metrics()["rollout/num_given_up"] == len(failing)
+        assert one.buffered.drain_metrics(one.buffered.taken)["rollout/num_given_up"] == len(failing)
     uids = [uid for step in trained for uid in step.uids]
     if max_staleness:
         assert uids == [uid for uid in rows if uid not in failing][: 6 * PROMPTS]
@@ -598,9 +598,9 @@ def test_a_curriculum_learns_from_prompts_that_are_dropped_too() -> None:
     scoring = ScoresBySignal()
     with scene(0, 3, rules=rules, scoring=scoring, loader=loader) as one:
         sampling = Sampling(one.buffered, scoring, rules)  # type: ignore[arg-type]
-        prompts = next(one.buffered)
-        sampling(prompts, 1)
+        groups = one.buffered.next_step()
+        sampling(groups, 1)
         one.buffered.end_step(1)
-        drawn = one.buffered.taken.prompts.non_tensor_batch["uid"].tolist()
+        drawn = groups.prompts.non_tensor_batch["uid"].tolist()
     assert sampler.updates == [[int(uid.partition("-")[2]) for uid in drawn]]
     assert len(drawn) > PROMPTS

@@ -361,7 +361,7 @@ def test_prompts_whose_environments_are_always_lost_are_given_up_and_others_come
 
     with stage(1, 4, on_event=kill, limits=once, rules=GroupRules(SAMPLING, max_error_rate=9.0)) as one:
         trained = train(one, range(1, 5))
-        given_up = one.async_rollout.drain_metrics()["rollout/num_given_up"]
+        given_up = one.async_rollout.drain_metrics(one.async_rollout.taken)["rollout/num_given_up"]
 
     prompts = [prompt for step in trained for prompt in step.prompts]
     assert prompts == sorted(set(prompts))
