@@ -409,7 +409,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
 
     for override in overrides:
         key, equals, written = override.partition("=")
-        if not equals or not key:
+        if not equals or "" in key.split("."):
             refused.append(Refused(None, f"{override!r} is not an override; write key.sub=value"))
             continue
         try:

@@ -152,7 +152,8 @@ def find_planned[Run: RunConfig](schema: type[Run], path: str, overrides: Sequen
     partial = read_config(schema, path, overrides)
     assumed = []
     if _is_meant_for_gpus(partial.config):
-        partial = read_config(schema, path, [*overrides, "device=cuda"])
+        # Problems are those without the override, which would hide a missing or unknown device.
+        partial = replace(partial, config=read_config(schema, path, [*overrides, "device=cuda"]).config)
         assumed.append(
             "device: planned as cuda, because the layout needs several GPUs and this machine has none; "
             "device=cpu plans the run for a CPU"

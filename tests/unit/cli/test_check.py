@@ -502,3 +502,24 @@ def test_the_verdict_says_what_was_planned(
 ) -> None:
     found, line, _ = planned(tmp_path, capsys, *overrides)
     assert (found, line.endswith(verdict)) == (status, True), line
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("???", "device: is '???', which stands for a value that is still missing"),
+        ("${nothing}", "device: Interpolation key 'nothing' not found"),
+        ("${oc.env:NOTHING}", "device: Environment variable 'NOTHING' not found"),
+        ("${trainer.seed}", "device: is 0, but must be one of auto, cpu, cuda"),
+        ("gpu", "device: is 'gpu', but must be one of auto, cpu, cuda"),
+    ],
+)
+def test_a_device_that_is_none_is_refused_also_for_a_layout_of_many_gpus(
+    device: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_yaml(
+        tmp_path / "run.yaml", {"base": str(ROOT / "configs/qwen3_32b_grpo.yaml"), "device": device}
+    )
+    assert main(["check", "--fast", file]) == 2
+    error = capsys.readouterr().err
+    assert f"1 problem\n  - {said}" in error

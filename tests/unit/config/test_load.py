@@ -533,6 +533,9 @@ def test_overrides_that_are_none(minimal: str) -> None:
         == "'fast' is not an override; write key.sub=value [command line]"
     )
     assert len(problems_of(minimal, "fast", "trainer.seed=[1")) == 2
+    for override in ("=3", ".trainer.seed=3", "trainer..seed=3", "trainer.=3", "."):
+        (problem,) = problems_of(minimal, override)
+        assert problem == f"{override!r} is not an override; write key.sub=value [command line]"
     assert "there is no such file" in problems_of("nowhere.yaml")[0]
 
 
