@@ -49,12 +49,11 @@ class Range(NamedTuple):
         is_within = self.at_least <= value <= self.at_most and self.above < value < self.below
         if 0 < abs(value) < SMALLEST and is_within:
             return f"is {value:g}, which is 0 in float32; use a larger number, or 0 where it is allowed"
-        is_huge = LARGEST < abs(value) < math.inf and min(self.at_most, self.below) == math.inf
-        return (
-            f"is {value:g}, but the largest number allowed is {LARGEST:,}"
-            if is_huge
-            else f"is {value:g}, but must be {self}"
-        )
+        if LARGEST < value < math.inf and min(self.at_most, self.below) == math.inf:
+            return f"is {value:g}, but the largest number allowed is {LARGEST:,}"
+        if -math.inf < value < -LARGEST and max(self.at_least, self.above) == -math.inf:
+            return f"is {value:g}, but the smallest number allowed is {-LARGEST:,}"
+        return f"is {value:g}, but must be {self}"
 
 
 def ranged[Value](default: Value, **ends: float) -> Value:

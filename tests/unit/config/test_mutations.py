@@ -29,6 +29,6 @@ def test_a_seed_does_not_depend_on_the_seeds_before_it(tmp_path: Path) -> None:
         mutation(seed, tmp_path)
         return (tmp_path / "run.yaml").read_bytes()
 
-    # Mutations of several keys may change a value that an earlier one has inserted.
-    seeds = range(400)
+    # Seed 741821 inserts a value, and then changes a key inside it.
+    seeds = (*range(50), 741821)
     assert [content(seed) for seed in seeds] == [content(seed) for seed in seeds]

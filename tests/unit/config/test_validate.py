@@ -476,6 +476,12 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             ["trainer.seed=18446744073709551616"],
             "trainer.seed: is 1.84467e+19, but the largest number allowed is 1,000,000,000",
         ),
+        (["trainer.total_steps=-10000000000"], "trainer.total_steps: is -1e+10, but must be at least 1"),
+        (["rollout.restart_window_s=-1e30"], "rollout.restart_window_s: is -1e+30, but must be a"),
+        (
+            ["algorithm.entropy_coefficient=-1e30"],
+            "algorithm.entropy_coefficient: is -1e+30, but the smallest number allowed is -1,000,000,000",
+        ),
         (
             ["rollout.temperature=1e-30"],
             "rollout.temperature: is 1e-30: logits divided by it exceed the resolution of bfloat16; use 0.01",
