@@ -7,8 +7,8 @@ from pathlib import Path
 
 from docs.generate.configuration import cell
 from docs.generate.verl import key_link
+from megarl.config.migration import trl_names
 from megarl.config.schema import RunKind
-from megarl.config.trl_names import trl_names
 
 _WRITTEN = Path(__file__).with_suffix(".md")
 _KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": RunKind.reward_model}

@@ -2,20 +2,27 @@
 
 Frameworks share names with different meanings, such as `loss_type` and `weight_decay`. So the framework is
 chosen once, by all unknown keys of a configuration together.
+
+The tables are `trl_names.yaml`, `slime_names.yaml` and `nemo_rl_names.yaml` next to this file, and that of
+verl_names.py. They are read when a key is unknown, and for the pages about verl and TRL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from megarl.config.megatron_options import find_section, owned_fields
-from megarl.config.nemo_rl_names import nemo_rl_names, nemo_rl_problem
-from megarl.config.slime_names import SERVER_PREFIX, slime_names, slime_problem
-from megarl.config.trl_names import trl_arguments, trl_problem
 from megarl.config.verl_names import (
+    Counterpart,
     MigrationProblem,
     find_verl_key,
+    flat_table,
+    hint_of,
     leaf_names,
     unknown_in_verl,
     verl_problems,
@@ -24,6 +31,9 @@ from megarl.config.verl_names import (
 Problems = list[MigrationProblem]
 # Sections that only verl has. Their keys are verl's, also those that are in no table.
 _ONLY_VERLS = ("actor_rollout_ref", "reward_model", "custom_reward_function")
+
+SERVER_PREFIX = "sglang_"  # before the names of SGLang's own options
+_SERVER_ARGS = "rollout.sglang.server_args"
 
 
 class Framework(NamedTuple):
@@ -115,3 +125,84 @@ def of_other_kinds(
         kinds = [kind for kind, keys in keys_of_kinds.items() if leaf in keys]
         if kinds:
             yield leaf, " and ".join(kinds)
+
+
+@cache
+def nemo_rl_names() -> dict[str, Counterpart]:
+    """Return the keys of NeMo RL, by their dotted names."""
+    return {name: Counterpart.of(text) for name, text in flat_table(_table("nemo_rl"))}
+
+
+def nemo_rl_problem(key: str, known: Container[str]) -> MigrationProblem | None:
+    """Return the migration hint for an unknown key; None if NeMo RL has no such key."""
+    name = key.lstrip("+~")
+    entry = nemo_rl_names().get(name)
+    return None if entry is None else hint_of(name, entry, "NeMo RL key", known)
+
+
+@cache
+def slime_names() -> dict[str, Counterpart]:
+    """Return the arguments of slime."""
+    return {
+        name: Counterpart.of(text) for names, text in _table("slime").items() for name in names.split(", ")
+    }
+
+
+def slime_problem(name: str, known: Container[str]) -> MigrationProblem | None:
+    """Return the migration hint for an unknown key, or None.
+
+    Args:
+        name: The unknown key, with underscores.
+    """
+    entry = slime_names().get(name)
+    if entry is None and name.startswith(SERVER_PREFIX) and _SERVER_ARGS in known:
+        option = f"{_SERVER_ARGS}.{name.removeprefix(SERVER_PREFIX)}"
+        return MigrationProblem(f"{name}: is a slime argument; use {option}")
+    return None if entry is None else hint_of(name, entry, "slime argument", known)
+
+
+@cache
+def trl_names() -> dict[str, dict[str, Counterpart]]:
+    """Return the arguments of each class of TRL."""
+    table = _table("trl")
+    del table["shared"]
+    return {
+        of_class: {
+            name: Counterpart.of(text) for names, text in entries.items() for name in names.split(", ")
+        }
+        for of_class, entries in table.items()
+    }
+
+
+@cache
+def trl_arguments() -> frozenset[str]:
+    """Return the arguments of all classes."""
+    return frozenset(name for arguments in trl_names().values() for name in arguments)
+
+
+def trl_problem(key: str, known: Container[str]) -> MigrationProblem | None:
+    """Return the migration hint for an unknown key; None if TRL has no such argument.
+
+    Several classes may have the argument; the hint is that for this kind of run.
+    """
+    entries = [arguments[key] for arguments in trl_names().values() if key in arguments]
+    if not entries:
+        return None
+
+    for entry in entries:
+        if entry.ours is not None and entry.ours in known:
+            note = f" ({entry.note})" if entry.note else ""
+            return MigrationProblem(f"{key}: is a TRL argument; use {entry.ours}{note}", entry.ours)
+
+    for entry in entries:
+        if entry.ours is None:
+            return MigrationProblem(f"{key}: is a TRL argument without a counterpart in megarl: {entry.note}")
+
+    return MigrationProblem(
+        f"{key}: is the TRL argument for {entries[0].ours}, which this kind of run does not have"
+    )
+
+
+def _table(framework: str) -> dict[str, Any]:
+    path = Path(__file__).with_name(f"{framework}_names.yaml")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))

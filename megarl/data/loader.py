@@ -38,10 +38,13 @@ class RowSource(Protocol):
 
 
 class TrainingRows(RowSource, Protocol):
-    """A RowSource that also provides the file of each row."""
+    """A RowSource that also provides the file of each row, and how many rows `overlong=filter` skipped."""
 
     @property
     def row_files(self) -> Sequence[str]: ...
+
+    @property
+    def num_filtered(self) -> int: ...
 
 
 class Share(NamedTuple):

@@ -215,7 +215,7 @@ def _tune(tuned: Tuned, space: Space, wishes: TuneOptions, console: Console) -> 
         _write_json(wishes.json, document(space, tuned.config, found), console)
     if wishes.plot is not None:
         # Imported here, because it imports matplotlib, which would delay the tables.
-        from megarl.cli.tables.step_drawing import draw_step
+        from megarl.cli.tables.plan_drawing import draw_step
 
         step = found.solutions[0].step
         assert isinstance(step, PredictedStep)
@@ -244,7 +244,7 @@ def _compare(tuned: Tuned, config: PPOConfig, wishes: TuneOptions, console: Cons
         raise ConfigError("tune", [f"none of the clusters {wishes.devices} has a valid configuration"])
 
     if wishes.plot is not None:
-        from megarl.cli.tables.step_drawing import draw_clusters
+        from megarl.cli.tables.plan_drawing import draw_clusters
 
         draw_clusters(results, tokens, Path(wishes.plot))
         print_line(console, f"drawn to {wishes.plot}")

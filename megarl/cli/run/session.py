@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -23,6 +23,7 @@ from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
+from megarl.data.loader import TrainingRows
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
@@ -171,13 +172,7 @@ def read_summary(output_dir: Path) -> dict[str, Any] | None:
     return summary
 
 
-class Filtered(Protocol):
-    num_filtered: int
-
-    def __len__(self) -> int: ...
-
-
-def report_filtered(console: Console, data_sets: Mapping[str, Filtered]) -> None:
+def report_filtered(console: Console, data_sets: Mapping[str, TrainingRows]) -> None:
     """Print how many rows `overlong=filter` skipped, if any."""
     for name, data_set in data_sets.items():
         if data_set.num_filtered:

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.load import load_config
-from megarl.config.nemo_rl_names import nemo_rl_names
+from megarl.config.migration import nemo_rl_names
 from megarl.config.review import schema_keys
 from megarl.config.schema import SCHEMAS, DPOConfig, PPOConfig, RewardModelRunConfig, SFTConfig
 from megarl.config.synonyms import synonyms

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.migration import slime_names
 from megarl.config.review import schema_keys
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.config.slime_names import slime_names
 from tests.unit.config.test_verl_names import problems
 
 RUN = "model: {path: m}\ndata: {train_files: [a.parquet]}\n"

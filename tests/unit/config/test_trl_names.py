@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.migration import trl_names
 from megarl.config.review import schema_keys
 from megarl.config.schema import DPOConfig, PPOConfig, RewardModelRunConfig, SFTConfig
-from megarl.config.trl_names import trl_names
 from tests.unit.config.test_verl_names import problems
 
 # The fields of these classes in TRL 1.16.0, without those of TrainingArguments, names only.

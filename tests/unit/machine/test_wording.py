@@ -54,7 +54,7 @@ _ALLOWED = frozenset(
         ("engine/image_rows.py", "len(run)"),  # one token is contiguous
         ("engine/megatron_options.py", "layers.value"),
         ("engine/optimizer.py", "sorted(counts)"),
-        ("placement/custom.py", "sum(asked.values())"),  # more than a node has
+        ("placement/plan.py", "sum(asked.values())"),  # more than a node has
         ("placement/requests.py", "num_nodes"),  # more than 1
         ("placement/requests.py", "size"),
         ("placement/requests.py", "stages"),
