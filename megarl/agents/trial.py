@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.agents.episode import AnswerTurn, TurnPosition
 from megarl.agents.protocol import Message, Task
@@ -16,18 +16,6 @@ from megarl.machine.user_functions import last_line
 
 ANSWER = "I do not know."  # the turn that the environment answers
 _CALL = '<tool_call>{"name": "a-tool-that-there-is-not", "arguments": {}}</tool_call>'
-
-
-class TriedAgent(NamedTuple):
-    """The result of an agent's first turn.
-
-    Attributes:
-        tools: The schemas of the tools; None for an environment.
-        messages: What the environment replied.
-    """
-
-    tools: list[dict[str, Any]] | None
-    messages: Sequence[Message] = ()
 
 
 class _Text:
@@ -43,7 +31,7 @@ class _Text:
         return [len(messages)]
 
 
-def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
+def try_agent(agent: AgentConfig, task: Task | None) -> tuple[list[dict[str, Any]] | None, Sequence[Message]]:
     """Load an agent's tools or environment, and have them answer a first turn.
 
     Tools answer a call of a tool that does not exist, so no user tool runs. An environment starts an episode
@@ -53,6 +41,9 @@ def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
         task: The first row of the data. None: no data is available on this machine, so an environment is only
             loaded.
 
+    Returns:
+        The schemas of the tools, None for an environment; and what the environment replied.
+
     Raises:
         ValueError: A file cannot be loaded.
         EnvironmentFailedError: The environment raised an exception or returned an invalid reply.
@@ -60,7 +51,7 @@ def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
     make, schemas = load_agent(agent)
     tools = None if schemas is None else [dict(schema) for schema in schemas]
     if tools is None and task is None:
-        return TriedAgent(None)
+        return None, ()
     text = ANSWER if tools is None else _CALL
 
     async def play() -> Sequence[Message]:
@@ -84,4 +75,4 @@ def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
         return reply.messages
 
     messages = asyncio.run(play())
-    return TriedAgent(tools, messages if tools is None else ())
+    return tools, messages if tools is None else ()

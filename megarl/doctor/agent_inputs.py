@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
@@ -63,12 +62,12 @@ def judge_agent(
     paths = [*(tool.path for tool in agent.tools), agent.environment.path]
     files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "built-in tools"
     hint = f"fix {files}; test it with `megarl generate --{'tool' if agent.tools else 'environment'}`"
-    first = None if agent.tools else _first_task(config, tokenizer, skipped)
-    of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
+    task, place = (None, "") if agent.tools else _first_task(config, tokenizer, skipped)
+    of_row = "" if task is None else f", with {place} and the answer {ANSWER!r}"
 
     # User code may hang or crash, so it runs in a process with a time limit.
     with ProcessPool(1, context=FreshContext()) as pool:
-        tried = pool.schedule(try_agent, args=[agent, None if first is None else first.task], timeout=limit_s)
+        tried = pool.schedule(try_agent, args=[agent, task], timeout=limit_s)
         try:
             tools, messages = tried.result()
         except EnvironmentFailedError as error:
@@ -99,7 +98,7 @@ def judge_agent(
         if tools
         else f"the environment {agent.environment.name}"
     )
-    does = "can be used" if first is None else f"answers a first turn about {first.place}"
+    does = "can be used" if task is None else f"answers a first turn about {place}"
     return good(
         AGENT,
         f"{what} of {files} {does}, and the chat template supports multi-turn conversations",
@@ -173,15 +172,10 @@ def _load_program(agent: AgentConfig) -> None:
     load_harness(agent.harness, num_threads=1)
 
 
-class _FirstTask(NamedTuple):
-    task: Task
-    place: str
-
-
 def _first_task(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]
-) -> _FirstTask | None:
-    """Return the task of the first readable row; None if the data is not on this machine."""
+) -> tuple[Task | None, str]:
+    """Return the task of the first readable row, and its place; None if the data is not on this machine."""
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.val_files", config.data.val_files),
@@ -198,5 +192,5 @@ def _first_task(
             task = Task(
                 messages=prompt.messages, reward_model=prompt.reward_model, extra_info=prompt.extra_info
             )
-            return _FirstTask(task, f"the first row of {file}")
-    return None
+            return task, f"the first row of {file}"
+    return None, ""

@@ -224,7 +224,9 @@ def read_trunk(
     """
     hidden_size = reader.number("hidden_size", int)
     latent = read_latent(reader) if read_latent else None
-    heads = _read_heads(reader, hidden_size) if latent is None else _read_heads_of_latent(reader, latent)
+    num_attention_heads, num_key_value_heads, head_dim = (
+        _read_heads(reader, hidden_size) if latent is None else _read_heads_of_latent(reader, latent)
+    )
 
     # Layers with a window may have a rotary embedding of their own.
     max_position_embeddings = reader.number("max_position_embeddings", int)
@@ -249,9 +251,9 @@ def read_trunk(
         num_hidden_layers=num_hidden_layers,
         hidden_size=hidden_size,
         intermediate_size=_read_intermediate_size(reader, num_hidden_layers, experts),
-        num_attention_heads=heads.query,
-        num_key_value_heads=heads.key_value,
-        head_dim=heads.dim,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        head_dim=head_dim,
         vocab_size=reader.number("vocab_size", int),
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=reader.number("rms_norm_eps", float, at_most=_LARGEST_EPS),
@@ -279,16 +281,8 @@ def _read_intermediate_size(reader: ConfigReader, num_hidden_layers: int, expert
     return size
 
 
-class _Heads(NamedTuple):
-    """The numbers of query heads and of key-value heads, and the size of a head."""
-
-    query: int
-    key_value: int
-    dim: int
-
-
-def _read_heads(reader: ConfigReader, hidden_size: int) -> _Heads:
-    """Read the heads of attention."""
+def _read_heads(reader: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
+    """Read the numbers of query heads and of key-value heads, and the size of a head."""
     num_attention_heads = reader.number("num_attention_heads", int)
     num_key_value_heads = _read_key_value_heads(reader, num_attention_heads)
     head_dim = reader.number("head_dim", int, OF_CLASS, null=hidden_size // num_attention_heads)
@@ -317,7 +311,7 @@ def _read_heads(reader: ConfigReader, hidden_size: int) -> _Heads:
             "num_key_value_heads",
         )
 
-    return _Heads(num_attention_heads, num_key_value_heads, head_dim)
+    return num_attention_heads, num_key_value_heads, head_dim
 
 
 def _read_key_value_heads(reader: ConfigReader, num_attention_heads: int) -> int:
@@ -331,8 +325,8 @@ def _read_key_value_heads(reader: ConfigReader, num_attention_heads: int) -> int
     return number
 
 
-def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> _Heads:
-    """Read the heads of latent attention, each of which has its own keys and values."""
+def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> tuple[int, int, int]:
+    """Read the heads of latent attention as `_read_heads` does. Each has its own keys and values."""
     num_attention_heads = reader.number("num_attention_heads", int)
     num_key_value_heads = _read_key_value_heads(reader, num_attention_heads)
 
@@ -347,4 +341,4 @@ def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> _Hea
         )
 
     head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
-    return _Heads(num_attention_heads, num_attention_heads, head_dim)
+    return num_attention_heads, num_attention_heads, head_dim

@@ -52,18 +52,6 @@ class TrainedChunk(NamedTuple):
     experts: tuple[TrainedParameter, ...]
 
 
-class BucketGroup(NamedTuple):
-    """Gradients that are reduced in one call.
-
-    Attributes:
-        axis: The axis over which they are reduced.
-        elements: The elements, with padding.
-    """
-
-    axis: str
-    elements: int
-
-
 class _Trained(NamedTuple):
     """The properties of a role that determine which parameters train."""
 
@@ -85,8 +73,8 @@ def trained_chunks(
 
 def bucket_groups(
     architecture: Architecture, role: ModelRole, chunks: Sequence[range], stage: int
-) -> tuple[BucketGroup, ...]:
-    """Return the groups of gradients that are reduced at a time.
+) -> tuple[tuple[str, int], ...]:
+    """Return the gradients that are reduced in each call: their axis, and their elements with padding.
 
     If communication overlaps with the computation, gradients of the first virtual stage of the first pipeline
     stage are reduced bucket by bucket. Those of others are reduced at once.
@@ -106,8 +94,8 @@ def _groups(
     trained: _Trained,
     chunks: tuple[range, ...],
     stage: int,
-) -> tuple[BucketGroup, ...]:
-    found: list[BucketGroup] = []
+) -> tuple[tuple[str, int], ...]:
+    found: list[tuple[str, int]] = []
     least = max(_BUCKET, _BUCKET_OF_REPLICA * parallel.data_parallel_size)
 
     for number, chunk in enumerate(_chunks(architecture, parallel, trained, chunks)):
@@ -118,7 +106,7 @@ def _groups(
             buckets = list(_buckets(parameters, least if overlaps else None, unit))
             if not overlaps:
                 buckets = [sum(buckets)] if buckets else []
-            found += [BucketGroup(axis, elements) for elements in buckets]
+            found += [(axis, elements) for elements in buckets]
 
     return tuple(found)
 

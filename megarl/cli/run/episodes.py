@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.agents.episode import Episode, EpisodeLimits, WriteTurn
 from megarl.agents.protocol import Message, Task
@@ -23,13 +23,6 @@ from megarl.data.turns import TurnTemplate
 from megarl.machine.strict_json import dump_readable
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.tool_calls import call_parser
-
-
-class _Played(NamedTuple):
-    """A finished episode with the messages of the model and the environment, in order."""
-
-    trajectory: Trajectory
-    messages: list[Message]
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -65,9 +58,10 @@ def run(parsed: argparse.Namespace) -> int:
         responder = Responder(make_environment(), template, parse, task)
         if len(requests) > 1 and not parsed.json:
             print(f"--- {chat[-1]['content']}" + (f" [{sample + 1} of {parsed.n}]" if parsed.n > 1 else ""))
-        played = asyncio.run(_play(writer, template, responder, request, agent, parsed))
+        trajectory, messages = asyncio.run(_play(writer, template, responder, request, agent, parsed))
         if parsed.json:
-            print(dump_readable({"messages": chat, "sample": sample, **_values(played, parsed.log_probs)}))
+            values = _values(trajectory, messages, parsed.log_probs)
+            print(dump_readable({"messages": chat, "sample": sample, **values}))
 
     return 0
 
@@ -125,8 +119,12 @@ async def _play(
     request: GenerationRequest,
     agent: AgentConfig,
     parsed: argparse.Namespace,
-) -> _Played:
-    """Run one episode, and print each message as it arrives unless the output is JSON."""
+) -> tuple[Trajectory, list[Message]]:
+    """Run one episode, and print each message as it arrives unless the output is JSON.
+
+    Returns:
+        The episode, and the messages of the model and the environment, in order.
+    """
     max_tokens = request.sampling.max_new_tokens
     limits = EpisodeLimits(
         max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens
@@ -164,7 +162,7 @@ async def _play(
 
     if not parsed.json:
         _print_end(writer, episode.trajectory, parsed.log_probs)
-    return _Played(episode.trajectory, messages)
+    return episode.trajectory, messages
 
 
 def _print_end(writer: Writer, trajectory: Trajectory, with_log_probs: bool) -> None:
@@ -191,8 +189,7 @@ def _print_end(writer: Writer, trajectory: Trajectory, with_log_probs: bool) -> 
             )
 
 
-def _values(played: _Played, with_log_probs: bool) -> dict[str, Any]:
-    trajectory, messages = played
+def _values(trajectory: Trajectory, messages: Sequence[Message], with_log_probs: bool) -> dict[str, Any]:
     assert trajectory.end is not None
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     values = {

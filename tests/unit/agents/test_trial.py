@@ -36,12 +36,10 @@ def tried(
 ) -> list[dict[str, Any]]:
     (folder / "game.py").write_text(GAME.format(reply=reply, made=made, closed=closed))
     environment = EnvironmentConfig(path=str(folder / "game.py"), name="Game")
-    return list(
-        try_agent(
-            AgentConfig(environment=environment, max_turns=max_turns),
-            Task(reward_model={"ground_truth": "5"}),
-        ).messages
+    _, messages = try_agent(
+        AgentConfig(environment=environment, max_turns=max_turns), Task(reward_model={"ground_truth": "5"})
     )
+    return list(messages)
 
 
 def test_the_reply_to_a_first_turn_is_given(tmp_path: Path) -> None:
