@@ -141,8 +141,8 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
     if wrong := ((mask.bool() != expected).any(1) | (lengths == 0)).nonzero().flatten().tolist():
         raise ValueError(
             f"row {wrong[0]} of the prompts: prompt_attention_mask has "
-            f"{counted(int(lengths[wrong[0]]), 'token')} that are not contiguous at the end of the row; a "
-            "prompt needs at least one token and is padded on the left"
+            f"{counted(int(lengths[wrong[0]]), 'token')}, not contiguous at the end of the row; a prompt "
+            "needs at least one token and is padded on the left"
         )
 
     others = {key: column for key, column in columns.items() if key != "prompt_attention_mask"}
@@ -164,8 +164,8 @@ def _prompts_and_responses(tensors: Mapping[str, Tensor]) -> dict[str, RaggedTen
     if wrong := ((mask != expected).any(1) | (prompts == 0)).nonzero().flatten().tolist():
         raise ValueError(
             f"row {wrong[0]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and "
-            f"{counted(int(responses[wrong[0]]), 'response token')} that are not contiguous; a prompt needs "
-            "at least one token and is padded on the left, a response on the right"
+            f"{counted(int(responses[wrong[0]]), 'response token')}, not contiguous; a prompt needs at least "
+            "one token and is padded on the left, a response on the right"
         )
 
     return {

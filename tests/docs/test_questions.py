@@ -50,8 +50,8 @@ def section(page: Path, name: str) -> str:
 
 
 def questions() -> dict[str, str]:
-    """Question -> link, of the README's list."""
-    return dict(re.findall(r"^- \[(.+)\]\((\S+)\)$", section(README, "how-do-i-"), re.MULTILINE))
+    """Question -> its first link, of the README's list."""
+    return dict(re.findall(r"^- \[([^\]]+)\]\(([^)\s]+)\)", section(README, "how-do-i-"), re.MULTILINE))
 
 
 def test_the_readme_lists_every_question() -> None:

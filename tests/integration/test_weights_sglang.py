@@ -193,6 +193,8 @@ def test_the_end_of_one_node_of_an_engine_costs_no_sample(
             for number, finished in enumerate(rollout.stream(requests)):
                 found[finished.request_id] = finished.sample.token_ids.tolist()
                 if number == 5:
+                    # It could finish all samples before the end of its worker is noticed.
+                    os.kill(second_node[1], signal.SIGSTOP)
                     os.kill(second_node[victim], signal.SIGKILL)
             assert found == expected
             assert rollout.drain_metrics()["rollout/num_restarts"] == 1

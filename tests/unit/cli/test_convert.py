@@ -66,7 +66,7 @@ def test_a_folder_in_fp8(hugging_face: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(to_fp8) == 0
     assert main(["convert", "inspect", fp8]) == 0
     said = capsys.readouterr().out
-    assert "1 safetensors files, in block-scaled FP8" in said
+    assert "1 safetensors file, in block-scaled FP8" in said
     assert "bfloat16" in said
     assert main(["convert", "hf-to-megatron", "--input", fp8, "--output", back]) == 0
     assert main(["convert", "megatron-to-hf", "--input", back, "--output", plain]) == 0

@@ -464,7 +464,7 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
             "parallel": {"sequence_parallel": 5, "tensor_parallel_size": "two"},
         },
         "critic": 3,
-        "data": {"train_files": 3, "seed": 1.5},
+        "data": {"train_files": {"a": "x"}, "seed": 1.5},
         "reward": {"functions": [{"nam": "x"}]},
         "algorithm": {"kl": {"coefficient": True}, "policy_loss": {"clip_dual": "x"}},
     }
@@ -477,7 +477,7 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         f"actor.parallel.tensor_parallel_size: is 'two', but must be an integer [{path}]",
         "critic: is 3, but must be a section with the keys parallel, lora, optim, micro_batch, experts, "
         f"freeze_vision, recompute, recompute_modules, recompute_num_layers, megatron, model [{path}]",
-        f"data.train_files: is 3, but must be a list, each item a string [{path}]",
+        f"data.train_files: is {{'a': 'x'}}, but must be a list, each item a string [{path}]",
         f"data.seed: is 1.5, but must be an integer [{path}]",
         f"reward.functions[0].nam: unknown key; did you mean reward.functions[0].name? [{path}]",
         f"algorithm.kl.coefficient: is True, but must be a number [{path}]",

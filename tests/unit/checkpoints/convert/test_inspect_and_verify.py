@@ -228,7 +228,7 @@ def test_what_a_folder_holds(model: PreTrainedModel, hugging_face: Path, tmp_pat
     )
     assert (description.format, description.layout, description.step) == (
         "Hugging Face",
-        "1 safetensors files",
+        "1 safetensors file",
         None,
     )
     assert description.tokenizer == "Qwen2Tokenizer (tokenizer.json), with a chat template"
