@@ -210,7 +210,7 @@ class ImageProcessor:
         if (found := token_ids.count(placeholder)) != len(images):
             raise ValueError(
                 f"the rendered prompt has {counted(found, 'image token')} (id {placeholder}) for "
-                f"{len(images)} images; use the model's own chat template"
+                f"{counted(len(images), 'image')}; use the model's own chat template"
             )
 
         counts = map(self.num_tokens, images)

@@ -97,8 +97,8 @@ def _check(name: str, at: Tensor, counts: list[int], vision: Vision) -> None:
     """Check that a prompt has one run of image tokens per image."""
     if len(at) != sum(counts):
         raise ValueError(
-            f"{name}: the prompt has {counted(len(at), 'image token')} (id {vision.image_token_id}), but its "
-            f"{len(counts)} images have {sum(counts)} features"
+            f"{name}: the prompt has {counted(len(at), 'image token')} (id {vision.image_token_id}), but "
+            f"{counted(sum(counts), 'feature')} of {counted(len(counts), 'image')}"
         )
 
     for run in at.split(counts) if counts else ():

@@ -58,8 +58,8 @@ def _images_of(request: GenerationRequest, processor: ImageProcessor, device: to
 
     if len(places) != sum(counts):
         raise ValueError(
-            f"request {request.request_id} has {counted(len(places), 'image token')}, but its {len(counts)} "
-            f"images have {sum(counts)} features"
+            f"request {request.request_id} has {counted(len(places), 'image token')}, but "
+            f"{counted(sum(counts), 'feature')} of {counted(len(counts), 'image')}"
         )
 
     starts = [places[sum(counts[:number])] for number in range(len(counts))]

@@ -56,7 +56,7 @@ def columns_of(prompt: list[int], grids: list[int], num_values: int) -> dict[str
 @pytest.mark.parametrize(
     ("prompt", "grids", "num_values", "problem"),
     [
-        ([1, 190, 2], [1, 2, 4], 8 * 24, "row 5 .* has 1 image tokens .id 190., but its 1 images have 2"),
+        ([1, 190, 2], [1, 2, 4], 8 * 24, "row 5 .* has 1 image token .id 190., but 2 features of 1 image"),
         ([190, 2, 190], [1, 2, 4], 8 * 24, "row 5 .* the 2 tokens of an image are not contiguous"),
         ([1, 190, 190], [1, 2, 4], 7 * 24, "'pixel_values' has 7 patches .* 'image_grids' has 8 patches"),
     ],
