@@ -26,9 +26,10 @@ import pytest
 
 import megarl
 from benchmarks.report import LARGEST_MB, make_run
-from megarl import workers
+from megarl import rewards, workers
 from megarl.cli.main import main
 from megarl.controller.worker import Worker, registered_methods
+from megarl.rollout import worker as rollout_workers
 from megarl.tracking.report.live import LiveReport
 from megarl.tracking.report.run_folder import RunFolder, open_runs
 from megarl.tracking.report.sample_part import sample_part
@@ -130,7 +131,9 @@ def test_every_phase_and_call_of_megarl_has_a_readable_name() -> None:
     source = "\n".join(path.read_text() for path in Path(megarl.__file__).parent.rglob("*.py"))
     phases = set(re.findall(r"""with [^\n]*\bphase\("(\w+)"\)""", source))
     modules = [
-        import_module(f"{workers.__name__}.{module.name}") for module in iter_modules(workers.__path__)
+        import_module(f"{package.__name__}.{module.name}")
+        for package in (workers, rollout_workers, rewards)
+        for module in iter_modules(package.__path__)
     ]
     classes = [
         each
