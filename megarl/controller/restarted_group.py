@@ -42,7 +42,6 @@ class RestartedGroup:
     at a time restarts it; others wait.
 
     Args:
-        group: The group.
         budget: The restarts that are allowed.
         servers: Servers that it needs.
         wait_for_node_s: How long to wait for a free node after one is lost.
@@ -140,7 +139,6 @@ class ResentFuture[T_co](RemoteFuture[T_co]):
 
     Args:
         group: The group.
-        sent: The call.
         number: The number of the process to which it was sent.
         again: Sends it again.
     """

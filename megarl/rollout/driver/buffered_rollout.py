@@ -35,9 +35,7 @@ class BufferedRollout:
     user's own loop `next` returns only their prompts, and `generate` finds their samples.
 
     Args:
-        rollout: The rollout role.
         weights: Weight sync of its engines.
-        prompts: The loader.
         scoring: Scores finished groups.
         rules: Composition of a group.
         on_update: What happens to requests in flight at a weight sync.

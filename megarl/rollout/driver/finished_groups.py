@@ -31,7 +31,6 @@ class FinishedGroup(NamedTuple):
     Attributes:
         uid: The uid of the prompt.
         version: Version of the weights that started them.
-        samples: The samples.
         is_dropped: Whether they are excluded from training.
     """
 

@@ -66,7 +66,6 @@ class RolloutSetup:
     """Components of a rollout.
 
     Attributes:
-        replicas: The replicas.
         weights: Weight sync of their engines.
         rules: Properties of the tokenizer.
         limits: Limits of a replica.
@@ -125,7 +124,6 @@ class Rollout:
         The same prompts, weights, seed, step and generation give the same samples for any number of replicas.
 
         Args:
-            prompts: The prompts.
             sampling: Sampling configuration.
             step: The training step.
             generation: Distinguishes several generations of a step.
