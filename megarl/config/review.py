@@ -11,10 +11,10 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy, deepcopy
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
@@ -30,6 +30,8 @@ from megarl.config.verl_names import MigrationProblem, leaf_names
 _log = logging.getLogger(__name__)
 
 _OF_STRINGS = (str, list[str], dict[str, str])
+# Types of keys, and those of other values that they take.
+_CONVERTED = {(int, str), (float, str), (float, int), (str, int), (str, float)}
 _SIGNS = ("+", "~")  # Hydra's signs to add and to remove a key
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")  # a shell's variable without braces
 _HOME = re.compile(r"^~(?=/|$)")
@@ -134,25 +136,26 @@ class Review:
         # A missing value may come from a later layer, so it is judged when all are merged.
         good |= {name: plain.pop(name) for name in [*plain] if has_missing(plain[name])}
 
-        # Almost always all of them fit, and one check is much faster than one per value.
-        converted = _converted(section, plain)
         # Paths are resolved here, because only the layer knows which file named them.
         outputs = {entry.name for entry in fields(section) if OutputFolder in entry.metadata}
 
         for name, value in plain.items():
-            fits = converted if converted is not None else _converted(section, {name: value})
+            key = f"{prefix}{name}"
             if (name in inputs or name in outputs) and (unexpanded := _unexpanded(value)) is not None:
-                self._refuse(f"{prefix}{name}", f"{prefix}{name}: {unexpanded}", layer)
-            elif fits is not None and name in inputs:
-                good[name] = each_text(fits[name], partial(layer.place_of, inputs[name]))
-            elif fits is not None and name in outputs:
-                good[name] = each_text(fits[name], layer.output_of)
-            elif fits is not None:
-                good[name] = fits[name]
-            else:
-                key = f"{prefix}{name}"
+                self._refuse(key, f"{key}: {unexpanded}", layer)
+                continue
+            try:
+                fits = converted(hints[name], value)
+            except (OmegaConfBaseException, OverflowError, ValueError):
                 reason = _REFUSED_VALUES.get(key, {}).get(str(value), f"must be {expected(hints[name])}")
                 self._refuse(key, f"{key}: is {value!r}, but {reason}", layer)
+                continue
+
+            if name in inputs:
+                fits = each_text(fits, partial(layer.place_of, inputs[name]))
+            elif name in outputs:
+                fits = each_text(fits, layer.output_of)
+            good[name] = fits
 
         return good
 
@@ -268,84 +271,50 @@ def item_section(hint: Any) -> type | None:
     return item if isinstance(item, type) and is_dataclass(item) else None
 
 
-def _converted(section: type, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the values as OmegaConf converts them: '1e-5' is a float, 'grpo' an enum member, 3.5 no integer.
+def converted(hint: Any, value: Any) -> Any:
+    """Return a value in the type of its key: '1e-5' is a float, and 'grpo' a member of an enumeration.
 
-    None if it does not convert all of them. Conversions that OmegaConf makes too freely are refused: 5 to
-    true, true to 1.0 or the string "True", and a mapping to a string in a list.
+    A text with a reference is returned as it is, unless the key is true or false.
+
+    Raises:
+        ValueError: The value does not fit. 3.5 is no integer, 5 is not true, and true is no number or string.
+        OmegaConfBaseException: A reference in a text is not closed.
     """
-    hints = key_types(section)
-    for name, value in values.items():
-        single = _without_null(hints[name])
-        if (
-            single in (bool, int, float, str)
-            and value not in (None, MISSING)
-            and isinstance(value, bool) != (single is bool)
-        ):
-            return None
-        if (
-            isinstance(value, list)
-            and not item_section(hints[name])
-            and any(isinstance(item, Mapping | list) for item in value)
-        ):
-            return None
-        is_plain = single in (bool, int, float, str) or (
-            isinstance(single, type) and issubclass(single, Enum)
-        )
-        if is_plain and isinstance(value, Mapping | list):
-            return None
-
-    # Most values need no conversion, and OmegaConf takes a hundred times as long.
-    others = {name: value for name, value in values.items() if not needs_no_conversion(hints[name], value)}
-    converted = {name: _member(hints[name], value) for name, value in values.items() if name not in others}
-    if not others:
-        return converted
-
-    for name, value in others.items():
-        try:
-            merged = OmegaConf.unsafe_merge(deepcopy(_alone(section, name)), {name: value})
-        except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping instead of a list
-            return None
-        single_key = OmegaConf.to_container(merged)
-        assert isinstance(single_key, dict)
-        converted[name] = single_key[name]
-
-    return converted
-
-
-def _member(hint: Any, value: Any) -> Any:
-    """Return the member that a string names, if the key is an enumeration."""
     single = _without_null(hint)
-    is_name = isinstance(value, str) and isinstance(single, type) and issubclass(single, Enum)
-    return single[value] if is_name else value
+    kind = typing.get_origin(single) or single
+    given = type(value)
+    if value is None and (single is not hint or kind is Any):
+        return None
+    if isinstance(value, str) and "${" in value and kind is not bool:
+        OmegaConf.create([value])
+        return value
+
+    # Lists, maps, and sections in a list with references, which are checked when these are resolved.
+    if isinstance(value, list | tuple) and kind in (list, Any):
+        item = Any if kind is Any else typing.get_args(single)[0]
+        return [converted(item, each) for each in value]
+    if isinstance(value, Mapping) and (kind in (dict, Any) or is_dataclass(kind)):
+        if kind is dict and not all(isinstance(name, str) for name in value):
+            raise ValueError("not all names are strings")
+        item = typing.get_args(single)[1] if kind is dict else Any
+        return {name: converted(item, each) for name, each in value.items()}
+
+    if kind is Any and isinstance(value, bool | int | float | str | bytes | Path):
+        return value
+    if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, Enum):
+        name = value.removeprefix(f"{kind.__name__}.")
+        return kind[name] if name in kind.__members__ else kind(name)
+    if given is kind or (kind is str and isinstance(value, str)):
+        return value
+    if (kind, given) in _CONVERTED or (kind is str and isinstance(value, Path)):
+        return kind(value)
+    raise ValueError(f"{value!r} does not fit {hint}")
 
 
 def _without_null(hint: Any) -> Any:
     """Return `str` for `str | None`, and any other type as it is."""
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
     return parts[0] if type(None) in typing.get_args(hint) and len(parts) == 1 else hint
-
-
-def needs_no_conversion(hint: Any, value: Any) -> bool:
-    """Whether a value has exactly the type of its key. OmegaConf reads strings with `$` and `?` itself."""
-    single = _without_null(hint)
-    if value is None:
-        return single is not hint
-    if isinstance(value, str):
-        if "$" in value or "?" in value:
-            return False
-        is_name = isinstance(single, type) and issubclass(single, Enum) and value in single.__members__
-        return single is str or is_name
-    return type(value) is single and single in (bool, int, float)
-
-
-@cache
-def _alone(section: Any, name: str) -> Any:
-    """Return a structured config of one key of a section: a whole section takes OmegaConf much longer."""
-    # The field is copied, because make_dataclass sets its name and type.
-    field_of_key = next(copy(entry) for entry in fields(section) if entry.name == name)
-    alone = make_dataclass(section.__name__, [(name, key_types(section)[name], field_of_key)], kw_only=True)
-    return OmegaConf.structured(alone)
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
