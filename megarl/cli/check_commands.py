@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable
 
 from megarl.cli.parser_parts import Commands, add_overrides, add_run_command, run_of
-from megarl.config.load import schema_of
-from megarl.config.schema import RunConfig
 
 
 def add_check(commands: Commands) -> None:
@@ -43,7 +41,7 @@ def _start_check(parsed: argparse.Namespace) -> int:
     chosen = [start for name, start in _PARTS.items() if getattr(parsed, name)]
     _refuse_options_without_part(parsed)
     if not chosen:
-        return run_of("inspect.check")(parsed.config, parsed.overrides, schema_of_run(parsed), parsed.fast)
+        return run_of("inspect.check")(parsed.config, parsed.overrides, parsed.fast)
 
     if parsed.fast:
         raise ValueError(
@@ -120,12 +118,12 @@ def _start_plan_or_simulation(parsed: argparse.Namespace) -> int:
 
 
 def _start_plan(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.plan")(parsed.config, parsed.overrides, schema_of_run(parsed), parsed.output)
+    return run_of("inspect.plan")(parsed.config, parsed.overrides, parsed.output)
 
 
 def _start_simulation(parsed: argparse.Namespace) -> int:
     return run_of("inspect.simulate")(
-        parsed.config, parsed.overrides, schema_of_run(parsed), _simulation_options(parsed), parsed.output
+        parsed.config, parsed.overrides, parsed.output, *_simulation_options(parsed)
     )
 
 
@@ -169,9 +167,7 @@ def _add_dry_run_options(command: argparse._ActionsContainer) -> None:
 
 
 def _start_rehearse(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.rehearse")(
-        parsed.config, parsed.overrides, schema_of_run(parsed), parsed.role, parsed.ranks, parsed.json
-    )
+    return run_of("inspect.rehearse")(parsed.config, parsed.overrides, parsed.role, parsed.ranks, parsed.json)
 
 
 def add_calibrate(commands: Commands) -> None:
@@ -225,7 +221,3 @@ _PARTS: dict[str, Callable[[argparse.Namespace], int]] = {
     "machine": _start_doctor,
     "dry_run": _start_rehearse,
 }
-
-
-def schema_of_run(parsed: argparse.Namespace) -> type[RunConfig]:
-    return schema_of(parsed.config, parsed.overrides)

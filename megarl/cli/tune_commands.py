@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from megarl.cli.parser_parts import Commands, add_run_command, run_of
-from megarl.config.load import schema_of
 
 
 def add_tune(commands: Commands) -> None:
@@ -84,14 +83,6 @@ def add_tune(commands: Commands) -> None:
 
 
 def _start_tune(parsed: argparse.Namespace) -> int:
-    module = run_of("inspect.tune")
-    schema = schema_of(parsed.config, parsed.overrides)
-    return module(parsed.config, parsed.overrides, schema, _wishes(parsed))
-
-
-def _wishes(parsed: argparse.Namespace) -> dict[str, object]:
-    names = (
-        *("device", "from_run", "device_output", "nodes", "devices", "max_staleness", "objective", "lengths"),
-        *("pin", "top", "output", "json", "plot"),
-    )
-    return {name: getattr(parsed, name) for name in names}
+    others = ("command", "start", "config", "overrides")
+    options = {name: value for name, value in vars(parsed).items() if name not in others}
+    return run_of("inspect.tune")(parsed.config, parsed.overrides, **options)

@@ -45,7 +45,7 @@ def load_config[Config](
     `${file_folder}/`. `model.dtype: auto` is resolved for the device.
 
     Args:
-        schema: The class of the configuration.
+        schema: The class of the configuration. `RunConfig` stands for a run of any kind.
         source: A YAML file, or the mapping that such a file would contain.
         overrides: Values in the form `key.sub=value`.
         options: Values from a command's options, which take precedence over everything else.
@@ -58,7 +58,7 @@ def load_config[Config](
 
 
 @dataclass(frozen=True)
-class PartialConfig[Config]:
+class Loaded[Config]:
     """A configuration with the problems found so far, so that all problems can be reported together.
 
     Attributes:
@@ -67,12 +67,17 @@ class PartialConfig[Config]:
             `model.dtype` may still be `auto`.
         problems: The schema violations, one line each.
         refused: The dotted keys of `problems`. Later checks do not report them again.
+        absent: What is missing on this machine, one line each, which begins with the key: files, models with
+            only a `config.json`, and inputs that a run would fetch from a hub.
+        warnings: What only a plan assumes, and probable mistakes, one line each.
     """
 
     source: str
     config: Config
     problems: tuple[str, ...] = ()
     refused: frozenset[str] = frozenset()
+    absent: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def required(self) -> Config:
         """Return the configuration. Raises ConfigError if there are problems."""
@@ -96,7 +101,7 @@ def read_config[Config](
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     options: Layer | None = None,
-) -> PartialConfig[Config]:
+) -> Loaded[Config]:
     """Read a configuration as `load_config` does, but collect schema violations instead of raising them.
 
     Raises:
@@ -156,8 +161,10 @@ def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
     return next((schema for each, schema in SCHEMAS.items() if each == kind), None)
 
 
-def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialConfig[Config]:
+def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Loaded[Config]:
     kind = _kind_of(layers)
+    if schema is RunConfig:
+        schema = typing.cast(type[Config], _schema_of_kind(kind) or PPOConfig)
     # Nearly every key of another kind of run would be unknown, so this is reported alone.
     if (meant := _schema_of_kind(kind) or schema) is not schema:
         other = (
@@ -207,7 +214,7 @@ def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Pa
         hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
 
-    return PartialConfig(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
+    return Loaded(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
 
 
 def _remove(values: dict[str, Any], section: str) -> None:

@@ -8,10 +8,9 @@ inputs are listed, and existing ones are checked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
-from megarl.config.load import PartialConfig, is_on_cuda, read_config, resolved
+from megarl.config.load import Loaded, is_on_cuda, read_config, resolved
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.rules.machine import missing, writable_folders
@@ -42,92 +41,71 @@ _PLACEMENT_KEYS = (
 _MOST_CPU_RANKS = 4
 
 
-class Checked[Run: RunConfig](NamedTuple):
-    """A configuration without problems.
+def violations_here[Run: RunConfig](loaded: Loaded[Run]) -> list[Violation]:
+    """Return all violations for a run that starts on this machine."""
+    return [*_shared_violations(loaded), *_about_open_keys(loaded, writable_folders(loaded.config))]
 
-    Attributes:
-        config: Each model's path is a folder with a `config.json` on this machine.
-        absent: What is missing on this machine, one line each. Empty if the run could start here.
-        warnings: Warnings about probable mistakes, one line each.
+
+def divided_violations[Run: RunConfig](
+    loaded: Loaded[Run], starts_elsewhere: bool = False
+) -> tuple[list[Violation], list[Violation]]:
+    """Divide the violations into errors, and things missing here that the run's machine may have.
+
+    If all files and GPUs of a run are here, the run is expected to start here, and every violation is an
+    error.
+
+    Args:
+        starts_elsewhere: Whether the run starts on another machine in any case.
     """
+    violations = _shared_violations(loaded)
+    # A machine without the run's files or GPUs is probably not the one that will run it.
+    lacks_inputs = any(each.absence in (Absence.input, Absence.gpu) for each in violations)
+    if not (starts_elsewhere or loaded.absent or lacks_inputs):
+        return violations_here(loaded), []
 
-    config: Run
-    absent: list[str]
-    warnings: list[str]
+    return [each for each in violations if each.absence is None], [
+        each for each in violations if each.absence is not None
+    ]
 
 
-@dataclass(frozen=True)
-class Inputs[Run: RunConfig]:
-    """The result of `find_inputs` or `find_on_hub`.
+def _shared_violations[Run: RunConfig](loaded: Loaded[Run]) -> list[Violation]:
+    """Return all violations except those about output folders."""
+    config = loaded.config
+    lines = {line.partition(":")[0] for line in loaded.absent}
+    # A model that was not fetched from the hub is already reported in its line.
+    explained = {role.path_key for role in model_roles(config) if role.path_key in lines}
 
-    Attributes:
-        partial: The configuration, with a folder for each model that has one, and the problems found so far.
-        substituted: One line, which begins with the key, about each model with only a `config.json`, and
-            about each input that a run would fetch from a hub.
-        assumed: One line, which begins with the key, about each setting that only the plan assumes.
-    """
+    return [
+        each
+        for each in _about_open_keys(loaded, [*validate(config), *missing(config)])
+        if not (each.absence is Absence.input and explained.issuperset(each.keys))
+    ]
 
-    partial: PartialConfig[Run]
-    substituted: list[str]
-    assumed: tuple[str, ...] = ()
 
-    def violations(self) -> list[Violation]:
-        """Return all violations for a run that starts on this machine."""
-        return [*self._shared_violations(), *self._about_open_keys(writable_folders(self.partial.config))]
-
-    def divided(self, starts_elsewhere: bool = False) -> tuple[list[Violation], list[Violation]]:
-        """Divide the violations into errors, and things missing here that the run's machine may have.
-
-        If all files and GPUs of a run are here, the run is expected to start here, and every violation is an
-        error.
-
-        Args:
-            starts_elsewhere: Whether the run starts on another machine in any case.
-        """
-        violations = self._shared_violations()
-        # A machine without the run's files or GPUs is probably not the one that will run it.
-        lacks_inputs = any(each.absence in (Absence.input, Absence.gpu) for each in violations)
-        if not (starts_elsewhere or self.substituted or lacks_inputs):
-            return self.violations(), []
-
-        return [each for each in violations if each.absence is None], [
-            each for each in violations if each.absence is not None
-        ]
-
-    def _shared_violations(self) -> list[Violation]:
-        """Return all violations except those about output folders."""
-        config = self.partial.config
-        lines = {line.partition(":")[0] for line in self.substituted}
-        # A model that was not fetched from the hub is already reported in its line.
-        explained = {role.path_key for role in model_roles(config) if role.path_key in lines}
-
-        return [
-            each
-            for each in self._about_open_keys([*validate(config), *missing(config)])
-            if not (each.absence is Absence.input and explained.issuperset(each.keys))
-        ]
-
-    def _about_open_keys(self, violations: Iterable[Violation]) -> list[Violation]:
-        """Return the violations without those about refused keys."""
-        return [each for each in violations if not self.partial.refuses(each.keys)]
+def _about_open_keys[Run: RunConfig](loaded: Loaded[Run], violations: Iterable[Violation]) -> list[Violation]:
+    """Return the violations without those about refused keys."""
+    return [each for each in violations if not loaded.refuses(each.keys)]
 
 
 def load_checked_anywhere[Run: RunConfig](
     schema: type[Run], path: str, overrides: Sequence[str] = (), *, starts_elsewhere: bool = False
-) -> Checked[Run]:
+) -> Loaded[Run]:
     """Load a configuration and check it. The only file that is read is each model's `config.json`.
 
+    Each model's path in the result is a folder with a `config.json` on this machine. The run could start here
+    if nothing is absent.
+
     Args:
-        starts_elsewhere: See `Inputs.divided`.
+        starts_elsewhere: See `divided_violations`.
 
     Raises:
         ConfigError: It lists every problem.
     """
-    inputs = find_planned(schema, path, overrides)
-    errors, absent = inputs.divided(starts_elsewhere)
-    refuse(path, problems_of(inputs.partial, errors, inputs.assumed))
+    loaded = find_planned(schema, path, overrides)
+    errors, absent = divided_violations(loaded, starts_elsewhere)
+    refuse(path, problems_of(loaded, errors))
 
-    return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], [*inputs.assumed])
+    return replace(loaded, absent=(*loaded.absent, *map(str, absent)))
 
 
 def load_checked_here[Run: RunConfig](schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Run:
@@ -138,42 +116,41 @@ def load_checked_here[Run: RunConfig](schema: type[Run], path: str, overrides: S
     Raises:
         ConfigError: Lists every problem and every missing input.
     """
-    inputs = find_on_hub(read_config(schema, path, overrides), fetch=True)
-    refuse(path, problems_of(inputs.partial, inputs.violations()))
-    return inputs.partial.config
+    loaded = find_on_hub(read_config(schema, path, overrides), fetch=True)
+    refuse(path, problems_of(loaded, violations_here(loaded)))
+    return loaded.config
 
 
-def find_planned[Run: RunConfig](schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Inputs[Run]:
+def find_planned[Run: RunConfig](schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Loaded[Run]:
     """Find the inputs of a run that is only planned here, with the device and the memory that it will have.
 
     `device: auto` is planned as CUDA if a role has more ranks than a machine without GPUs runs. GPUs without
     a memory budget have that of their kind, by default an H100's.
     """
-    partial = read_config(schema, path, overrides)
+    loaded = read_config(schema, path, overrides)
     assumed = []
-    if _is_meant_for_gpus(partial.config):
+    if _is_meant_for_gpus(loaded.config):
         # Problems are those without the override, which would hide a missing or unknown device.
-        partial = replace(partial, config=read_config(schema, path, [*overrides, "device=cuda"]).config)
+        loaded = replace(loaded, config=read_config(schema, path, [*overrides, "device=cuda"]).config)
         assumed.append(
             "device: planned as cuda, because the layout needs several GPUs and this machine has none; "
             "device=cpu plans the run for a CPU"
         )
 
-    inputs = find_inputs(partial)
-    config = inputs.partial.config
+    loaded = find_inputs(loaded)
+    config = loaded.config
     if config.placement.device_memory_gb is None and is_on_cuda(config.device):
         try:
             profile = assumed_profile(config)
         except ConfigError:  # reported by the check of the device profile
-            return replace(inputs, assumed=tuple(assumed))
+            return replace(loaded, warnings=tuple(assumed))
         config = with_budget(config, profile)
-        inputs = replace(inputs, partial=replace(inputs.partial, config=config))
         assumed.append(
             f"placement.device_memory_gb: not set, so the plan has {config.placement.device_memory_gb:g} "
             f"GiB, nine tenths of {profile.name}; set it, or placement.device_profile, for other GPUs"
         )
 
-    return replace(inputs, assumed=tuple(assumed))
+    return replace(loaded, config=config, warnings=tuple(assumed))
 
 
 def _is_meant_for_gpus(config: RunConfig) -> bool:
@@ -185,36 +162,34 @@ def _is_meant_for_gpus(config: RunConfig) -> bool:
     return max(ranks) > _MOST_CPU_RANKS or config.placement.num_nodes > 1
 
 
-def find_inputs[Run: RunConfig](partial: PartialConfig[Run]) -> Inputs[Run]:
+def find_inputs[Run: RunConfig](loaded: Loaded[Run]) -> Loaded[Run]:
     """Find a folder with a `config.json` for each model, for a run that need not start on this machine.
 
     In order: the given folder, the hub's cache, the `models` folders next to the configuration and in
     `configs/`, the hub.
     """
-    config, lines = with_published_models(_from_cache(partial.config), partial.source)
-    inputs = find_on_hub(replace(partial, config=config), fetch=False)
-    return Inputs(inputs.partial, [*lines, *inputs.substituted])
+    config, lines = with_published_models(_from_cache(loaded.config), loaded.source)
+    return find_on_hub(replace(loaded, config=config, absent=tuple(lines)), fetch=False)
 
 
-def find_on_hub[Run: RunConfig](partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
+def find_on_hub[Run: RunConfig](loaded: Loaded[Run], fetch: bool) -> Loaded[Run]:
     """Replace names on the hub with local folders and files. With `fetch`, download weights and data too."""
-    config = resolved(partial.config)
+    config = resolved(loaded.config)
     if not names_a_hub(config):
-        return Inputs(replace(partial, config=config), [])
+        return replace(loaded, config=config)
 
     # Imported here, because the hub's library takes half a second to import.
     from megarl.data.hub import with_hub_inputs
 
     hub = with_hub_inputs(config, fetch)
     refused = {problem.partition(":")[0] for problem in hub.problems}
-    found = replace(
-        partial,
+    return replace(
+        loaded,
         config=hub.config,
-        problems=(*partial.problems, *hub.problems),
-        refused=partial.refused | refused,
+        problems=(*loaded.problems, *hub.problems),
+        refused=loaded.refused | refused,
+        absent=(*loaded.absent, *hub.lines),
     )
-
-    return Inputs(found, hub.lines)
 
 
 def names_a_hub(config: RunConfig) -> bool:
@@ -241,18 +216,16 @@ def refuse(path: str, problems: Sequence[str]) -> None:
         raise ConfigError(path, problems)
 
 
-def problems_of[Run: RunConfig](
-    partial: PartialConfig[Run], violations: Sequence[Violation], assumed: Sequence[str] = ()
-) -> list[str]:
+def problems_of[Run: RunConfig](loaded: Loaded[Run], violations: Sequence[Violation]) -> list[str]:
     """Return the schema problems, the violations, and problems of the placement and of engine arguments.
 
-    Args:
-        assumed: See `Inputs`. The first problem of the memory budget contains them.
+    The first problem of the memory budget contains what the plan assumes.
     """
-    config = partial.config
-    problems = [*partial.problems, *map(str, violations)]
+    config = loaded.config
+    assumed = "; ".join(loaded.warnings)
+    problems = [*loaded.problems, *map(str, violations)]
 
-    if not any(_is_about_placement(violation) for violation in violations) and not partial.refuses(
+    if not any(_is_about_placement(violation) for violation in violations) and not loaded.refuses(
         _PLACEMENT_KEYS
     ):
         try:
@@ -262,7 +235,7 @@ def problems_of[Run: RunConfig](
             # The memory plan is only computed for a configuration without other problems.
             if not problems and refuses(config) and config.placement.device_memory_gb is not None:
                 over = budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
-                problems += [f"{line} ({'; '.join(assumed)})" if assumed else line for line in over[:1]]
+                problems += [f"{line} ({assumed})" if assumed else line for line in over[:1]]
                 problems += over[1:]
         except ConfigError as error:
             problems += error.problems

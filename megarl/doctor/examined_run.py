@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.config.load import read_config, schema_of
+from megarl.config.load import read_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
-from megarl.doctor.checked_config import find_on_hub, problems_of
+from megarl.doctor.checked_config import find_on_hub, problems_of, violations_here
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.placement.placement_plan import PlacementPlan
@@ -70,19 +70,17 @@ def read_subject(
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
     try:
-        read = read_config(schema_of(path, overrides), path, overrides)
+        read = read_config(RunConfig, path, overrides)
     except ConfigError as error:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), list(
             _problems(error.source, error.problems)
         )
 
-    inputs = find_on_hub(read, fetch=False)
-    config = inputs.partial.config
-    problems = problems_of(inputs.partial, inputs.violations())
+    loaded = find_on_hub(read, fetch=False)
+    config = loaded.config
+    problems = problems_of(loaded, violations_here(loaded))
     results = list(_problems(path, problems)) or [good(CONFIGURATION, f"{path} has no errors")]
-    results += [
-        doubtful(CONFIGURATION, line, "fetch it now with `hf download`") for line in inputs.substituted
-    ]
+    results += [doubtful(CONFIGURATION, line, "fetch it now with `hf download`") for line in loaded.absent]
     # With schema problems the configuration is incomplete, so nothing further is checked.
     if read.problems:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
@@ -99,7 +97,7 @@ def read_subject(
         architectures=architectures,
         num_gpus=num_gpus,
         ray_address=ray_address,
-        unfetched=[line.partition(":")[0] for line in inputs.substituted],
+        unfetched=[line.partition(":")[0] for line in loaded.absent],
     ), results
 
 

@@ -22,8 +22,9 @@ from typing import Any
 import aiohttp
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
-from megarl.config.load import read_config, schema_of
+from megarl.config.load import read_config
 from megarl.config.rules.machine import code_files
+from megarl.config.schema import RunConfig
 from megarl.controller.environment import users_settings
 from megarl.doctor.checked_config import load_checked_anywhere, refuse
 from megarl.launch.job_files import RUN_FILE, absent_secrets, pack
@@ -64,12 +65,11 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     """
     # Silence progress messages about uploads and connections.
     logging.getLogger("ray").setLevel(logging.WARNING)
-    schema = schema_of(config_path, overrides)
     # Paths may exist only on the cluster, so missing ones are only listed.
-    absent = load_checked_anywhere(schema, config_path, overrides, starts_elsewhere=True).absent
+    absent = load_checked_anywhere(RunConfig, config_path, overrides, starts_elsewhere=True).absent
 
     # Hub names and a dtype that depends on the device stay unresolved until the job runs on the cluster.
-    config = read_config(schema, config_path, overrides).required()
+    config = read_config(RunConfig, config_path, overrides).required()
     refuse(config_path, [str(violation) for violation in code_files(config)])  # code is uploaded
     for line in absent:
         print(f"not on this machine: {line}", flush=True)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megarl.config.load import schema_of
 from megarl.config.schema import RunConfig
 from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
 from megarl.doctor.checked_config import load_checked_here
@@ -166,8 +165,7 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
 
 
 def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
-    schema = schema_of(config_path, overrides)
-    config: RunConfig = load_checked_here(schema, config_path, overrides)
+    config = load_checked_here(RunConfig, config_path, overrides)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
     # Wait until every node has announced its address.
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]

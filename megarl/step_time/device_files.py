@@ -45,14 +45,14 @@ def load_device(name: str | Path) -> DeviceProfile:
             range, or sources of keys that do not exist. All problems are listed.
     """
     file = _file(str(name))
-    partial = read_config(DeviceProfile, file)
-    problems = [*partial.problems]
-    problems += [str(each) for each in range_violations(partial.config) if not partial.refuses(each.keys)]
-    problems += _unknown_sources(partial.config)
+    loaded = read_config(DeviceProfile, file)
+    problems = [*loaded.problems]
+    problems += [str(each) for each in range_violations(loaded.config) if not loaded.refuses(each.keys)]
+    problems += _unknown_sources(loaded.config)
     if problems:
-        raise ConfigError(partial.source, problems)
+        raise ConfigError(loaded.source, problems)
 
-    return partial.config
+    return loaded.config
 
 
 def profile_of(config: RunConfig) -> DeviceProfile | None:

@@ -21,11 +21,11 @@ from megarl.calibration.profile import Calibration, calibrate, describes
 from megarl.calibration.request import CalibrationRequest, make_request
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.cli.tables.progress import ProgressLine
-from megarl.config.load import is_on_cuda, read_config, schema_of
+from megarl.config.load import is_on_cuda, read_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import find_inputs, refuse
+from megarl.doctor.checked_config import divided_violations, find_inputs, refuse
 from megarl.doctor.devices import probe
 from megarl.machine.errors import ConfigError
 from megarl.machine.processors import has_gpu, usable_cores
@@ -112,10 +112,10 @@ def run(config_path: str | None, overrides: Sequence[str], output: str, device: 
 
 def _checked(path: str, overrides: Sequence[str]) -> RunConfig:
     """Load the run. Of its inputs only the `config.json` of its model is needed."""
-    inputs = find_inputs(read_config(schema_of(path, overrides), path, overrides))
-    errors, _ = inputs.divided(starts_elsewhere=True)
-    refuse(path, [*inputs.partial.problems, *map(str, errors)])
-    return inputs.partial.config
+    loaded = find_inputs(read_config(RunConfig, path, overrides))
+    errors, _ = divided_violations(loaded, starts_elsewhere=True)
+    refuse(path, [*loaded.problems, *map(str, errors)])
+    return loaded.config
 
 
 def _nearest(gpus: Sequence[str]) -> str:

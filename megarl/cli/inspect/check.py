@@ -17,9 +17,7 @@ from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 
 
-def run(
-    config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, fast: bool = False
-) -> int:
+def run(config_path: str, overrides: Sequence[str], fast: bool = False) -> int:
     """Print models, arithmetic and placement of a valid configuration, and return 0.
 
     Args:
@@ -29,23 +27,24 @@ def run(
         ConfigError: The configuration has errors.
     """
     if fast:
-        config, absent, warnings = load_checked_anywhere(schema, config_path, overrides)
+        loaded = load_checked_anywhere(RunConfig, config_path, overrides)
     else:
         from megarl.doctor.examined_config import load_examined_anywhere  # imports torch
 
-        config, absent, warnings = load_examined_anywhere(schema, config_path, overrides)
+        loaded = load_examined_anywhere(RunConfig, config_path, overrides)
+    config = loaded.config
 
     console = output_console()
-    print_run(config, console, with_push=not fast, is_here=not absent)
+    print_run(config, console, with_push=not fast, is_here=not loaded.absent)
     if not fast and isinstance(config, PPOConfig):
         from megarl.cli.tables.judges import print_judge_prompts  # imports torch
 
         print_judge_prompts(config, console)
-    for warning in warnings:
+    for warning in loaded.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
     plan = plan_placement(config)
-    print_absent(absent, console)
-    verdict = "OK, except for files that are not on this machine" if absent else "OK"
+    print_absent(loaded.absent, console)
+    verdict = "OK, except for files that are not on this machine" if loaded.absent else "OK"
     processes, devices = counted(plan.num_processes, "process"), counted(plan.num_devices, "device")
     print_line(console, f"{config_path}: {verdict} ({processes}, {devices}; {_planned_for(config, plan)})")
 

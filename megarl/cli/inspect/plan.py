@@ -29,9 +29,7 @@ def check_drawing(output: str | None, option: str = "--output") -> None:
         raise ValueError(f"{option} {output}: the file name must end in {' or '.join(_FORMATS)}")
 
 
-def run(
-    config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, output: str | None = None
-) -> int:
+def run(config_path: str, overrides: Sequence[str], output: str | None = None) -> int:
     """Print the placement of a valid configuration, and draw it if `output` is set.
 
     Raises:
@@ -39,7 +37,8 @@ def run(
         ValueError: `output` is not a drawing.
     """
     check_drawing(output)
-    config, absent, warnings = load_checked_anywhere(schema, config_path, overrides)
+    loaded = load_checked_anywhere(RunConfig, config_path, overrides)
+    config = loaded.config
     plan = plan_placement(config)
     console = output_console()
     architectures, _ = read_architectures(config)
@@ -50,9 +49,9 @@ def run(
         print_predicted_step(
             predict_step(config, plan, architectures, device, lengths), device, lengths, console
         )
-    for warning in warnings:
+    for warning in loaded.warnings:
         print_line(console, f"warning: {warning}", style="yellow")
-    print_absent(absent, console)
+    print_absent(loaded.absent, console)
 
     if output is not None:
         # Imported here, because it imports matplotlib, which would delay the tables.

@@ -24,7 +24,7 @@ from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, ParallelConfig, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import find_inputs, refuse
+from megarl.doctor.checked_config import divided_violations, find_inputs, refuse
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.placement.plan import plan_placement
@@ -48,7 +48,6 @@ _WORST_CASES = {
 def run(
     config_path: str,
     overrides: Sequence[str],
-    schema: type[RunConfig] = PPOConfig,
     role_name: str = "actor",
     ranks: str = "distinct",
     json_path: str | None = None,
@@ -60,7 +59,7 @@ def run(
         ValueError: The role or a rank does not exist, the layers cannot be simulated, or the device guard
             cannot be compiled.
     """
-    config, absent = _read(config_path, overrides, schema)
+    config, absent = _read(config_path, overrides)
 
     # The run's layers on a GPU. The simulation provides routes, so it does not matter where they come from.
     layers, why = simulated_layers(config)
@@ -109,18 +108,18 @@ def run(
     return MISTAKES if mistakes else GOOD
 
 
-def _read(config_path: str, overrides: Sequence[str], schema: type[RunConfig]) -> tuple[RunConfig, list[str]]:
+def _read(config_path: str, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
     """Return the configuration for GPUs, and what is not on this machine. Raises the errors of `run`."""
-    partial = read_config(schema, config_path, overrides)
+    loaded = read_config(RunConfig, config_path, overrides)
 
     # Resolve the device for the run's machines, not for this one, because model.dtype depends on it.
-    if partial.config.device is Device.auto:
-        partial = read_config(schema, config_path, [*overrides, "device=cuda"])
-    inputs = find_inputs(partial)
-    violations, absences = inputs.divided(starts_elsewhere=True)
-    refuse(config_path, [*inputs.partial.problems, *map(str, violations)])
-    config = inputs.partial.config
-    absent = [*inputs.substituted, *map(str, absences)]
+    if loaded.config.device is Device.auto:
+        loaded = read_config(RunConfig, config_path, [*overrides, "device=cuda"])
+    loaded = find_inputs(loaded)
+    violations, absences = divided_violations(loaded, starts_elsewhere=True)
+    refuse(config_path, [*loaded.problems, *map(str, violations)])
+    config = loaded.config
+    absent = [*loaded.absent, *map(str, absences)]
     if config.device is Device.cpu:
         raise ValueError(
             f"{config_path} has device: cpu, but the dry run simulates GPUs; add device=cuda to simulate the "

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli.tables.placement import parts_table
-from megarl.config.load import load_config, schema_of
+from megarl.config.load import load_config
+from megarl.config.schema import RunConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.placement.memory import plan_memory
@@ -50,7 +51,7 @@ def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
         not on this machine.
     """
     try:
-        config = load_config(schema_of(str(config_path)), config_path)
+        config = load_config(RunConfig, config_path)
         architectures, absent = read_architectures(config)
         if absent or validate(config):
             return None

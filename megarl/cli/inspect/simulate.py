@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
 from megarl.cli.inspect.plan import check_drawing
 from megarl.cli.tables.console import output_console, print_line, table
-from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.load import schema_of
+from megarl.config.schema import PPOConfig
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
@@ -29,33 +29,23 @@ from megarl.simulation.forecast import (
 )
 
 
-class Given(NamedTuple):
-    """The options `--lengths`, `--from`, `--training-s` and `--tokens-per-s`."""
-
-    lengths: str | None = None
-    run_dir: str | None = None
-    training_s: float | None = None
-    tokens_per_s: float | None = None
-
-
 def run(
     config_path: str,
     overrides: Sequence[str],
-    schema: type[RunConfig],
-    options: tuple[str | None, str | None, float | None, float | None],
-    output: str | None = None,
+    output: str | None,
+    lengths: str | None,
+    run_dir: str | None,
+    training_s: float | None,
+    tokens_per_s: float | None,
 ) -> int:
     """Simulate the run, print the results, and draw them if `output` is set.
-
-    Args:
-        options: The values of Given.
 
     Raises:
         ConfigError: The configuration has errors.
         ValueError: An option is missing or cannot be simulated.
     """
     check_drawing(output)
-    if schema is not PPOConfig:
+    if schema_of(config_path, overrides) is not PPOConfig:
         raise ValueError(
             "--simulate: supervised fine-tuning generates nothing; give the configuration of a reinforcement "
             "learning run"
@@ -65,8 +55,8 @@ def run(
     plan = plan_placement(config)
     console = output_console()
     splits = splits_of(config, plan)
-    (lengths, times) = _work(config, Given(*options))
-    work = Work.of(config, lengths)
+    (sampled, times) = _work(config, lengths, run_dir, training_s, tokens_per_s)
+    work = Work.of(config, sampled)
     forecasts = [
         forecast(work, times, split, max_staleness) for split in splits for max_staleness in STALENESSES
     ]
@@ -82,36 +72,43 @@ def run(
     return 0
 
 
-def _work(config: PPOConfig, given: Given) -> tuple[list[list[int]], Times]:
-    for name, value in (("--training-s", given.training_s), ("--tokens-per-s", given.tokens_per_s)):
+def _work(
+    config: PPOConfig,
+    lengths: str | None,
+    run_dir: str | None,
+    training_s: float | None,
+    tokens_per_s: float | None,
+) -> tuple[list[list[int]], Times]:
+    """Return the response lengths of each prompt's samples, and the times."""
+    for name, value in (("--training-s", training_s), ("--tokens-per-s", tokens_per_s)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} {value:g}: must be above 0")
 
-    if given.run_dir is not None:
-        lengths, times = measured(Path(given.run_dir))
+    if run_dir is not None:
+        sampled, times = measured(Path(run_dir))
     else:
         wanted = {
-            "--lengths": given.lengths,
-            "--training-s": given.training_s,
-            "--tokens-per-s": given.tokens_per_s,
+            "--lengths": lengths,
+            "--training-s": training_s,
+            "--tokens-per-s": tokens_per_s,
         }
         if missing := [name for name, value in wanted.items() if value is None]:
             raise ValueError(
                 f"--simulate requires {', '.join(missing)}, or --from with the folder of a run that has "
                 f"measured them"
             )
-        lengths = []
+        sampled = []
         times = Times(0.0, 0.0)
 
     # Options replace measured values.
-    if given.lengths is not None:
-        lengths = log_normal(*_mean_and_most(given.lengths, config), config.rollout.n)
-    if given.training_s is not None:
-        times = times._replace(training_s=given.training_s)
-    if given.tokens_per_s is not None:
-        times = times._replace(token_s=1 / given.tokens_per_s)
+    if lengths is not None:
+        sampled = log_normal(*_mean_and_most(lengths, config), config.rollout.n)
+    if training_s is not None:
+        times = times._replace(training_s=training_s)
+    if tokens_per_s is not None:
+        times = times._replace(token_s=1 / tokens_per_s)
 
-    return lengths, times
+    return sampled, times
 
 
 def _mean_and_most(text: str, config: PPOConfig) -> tuple[float, int]:

@@ -21,8 +21,8 @@ from megarl.cli.tables.tuning import (
     print_rejections,
     print_results,
 )
-from megarl.config.load import read_config
-from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.load import read_config, schema_of
+from megarl.config.schema import PPOConfig
 from megarl.config.sources import COMMAND_LINE, read_layers
 from megarl.doctor.checked_config import find_inputs, load_checked_anywhere, refuse
 from megarl.machine.errors import ConfigError
@@ -73,9 +73,7 @@ class Tuned(NamedTuple):
     lengths: Lengths
 
 
-def run(
-    config_path: str, overrides: Sequence[str], schema: type[RunConfig], options: Mapping[str, Any]
-) -> int:
+def run(config_path: str, overrides: Sequence[str], **options: Any) -> int:
     """Search, print the results, and write the files that are asked for.
 
     Raises:
@@ -85,7 +83,7 @@ def run(
     wishes = TuneOptions(**options)
     check_drawing(wishes.plot, "--plot")
 
-    if schema is not PPOConfig:
+    if schema_of(config_path, overrides) is not PPOConfig:
         raise ValueError("tune: supervised fine-tuning is not searched; give the configuration of an RL run")
 
     for name, value, least in (
@@ -96,16 +94,16 @@ def run(
         if value is not None and value < least:
             raise ValueError(f"{name} {value}: must be at least {least}")
 
-    inputs = find_inputs(read_config(PPOConfig, config_path, overrides))
+    loaded = find_inputs(read_config(PPOConfig, config_path, overrides))
     # Errors in keys that the search chooses are not among these.
-    refuse(config_path, inputs.partial.problems)
-    config = _with_device(inputs.partial.config, wishes.device, _placement_given(config_path, overrides))
+    refuse(config_path, loaded.problems)
+    config = _with_device(loaded.config, wishes.device, _placement_given(config_path, overrides))
     console = output_console()
     device = _device(config, wishes, console)
-    tuned = Tuned(config_path, overrides, inputs.partial.config, device, _lengths(config, wishes.lengths))
+    tuned = Tuned(config_path, overrides, loaded.config, device, _lengths(config, wishes.lengths))
     config = with_budget(config, device)
 
-    print_absent(inputs.substituted, console)
+    print_absent(loaded.absent, console)
     if wishes.devices is None:
         best = _tune(tuned, _space(config, device, wishes, wishes.nodes), wishes, console)
     else:

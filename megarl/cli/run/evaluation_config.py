@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cli.run.named_model import NamedModel
-from megarl.config.load import PartialConfig, load_config
+from megarl.config.load import Loaded, load_config
 from megarl.config.schema import (
     ActorConfig,
     AdvantageConfig,
@@ -35,7 +35,7 @@ from megarl.config.schema import (
     Transport,
 )
 from megarl.config.sources import Layer
-from megarl.doctor.checked_config import find_on_hub, problems_of, refuse
+from megarl.doctor.checked_config import find_on_hub, problems_of, refuse, violations_here
 from megarl.machine.errors import ConfigError
 
 _EVALUATIONS = "evaluations"  # subfolder of a run's folder and of `outputs`
@@ -75,16 +75,16 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
             ],
         )
     output = _output(model, config, options)  # named by the data files as given
-    inputs = find_on_hub(PartialConfig(source, _without_training(config, str(output))), fetch=True)
+    loaded = find_on_hub(Loaded(source, _without_training(config, str(output))), fetch=True)
 
     # The weights may come from a checkpoint, and an evaluation logs nothing.
     violations = [
         each
-        for each in inputs.violations()
+        for each in violations_here(loaded)
         if each.absence is None or each.keys[0] not in ("model.path", "tracking.loggers")
     ]
-    refuse(source, problems_of(inputs.partial, violations))
-    return inputs.partial.config
+    refuse(source, problems_of(loaded, violations))
+    return loaded.config
 
 
 def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:

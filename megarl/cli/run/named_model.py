@@ -19,7 +19,7 @@ from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, CheckpointFolder, step_name
-from megarl.config.load import load_config, schema_of
+from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.data.hub import model_folder
@@ -151,7 +151,7 @@ def _refuse_step(path: Path, step: str, why: str) -> None:
 
 
 def _run_config(file: Path) -> RunConfig:
-    return load_config(schema_of(str(file)), str(file))
+    return load_config(RunConfig, str(file))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from megarl.checkpoints.trace_comparison import ComparedTensor, compare_traces
 from megarl.cli.run.context import RunContext
 from megarl.cli.run.processes import ray_processes
 from megarl.cli.tables.console import output_console, print_line
-from megarl.config.load import load_config, schema_of
+from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.tracking.metrics_file import read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
@@ -77,7 +77,7 @@ def run(
 
 def _config(output_dir: Path, overrides: Sequence[str]) -> RunConfig:
     path = str(output_dir / CONFIG_FILE)
-    return load_config(schema_of(path, overrides), path, overrides)
+    return load_config(RunConfig, path, overrides)
 
 
 def _logged_norms(path: Path, step: int) -> dict[str, float]:

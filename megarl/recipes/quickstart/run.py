@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.config.load import read_config, resolved, schema_of
+from megarl.config.load import read_config, resolved
 from megarl.config.published import with_published_models
 from megarl.config.schema import RunConfig
 from megarl.config.validate import validate
@@ -89,13 +89,13 @@ def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
 
 def _checked_config(path: str, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration. Wrong overrides are refused now: their stage starts minutes later."""
-    partial = read_config(schema_of(path, overrides), path, overrides)
+    loaded = read_config(RunConfig, path, overrides)
     # The earlier stages create the run's inputs, so the published `config.json` of the model is checked.
-    config, _ = with_published_models(resolved(partial.config), partial.source)
+    config, _ = with_published_models(resolved(loaded.config), loaded.source)
     violations = [
-        str(each) for each in validate(config) if each.absence is None and not partial.refuses(each.keys)
+        str(each) for each in validate(config) if each.absence is None and not loaded.refuses(each.keys)
     ]
-    if problems := [*partial.problems, *violations]:
+    if problems := [*loaded.problems, *violations]:
         raise ConfigError(path, problems)
 
     return config

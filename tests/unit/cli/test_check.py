@@ -95,7 +95,8 @@ def test_at_80_columns_no_word_or_number_is_broken(
 
 
 def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Path) -> None:
-    config, _, _ = load_checked_anywhere(PPOConfig, ppo, ["algorithm=grpo", "trainer.critic_warmup_steps=0"])
+    overrides = ["algorithm=grpo", "trainer.critic_warmup_steps=0"]
+    config = load_checked_anywhere(PPOConfig, ppo, overrides).config
     print_summary(config, console := Console(file=io.StringIO(), width=80))
     said = console.file.getvalue()
     assert said.startswith(

@@ -157,7 +157,7 @@ def path_of(run: str) -> str:
 
 def load(run: str) -> PPOConfig:
     """Load a configuration with the published model, of which this machine has only `config.json`."""
-    return load_checked_anywhere(PPOConfig, path_of(run))[0]
+    return load_checked_anywhere(PPOConfig, path_of(run)).config
 
 
 def memory_of(config: PPOConfig) -> list[DeviceMemory]:

@@ -23,6 +23,7 @@ from megarl.config.schema import (
     OnUpdate,
     PPOConfig,
     RewardFunctionConfig,
+    RunConfig,
     SFTConfig,
 )
 from megarl.config.shipped import CONFIGS_DIR, configs_dir
@@ -659,6 +660,14 @@ def test_a_value_is_converted_as_by_omegaconf() -> None:
             taken += 1
 
     assert taken > 500
+
+
+@pytest.mark.parametrize("file", ["quickstart", "quickstart_sft"])
+def test_a_run_of_any_kind_is_read_by_its_kind(file: str) -> None:
+    path = str(CONFIGS_DIR / f"{file}.yaml")
+    assert load_config(RunConfig, path) == load_config(schema_of(path), path)
+    with pytest.raises(ConfigError, match="kind: is 'dapo', but that is an algorithm; use kind=ppo"):
+        load_config(RunConfig, path, ["kind=dapo"])
 
 
 @pytest.mark.parametrize("file", ["quickstart", "quickstart_sft", "kimi_k2_1t_grpo", "qwen2.5_7b_ppo_split"])

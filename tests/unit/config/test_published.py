@@ -31,9 +31,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_model_that_is_here_is_read_itself(run: str, tmp_path: Path) -> None:
     model_folder(tmp_path / "models" / "Tiny")
-    config, absent, _ = load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny"])
-    assert config.model.path == "models/Tiny"
-    assert absent == []
+    loaded = load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny"])
+    assert loaded.config.model.path == "models/Tiny"
+    assert loaded.absent == ()
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,12 @@ def test_a_model_that_is_here_is_read_itself(run: str, tmp_path: Path) -> None:
     [("models/Tiny", 96), ("/on/the/cluster/Tiny", 96), ("Tiny", 96), ("outputs/maker/tuned", 192)],
 )
 def test_one_that_is_not_is_found_by_the_end_of_its_path(path: str, hidden_size: int, run: str) -> None:
-    config, absent, _ = load_checked_anywhere(
+    loaded = load_checked_anywhere(
         PPOConfig, run, [f"model.path={path}", "data.train_files=[far/away.parquet]"]
     )
+    config = loaded.config
     assert read_architecture(config.model.path).hidden_size == hidden_size
-    about_model, about_data = absent
+    about_model, about_data = loaded.absent
     assert (
         about_model == f"model.path: there is no folder {str(path)!r}; using {config.model.path}/config.json"
     )
@@ -76,7 +77,7 @@ def test_a_name_that_is_none_of_theirs_is_refused(
 
 def test_data_may_be_elsewhere_where_the_model_is_here(run: str) -> None:
     """A run that starts on this machine needs both."""
-    config, (line,), _ = load_checked_anywhere(PPOConfig, run, ["data.train_files=[far/away.parquet]"])
+    (line,) = load_checked_anywhere(PPOConfig, run, ["data.train_files=[far/away.parquet]"]).absent
     assert line.startswith("data.train_files: there is no file 'far/away.parquet'")
     with pytest.raises(ConfigError, match="there is no file 'far/away.parquet'"):
         load_checked_here(PPOConfig, run, ["data.train_files=[far/away.parquet]"])
