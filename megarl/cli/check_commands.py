@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megarl.cli.parser_parts import Commands, add_overrides, add_run_command, run_of
+from megarl.cli.parser_parts import Commands, add_overrides, add_run_command, run_of, starts
 
 
 def add_check(commands: Commands) -> None:
@@ -41,7 +41,7 @@ def _start_check(parsed: argparse.Namespace) -> int:
     chosen = [start for name, start in _PARTS.items() if getattr(parsed, name)]
     _refuse_options_without_part(parsed)
     if not chosen:
-        return run_of("inspect.check")(parsed.config, parsed.overrides, parsed.fast)
+        return run_of("inspect.check")(parsed.config_path, parsed.overrides, parsed.fast)
 
     if parsed.fast:
         raise ValueError(
@@ -118,12 +118,12 @@ def _start_plan_or_simulation(parsed: argparse.Namespace) -> int:
 
 
 def _start_plan(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.plan")(parsed.config, parsed.overrides, parsed.output)
+    return run_of("inspect.plan")(parsed.config_path, parsed.overrides, parsed.output)
 
 
 def _start_simulation(parsed: argparse.Namespace) -> int:
     return run_of("inspect.simulate")(
-        parsed.config, parsed.overrides, parsed.output, *_simulation_options(parsed)
+        parsed.config_path, parsed.overrides, parsed.output, *_simulation_options(parsed)
     )
 
 
@@ -167,7 +167,9 @@ def _add_dry_run_options(command: argparse._ActionsContainer) -> None:
 
 
 def _start_rehearse(parsed: argparse.Namespace) -> int:
-    return run_of("inspect.rehearse")(parsed.config, parsed.overrides, parsed.role, parsed.ranks, parsed.json)
+    return run_of("inspect.rehearse")(
+        parsed.config_path, parsed.overrides, parsed.role, parsed.ranks, parsed.json
+    )
 
 
 def add_calibrate(commands: Commands) -> None:
@@ -175,7 +177,7 @@ def add_calibrate(commands: Commands) -> None:
     calibrate = commands.add_parser("calibrate", help=summary, description=summary, allow_abbrev=False)
 
     calibrate.add_argument(
-        "config",
+        "config_path",
         metavar="CONFIG",
         nargs="?",
         help="the run whose shapes and dtype are measured; by default one that is included in megarl",
@@ -189,35 +191,27 @@ def add_calibrate(commands: Commands) -> None:
         help="the nearest device file: a shipped name or a path; by default that of the GPU, or cpu",
     )
 
-    calibrate.set_defaults(
-        start=lambda parsed: run_of("inspect.calibrate")(
-            parsed.config, parsed.overrides, parsed.output, parsed.device
-        )
-    )
+    calibrate.set_defaults(start=starts("inspect.calibrate"))
 
 
 def add_doctor(commands: Commands) -> None:
     summary = "check this machine, the cluster and the inputs of a run; warnings and errors have a hint"
     doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)
     doctor.add_argument(
-        "config",
+        "config_path",
         metavar="CONFIG",
         nargs="?",
         help="the run to check; by default only the machine is checked",
     )
     add_overrides(doctor, "as for `megarl train`")
-    doctor.add_argument("--json", action="store_true", help="print one JSON document")
-    doctor.set_defaults(start=lambda parsed: _start_doctor(parsed, parsed.json))
-
-
-def _start_doctor(parsed: argparse.Namespace, as_document: bool = False) -> int:
-    return run_of("inspect.doctor")(parsed.config, parsed.overrides, as_document)
+    doctor.add_argument("--json", dest="as_document", action="store_true", help="print one JSON document")
+    doctor.set_defaults(start=starts("inspect.doctor"))
 
 
 # The parts of `megarl check`, in the order of the output. Each is also a command.
 _PARTS: dict[str, Callable[[argparse.Namespace], int]] = {
     "plan": _start_plan,
     "simulate": _start_simulation,
-    "machine": _start_doctor,
+    "machine": lambda parsed: run_of("inspect.doctor")(parsed.config_path, parsed.overrides),
     "dry_run": _start_rehearse,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl import __version__
 from megarl.cli.check_commands import add_calibrate, add_check, add_doctor, add_plan, add_rehearse
-from megarl.cli.parser_parts import Commands, add_overrides, add_run_command, run_of
+from megarl.cli.parser_parts import Commands, add_overrides, add_run_command, starts
 from megarl.cli.run.convert import add_commands, positive
 from megarl.cli.run.examples import epilog
 from megarl.cli.sampling_commands import add_eval, add_generate
@@ -56,24 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_train(commands: Commands) -> None:
     summary = "train with reinforcement learning, or as the configuration's `kind` specifies"
-    train = add_run_command(
-        commands,
-        "train",
-        summary,
-        lambda parsed: run_of("run.train")(parsed.config, parsed.overrides, parsed.verbose),
-    )
-    _add_verbose(train)
+    _add_verbose(add_run_command(commands, "train", summary, starts("run.train")))
 
 
 def _add_sft(commands: Commands) -> None:
-    summary = "supervised fine-tuning"
-    sft = add_run_command(
-        commands,
-        "sft",
-        summary,
-        lambda parsed: run_of("run.sft")(parsed.config, parsed.overrides, parsed.verbose),
-    )
-    _add_verbose(sft)
+    _add_verbose(add_run_command(commands, "sft", "supervised fine-tuning", starts("run.sft")))
 
 
 def _add_verbose(command: argparse.ArgumentParser) -> None:
@@ -86,13 +73,7 @@ def _add_verbose(command: argparse.ArgumentParser) -> None:
 
 def _add_submit(commands: Commands) -> None:
     summary = "run `megarl train` as a job of an existing Ray cluster, and follow it"
-    submit = add_run_command(
-        commands,
-        "submit",
-        summary,
-        lambda parsed: run_of("submit", "megarl.launch")(parsed.config, parsed.overrides, parsed.address),
-    )
-
+    submit = add_run_command(commands, "submit", summary, starts("submit", "megarl.launch"))
     submit.add_argument(
         "--address",
         metavar="URL",
@@ -102,12 +83,7 @@ def _add_submit(commands: Commands) -> None:
 
 def _add_launch(commands: Commands) -> None:
     summary = "run `megarl train` on several nodes; torchrun starts this command on each of them"
-    add_run_command(
-        commands,
-        "launch",
-        summary,
-        lambda parsed: run_of("torchrun_node", "megarl.launch")(parsed.config, parsed.overrides),
-    )
+    add_run_command(commands, "launch", summary, starts("torchrun_node", "megarl.launch"))
 
 
 # ---- inspecting runs
@@ -120,7 +96,7 @@ def _add_status(commands: Commands) -> None:
     )
     status.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     status.add_argument("--watch", action="store_true", help="refresh until the run ends, or Ctrl-C")
-    status.set_defaults(start=lambda parsed: run_of("inspect.status")(parsed.run_dir, parsed.watch))
+    status.set_defaults(start=starts("inspect.status"))
 
 
 def _add_replay(commands: Commands) -> None:
@@ -144,17 +120,14 @@ def _add_replay(commands: Commands) -> None:
 
     replay.add_argument(
         "--rows",
+        dest="num_rows",
         metavar="N",
         type=positive,
         default=64,
         help="number of samples, about, whose hidden states are compared; the default is 64",
     )
 
-    replay.set_defaults(
-        start=lambda parsed: run_of("run.replay")(
-            parsed.run_dir, parsed.step, parsed.overrides, parsed.against, parsed.tolerance, parsed.rows
-        )
-    )
+    replay.set_defaults(start=starts("run.replay"))
 
 
 def _add_scale(commands: Commands) -> None:
@@ -166,19 +139,20 @@ def _add_scale(commands: Commands) -> None:
     scale.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     scale.add_argument(
         "--replicas",
+        dest="num_replicas",
         metavar="N",
         type=int,
         required=True,
         help="number of engines, each with a full copy of the model",
     )
 
-    scale.set_defaults(start=lambda parsed: run_of("run.scale")(parsed.run_dir, parsed.replicas))
+    scale.set_defaults(start=starts("run.scale"))
 
 
 def _add_plot(commands: Commands) -> None:
     plot = commands.add_parser("plot", help="draw a run's curves to a PNG file")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
-    plot.set_defaults(start=lambda parsed: run_of("inspect.plot")(parsed.run_dir))
+    plot.set_defaults(start=starts("inspect.plot"))
 
 
 def _add_report(commands: Commands) -> None:
@@ -193,6 +167,7 @@ def _add_report(commands: Commands) -> None:
     report.add_argument("--output", metavar="FILE", help="the default is report.html in the first folder")
     report.add_argument(
         "--live",
+        dest="is_live",
         action="store_true",
         help="serve the report on this machine and follow the runs, until Ctrl-C",
     )
@@ -200,11 +175,7 @@ def _add_report(commands: Commands) -> None:
         "--port", metavar="PORT", type=int, default=0, help="port of --live; the default is any free port"
     )
 
-    report.set_defaults(
-        start=lambda parsed: run_of("inspect.report")(
-            parsed.run_dirs, parsed.output, parsed.live, parsed.port
-        )
-    )
+    report.set_defaults(start=starts("inspect.report"))
 
 
 # ---- models and rewards
@@ -214,9 +185,9 @@ def _add_score(commands: Commands) -> None:
     summary = "run the reward functions of a configuration on a file of responses"
     score = commands.add_parser("score", help=summary, description=summary, allow_abbrev=False)
 
-    score.add_argument("config", metavar="CONFIG", help="a YAML file with reward.functions")
+    score.add_argument("config_path", metavar="CONFIG", help="a YAML file with reward.functions")
     score.add_argument(
-        "rows",
+        "rows_path",
         metavar="ROWS",
         help=".parquet, .jsonl or .csv file with response, data_source and ground truth, such as a run's "
         "generations.jsonl",
@@ -224,21 +195,19 @@ def _add_score(commands: Commands) -> None:
 
     add_overrides(score, "such as reward.time_limit_s=2")
     score.add_argument(
-        "--ground-truth", action="store_true", help="score each row's ground truth instead of a response"
+        "--ground-truth",
+        dest="of_ground_truth",
+        action="store_true",
+        help="score each row's ground truth instead of a response",
     )
-
-    score.set_defaults(
-        start=lambda parsed: run_of("run.score")(
-            parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth
-        )
-    )
+    score.set_defaults(start=starts("run.score"))
 
 
 def _add_quickstart(commands: Commands) -> None:
     summary = "create a tiny model and its data, and train it, in minutes on two cores"
     quickstart = commands.add_parser("quickstart", help=summary, description=summary)
     add_overrides(quickstart, "overrides of configs/quickstart.yaml, such as trainer.total_steps=10")
-    quickstart.set_defaults(start=lambda parsed: run_of("run", "megarl.recipes.quickstart")(parsed.overrides))
+    quickstart.set_defaults(start=starts("run", "megarl.recipes.quickstart"))
 
 
 def _add_completion(commands: Commands) -> None:
@@ -247,7 +216,7 @@ def _add_completion(commands: Commands) -> None:
     completion.add_argument(
         "shell", choices=("bash", "zsh", "fish"), help='usage: eval "$(megarl completion bash)"'
     )
-    completion.set_defaults(start=lambda parsed: run_of("inspect.completion")(parsed.shell))
+    completion.set_defaults(start=starts("inspect.completion"))
 
 
 def _add_convert(commands: Commands) -> None:
@@ -315,7 +284,7 @@ def _add_schema(commands: Commands) -> None:
     kinds = "run: any run, by its `kind` (the default); ppo, sft, dpo or reward_model: one kind; "
     kinds += "algorithm: a preset"
     schema.add_argument("kind", metavar="KIND", nargs="?", choices=SCHEMA_KINDS, default=ANY_RUN, help=kinds)
-    schema.set_defaults(start=lambda parsed: run_of("inspect.schema")(parsed.kind))
+    schema.set_defaults(start=starts("inspect.schema"))
 
 
 def _start_init(parsed: argparse.Namespace) -> int:

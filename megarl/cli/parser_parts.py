@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 Commands = argparse._SubParsersAction
 
@@ -15,7 +16,7 @@ def add_run_command(
     """Add a subcommand that reads a configuration."""
     command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
     command.add_argument(
-        "config",
+        "config_path",
         metavar="CONFIG",
         help="a YAML file; configs/quickstart.yaml and others are included in megarl",
     )
@@ -31,6 +32,16 @@ def add_overrides(command: argparse.ArgumentParser, help_text: str) -> None:
     command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=help_text)
 
 
-def run_of(command: str, package: str = "megarl.cli") -> Callable[..., int]:
+def starts(command: str, package: str = "megarl.cli") -> Callable[[argparse.Namespace], int]:
+    """Return a function that runs a command, whose parameters have the names of its options."""
+    return partial(_start, f"{package}.{command}")
+
+
+def _start(module: str, parsed: argparse.Namespace) -> int:
+    options = {name: value for name, value in vars(parsed).items() if name not in ("command", "start")}
+    return importlib.import_module(module).run(**options)
+
+
+def run_of(command: str) -> Callable[..., int]:
     """Import a command's module and return the function that runs the command."""
-    return importlib.import_module(f"{package}.{command}").run
+    return importlib.import_module(f"megarl.cli.{command}").run

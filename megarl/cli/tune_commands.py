@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-
-from megarl.cli.parser_parts import Commands, add_run_command, run_of
+from megarl.cli.parser_parts import Commands, add_run_command, starts
 
 
 def add_tune(commands: Commands) -> None:
     summary = "choose placement, layouts and engines of a run for the shortest predicted step"
-    tune = add_run_command(commands, "tune", summary, _start_tune)
+    tune = add_run_command(commands, "tune", summary, starts("inspect.tune"))
 
     tune.add_argument(
         "--device",
@@ -80,9 +78,3 @@ def add_tune(commands: Commands) -> None:
         metavar="FILE",
         help="draw the predicted step, or with --devices its time on each cluster, to a .svg or .png file",
     )
-
-
-def _start_tune(parsed: argparse.Namespace) -> int:
-    others = ("command", "start", "config", "overrides")
-    options = {name: value for name, value in vars(parsed).items() if name not in others}
-    return run_of("inspect.tune")(parsed.config, parsed.overrides, **options)

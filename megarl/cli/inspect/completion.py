@@ -25,7 +25,7 @@ def run(shell: str) -> int:
 def answer(parser: argparse.ArgumentParser) -> None:
     """Print the completions for the shell, and exit."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    completers = {"config": _configs, "overrides": _keys}
+    completers = {"config_path": _configs, "overrides": _keys}
 
     # Attach the completers to the positional arguments of all commands.
     for command in commands.choices.values():
@@ -44,7 +44,7 @@ def _configs(prefix: str, **_: object) -> Iterator[str]:
 def _keys(parsed_args: argparse.Namespace, **_: object) -> Iterator[str]:
     """Yield the keys of the kind of run that the file describes; those of PPO if it cannot be read."""
     try:
-        schema = schema_of(parsed_args.config) if parsed_args.config else PPOConfig
+        schema = schema_of(parsed_args.config_path) if parsed_args.config_path else PPOConfig
     except ConfigError:
         schema = PPOConfig
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
+from dataclasses import fields
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from megarl.cli.inspect.tune import TuneOptions
 from megarl.cli.main import commands_of, in_argparse_order, main
 from megarl.cli.parser import build_parser
 from megarl.cli.run.examples import EXAMPLES
@@ -25,6 +31,24 @@ def test_an_example_is_a_command_line(name: str, line: str) -> None:
     parser = build_parser()
     parsed = parser.parse_args(in_argparse_order(words, commands_of(parser)))
     assert parsed.command == name
+
+    # The command is called with its options by name. Its module may import torch, so it is only read.
+    if isinstance(parsed.start, partial):
+        (module,) = parsed.start.args
+        spec = find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        functions = [
+            each
+            for each in ast.parse(Path(spec.origin).read_text()).body
+            if isinstance(each, ast.FunctionDef)
+        ]
+        (run,) = (each for each in functions if each.name == "run")
+        parameters = {each.arg for each in run.args.args}
+        if run.args.kwarg is not None:
+            assert name == "tune"
+            parameters |= {each.name for each in fields(TuneOptions)}
+        assert vars(parsed).keys() - {"command", "start"} == parameters
 
 
 def test_every_command_has_a_description_and_an_example() -> None:
