@@ -79,13 +79,12 @@ from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
-from megarl.trainers.preferences import PreferenceTrainer
 from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
 from megarl.trainers.reference import compute_reference, read_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
-from megarl.trainers.sft import SFTTrainer
 from megarl.trainers.stragglers import Stragglers
+from megarl.trainers.supervised import PreferenceTrainer, SFTTrainer
 from megarl.trainers.uploads import Uploads
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]

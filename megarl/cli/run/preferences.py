@@ -25,9 +25,9 @@ from megarl.roles.saved_models import pair_models
 from megarl.roles.start import start_pair_reference, start_preferences
 from megarl.tracking.run_files import writing
 from megarl.trainers.memory_resume import find_newest
-from megarl.trainers.preferences import PreferenceTrainer
 from megarl.trainers.recovery import step_recovery
 from megarl.trainers.reference import FILES, PairScorer, compute_reference, read_reference
+from megarl.trainers.supervised import PreferenceTrainer
 
 
 def run(

@@ -21,7 +21,7 @@ from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
 from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.recovery import step_recovery
-from megarl.trainers.sft import SFTTrainer
+from megarl.trainers.supervised import SFTTrainer
 
 
 def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:

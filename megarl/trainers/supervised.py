@@ -1,0 +1,158 @@
+"""Training on rows with given answers, on the RL engine: supervised fine-tuning, and pairs of answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megarl.batch.data_proto import DataProto
+from megarl.batch.metrics import Metric, merge_metrics, values_of
+from megarl.config.schema import PreferenceConfig, SFTConfig
+from megarl.data.loader import BatchLoader, one_pass
+from megarl.data.pairs import PairDataset
+from megarl.data.sft import SFTDataset
+from megarl.roles.models import Actor, valid_token_count
+from megarl.roles.preferences import PairModel
+from megarl.trainers.checkpoint import Checkpointer
+from megarl.trainers.monitor import Monitor
+from megarl.trainers.recorded_batches import RecordedBatches
+from megarl.trainers.recovery import NoRecovery, StepRecovery
+
+
+class _SupervisedTrainer(ABC):
+    """The loop over batches of rows, which are trained on as they are."""
+
+    def __init__(
+        self,
+        config: SFTConfig | PreferenceConfig,
+        batches: BatchLoader,
+        validation: SFTDataset | PairDataset | None,
+        rows_per_step: int,
+        monitor: Monitor,
+        checkpoints: Checkpointer,
+        recovery: StepRecovery | NoRecovery | None,
+    ) -> None:
+        self.config = config
+        self.batches = batches
+        self.validation = validation
+        self.monitor = monitor
+        self.checkpoints = checkpoints
+        self.recovery = recovery or NoRecovery()
+        self._rows_per_step = rows_per_step
+        self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the driver's state between two steps, as JSON-compatible values."""
+        return {
+            "trainer": self.config.kind.value,
+            "data": self.batches.state_dict(),
+            "recovery": self.recovery.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state. Call this before `fit`. Raises ValueError if the data has changed."""
+        self.batches.load_state_dict(state["data"])
+        self.recovery.load_state_dict(state.get("recovery", {}))
+
+    def fit(self) -> None:
+        trainer = self.config.trainer
+        self.recovery.begin()
+
+        for step in self.checkpoints.steps():
+            with self.monitor.step(step):
+                batch = next(self.batches)
+                self._batches.record(step, batch)
+                metrics = self.recovery.run(step, self._train, batch)
+                self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
+
+                # Validate before saving, because the result may decide whether this step is saved.
+                if step == trainer.total_steps or (
+                    trainer.validate_every_steps and step % trainer.validate_every_steps == 0
+                ):
+                    self.checkpoints.validated(step, self.recovery.retry(self._validate))
+
+                self.recovery.retry(partial(self.checkpoints.save, step, self.state_dict))
+
+    def _validate(self) -> Mapping[str, float]:
+        """Return the metrics of a validation; none without held-out rows."""
+        if self.validation is None:
+            return {}
+        with self.monitor.testing():
+            parts = [
+                self._measure(batch, len(self.validation))
+                for batch in one_pass(self.validation, self._rows_per_step)
+            ]
+
+        metrics = values_of(merge_metrics(parts))
+        self.monitor.record(metrics)
+        return metrics
+
+    @abstractmethod
+    def _train(self, batch: DataProto) -> Mapping[str, float]:
+        """Make one update, and return its metrics."""
+
+    @abstractmethod
+    def _measure(self, batch: DataProto, num_rows: int) -> Mapping[str, Metric]:
+        """Return the part of these held-out rows, of `num_rows`, in the metrics of a validation."""
+
+
+class SFTTrainer(_SupervisedTrainer):
+    """Trainer of supervised fine-tuning: likelihood of the answers, with the prompts masked out.
+
+    Validation reports `val/loss`, the mean negative log-likelihood per answer token over all held-out rows.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        actor: Actor,
+        batches: BatchLoader,
+        validation: SFTDataset | None,
+        monitor: Monitor,
+        checkpoints: Checkpointer,
+        recovery: StepRecovery | NoRecovery | None = None,
+    ) -> None:
+        rows_per_step = config.trainer.samples_per_step
+        super().__init__(config, batches, validation, rows_per_step, monitor, checkpoints, recovery)
+        self.actor = actor
+
+    def _train(self, batch: DataProto) -> Mapping[str, float]:
+        return self.actor.update_sft(batch).get()
+
+    def _measure(self, batch: DataProto, num_rows: int) -> Mapping[str, Metric]:
+        log_probs = self.actor.log_probs(batch).get().ragged["old_log_probs"].flat()
+        # Batches are weighted by their token counts, since the last one may be smaller.
+        return {"val/loss": Metric.mean(-log_probs, batch.ragged["response_mask"].flat())}
+
+
+class PreferenceTrainer(_SupervisedTrainer):
+    """Trainer on pairs of answers, of a policy or of a reward model.
+
+    Validation reports the metrics of the loss over all held-out pairs, such as `val/loss` and
+    `val/accuracy`.
+    """
+
+    def __init__(
+        self,
+        config: PreferenceConfig,
+        model: PairModel,
+        batches: BatchLoader,
+        validation: PairDataset | None,
+        monitor: Monitor,
+        checkpoints: Checkpointer,
+        recovery: StepRecovery | NoRecovery | None = None,
+    ) -> None:
+        rows_per_step = config.trainer.pairs_per_step
+        super().__init__(config, batches, validation, rows_per_step, monitor, checkpoints, recovery)
+        self.model = model
+
+    def _train(self, batch: DataProto) -> Mapping[str, float]:
+        return self.model.update(batch).get()
+
+    def _measure(self, batch: DataProto, num_rows: int) -> Mapping[str, Metric]:
+        # The shares of the batches add up, since each is divided by the number of all pairs.
+        shares = self.model.measure(batch, num_rows)
+        return {f"val/{name.partition('/')[2]}": share for name, share in shares.items()}
