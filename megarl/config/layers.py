@@ -48,21 +48,18 @@ def has_transformer_engine() -> bool:
     return any(next(folder.glob("transformer_engine_torch*.so"), None) is not None for folder in folders)
 
 
-class MissingPackage(NamedTuple):
-    name: str
-    hint: str
+def missing_flash_attention(asked: FlashAttention) -> tuple[str, str] | None:
+    """Return the package of the requested kernels and how to install it, if it is not installed.
 
-
-def missing_flash_attention(asked: FlashAttention) -> MissingPackage | None:
-    """Return the package of the requested kernels if it is not installed. Imports nothing."""
-    if asked not in _FLASH_ATTENTION_PACKAGES:
+    Imports nothing.
+    """
+    package, hint = _FLASH_ATTENTION_PACKAGES.get(asked, (None, ""))
+    if package is None:
         return None
-
-    package = MissingPackage(*_FLASH_ATTENTION_PACKAGES[asked])
     try:
-        metadata.version(package.name)
+        metadata.version(package)
     except metadata.PackageNotFoundError:
-        return package
+        return package, hint
     return None
 
 

@@ -26,13 +26,6 @@ class Requirement(str, Enum):
     transformer_engine = "transformer_engine"  # layers or optimizer of Transformer Engine
 
 
-class _Owned(NamedTuple):
-    """Fields that cannot be set, and why. `{role}` is the section of the role, such as `actor`."""
-
-    reason: str
-    names: str
-
-
 _NO_FILE = "is a Python object, which no file can contain; megarl sets it if it is needed"
 _MODEL = "belongs to the architecture, which is defined by the model's config.json; use model.path"
 _DTYPE = "use model.dtype"
@@ -59,80 +52,77 @@ _SCHEDULE = (
 _COMPUTED = "follows from {role}.parallel, engine.layers and the device; leave it out"
 _CONTEXT = "the ranks of a sequence gather keys and values; use {role}.parallel.context_parallel_size"
 
-_OWNED: Mapping[str, tuple[_Owned, ...]] = {
+# Fields that cannot be set: why, and their names. `{role}` is the section of the role, such as `actor`.
+_OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "transformer": (
-        _Owned("use {role}.parallel.tensor_parallel_size", "tensor_model_parallel_size"),
-        _Owned("use {role}.parallel.pipeline_parallel_size", "pipeline_model_parallel_size"),
-        _Owned(
+        ("use {role}.parallel.tensor_parallel_size", "tensor_model_parallel_size"),
+        ("use {role}.parallel.pipeline_parallel_size", "pipeline_model_parallel_size"),
+        (
             "use {role}.parallel.virtual_pipeline_parallel_size",
             "virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage",
         ),
-        _Owned("use {role}.parallel.sequence_parallel", "sequence_parallel"),
-        _Owned("use {role}.parallel.context_parallel_size", "context_parallel_size"),
-        _Owned("use {role}.parallel.expert_parallel_size", "expert_model_parallel_size"),
-        _Owned("use {role}.parallel.expert_tensor_parallel_size", "expert_tensor_parallel_size"),
-        _Owned(
+        ("use {role}.parallel.sequence_parallel", "sequence_parallel"),
+        ("use {role}.parallel.context_parallel_size", "context_parallel_size"),
+        ("use {role}.parallel.expert_parallel_size", "expert_model_parallel_size"),
+        ("use {role}.parallel.expert_tensor_parallel_size", "expert_tensor_parallel_size"),
+        (
             _SHARDS,
             """tensor_parallel_num_weight_shards gtp_weight_remat_size expert_gtp_weight_remat_size
             expert_tensor_parallel_num_weight_shards moe_single_grouped_weight moe_single_grouped_bias
             moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size
             hetereogenous_dist_checkpoint mla_down_proj_fusion""",
         ),
-        _Owned(
+        (
             _CONTEXT,
             "hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel",
         ),
-        _Owned("use engine.cp_comm_type", "cp_comm_type"),
-        _Owned("use {role}.experts.bias_update_rate", "moe_router_bias_update_rate"),
-        _Owned(
+        ("use engine.cp_comm_type", "cp_comm_type"),
+        ("use {role}.experts.bias_update_rate", "moe_router_bias_update_rate"),
+        (
             _STAGES,
             """num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
             pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
             account_for_loss_in_pipeline_split""",
         ),
-        _Owned(
+        (
             "use {role}.recompute",
             """recompute_granularity num_microbatches_with_partial_activation_checkpoints
             distribute_saved_activations""",
         ),
-        _Owned("use {role}.recompute_modules", "recompute_modules moe_layer_recompute"),
-        _Owned("use {role}.recompute_num_layers", "recompute_method recompute_num_layers"),
-        _Owned("use engine.layers", "transformer_impl"),
-        _Owned("use engine.routing_replay", "moe_enable_routing_replay"),
-        _Owned(
+        ("use {role}.recompute_modules", "recompute_modules moe_layer_recompute"),
+        ("use {role}.recompute_num_layers", "recompute_method recompute_num_layers"),
+        ("use engine.layers", "transformer_impl"),
+        ("use engine.routing_replay", "moe_enable_routing_replay"),
+        (
             "use {role}.experts.aux_loss_coefficient",
             "moe_aux_loss_coeff moe_router_load_balancing_type moe_per_layer_logging",
         ),
-        _Owned("use {role}.experts.z_loss_coefficient", "moe_z_loss_coeff"),
-        _Owned(
-            "routers compute in float32, as those of the rollout engine; leave it out", "moe_router_dtype"
-        ),
-        _Owned(_DTYPE, "params_dtype bf16 fp16 pipeline_dtype enable_autocast autocast_dtype"),
-        _Owned(
+        ("use {role}.experts.z_loss_coefficient", "moe_z_loss_coeff"),
+        ("routers compute in float32, as those of the rollout engine; leave it out", "moe_router_dtype"),
+        (_DTYPE, "params_dtype bf16 fp16 pipeline_dtype enable_autocast autocast_dtype"),
+        (
             _LOADED,
             """perform_initialization use_cpu_initialization init_method_std embedding_init_method_std
             init_model_with_meta_device""",
         ),
-        _Owned(
+        (
             "is fixed at 0: megarl has no dropout, which would change log-probs in each pass; leave it out",
             "hidden_dropout attention_dropout",
         ),
-        _Owned(_SUM, "calculate_per_token_loss"),
-        _Owned(
-            "is fixed, because packed micro-batches differ in length; leave it out", "variable_seq_lengths"
-        ),
-        _Owned(
+        (_SUM, "calculate_per_token_loss"),
+        ("is fixed, because packed micro-batches differ in length; leave it out", "variable_seq_lengths"),
+        (
             _COMPUTED,
             """overlap_p2p_comm batch_p2p_comm gradient_accumulation_fusion apply_rope_fusion
             fused_single_qkv_rope bias_activation_fusion bias_dropout_fusion masked_softmax_fusion
             persist_layer_norm moe_grouped_gemm""",
         ),
-        _Owned(
+        (
             _HEAD,
             """cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
             wgrad_deferral_limit fp8_output_proj""",
         ),
-        _Owned(
+        (
             _SHAPES,
             """tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
             tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
@@ -143,19 +133,19 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
             moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
             use_te_rng_tracker""",
         ),
-        _Owned(
+        (
             _SCHEDULE,
             """overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
             overlap_dispatch_backward_with_experts_wgrad""",
         ),
-        _Owned(_FP8_WEIGHTS, "fp8_param fp4_param"),
-        _Owned(
+        (_FP8_WEIGHTS, "fp8_param fp4_param"),
+        (
             _DROPS,
             """moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity
             moe_token_drop_policy moe_expert_rank_capacity_factor moe_input_jitter_eps
             moe_router_force_load_balancing moe_router_force_biased""",
         ),
-        _Owned(
+        (
             _INFERENCE,
             """inference_cuda_graph_scope flash_decode inference_rng_tracker inference_sampling_seed
             symmetric_ar_type nccl_all_reduce_for_prefill use_inference_optimized_layers
@@ -164,19 +154,19 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
             inference_moe_token_dispatcher_type moe_pad_experts_for_cuda_graph_inference
             mlp_chunks_for_prefill cache_mla_latents""",
         ),
-        _Owned(
+        (
             _NO_EFFECT,
             """barrier_with_L1_time qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit test_mode
             memory_efficient_layer_norm attention_softmax_in_fp32 config_logger_dir
             use_fused_weighted_squared_relu""",
         ),
-        _Owned(
+        (
             _NO_FILE,
             """timers finalize_model_grads_func grad_scale_func moe_grad_scale_func mtp_grad_scale_func
             no_sync_func grad_sync_func param_sync_func activation_func init_method output_layer_init_method
             embedding_init_method experimental_attention_variant_loss_scale_func quant_recipe""",
         ),
-        _Owned(
+        (
             _MODEL,
             """num_layers mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
             mtp_hybrid_override_pattern mtp_standalone hidden_size num_attention_heads softmax_scale
@@ -205,22 +195,22 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
         ),
     ),
     "ddp": (
-        _Owned(
+        (
             _COMPUTED,
             "overlap_grad_reduce overlap_param_gather align_param_gather use_distributed_optimizer",
         ),
-        _Owned(_SUM, "average_in_collective"),
-        _Owned(_SHARDS, "num_distributed_optimizer_instances"),
-        _Owned(
+        (_SUM, "average_in_collective"),
+        (_SHARDS, "num_distributed_optimizer_instances"),
+        (
             _FP8_WEIGHTS,
             "fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
         ),
-        _Owned(_SCHEDULE, "delay_wgrad_compute"),
-        _Owned(
+        (_SCHEDULE, "delay_wgrad_compute"),
+        (
             "allocates buffers that cannot be released, but megarl offloads them; leave it out",
             "nccl_ub disable_symmetric_registration",
         ),
-        _Owned(
+        (
             _FSDP,
             """use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy gradient_reduce_div_fusion
             suggested_communication_unit_size fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
@@ -231,26 +221,26 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
         ),
     ),
     "optimizer": (
-        _Owned("use {role}.optim.lr", "lr"),
-        _Owned("use {role}.optim.min_lr", "min_lr"),
-        _Owned("use {role}.optim.weight_decay", "weight_decay"),
-        _Owned("use {role}.optim.betas", "adam_beta1 adam_beta2"),
-        _Owned("use {role}.optim.eps", "adam_eps"),
-        _Owned("use {role}.optim.clip_grad", "clip_grad grad_norm_skip_threshold"),
-        _Owned(_DTYPE, "fp16 bf16 params_dtype"),
-        _Owned("follows from {role}.megatron.transformer.fp8_recipe; leave it out", "fp8_recipe"),
-        _Owned("follows from {role}.megatron.ddp.grad_reduce_in_fp32; leave it out", "main_grads_dtype"),
-        _Owned(
+        ("use {role}.optim.lr", "lr"),
+        ("use {role}.optim.min_lr", "min_lr"),
+        ("use {role}.optim.weight_decay", "weight_decay"),
+        ("use {role}.optim.betas", "adam_beta1 adam_beta2"),
+        ("use {role}.optim.eps", "adam_eps"),
+        ("use {role}.optim.clip_grad", "clip_grad grad_norm_skip_threshold"),
+        (_DTYPE, "fp16 bf16 params_dtype"),
+        ("follows from {role}.megatron.transformer.fp8_recipe; leave it out", "fp8_recipe"),
+        ("follows from {role}.megatron.ddp.grad_reduce_in_fp32; leave it out", "main_grads_dtype"),
+        (
             "would keep optimizer state on the host, where offloading and checkpoints do not find it; "
             "use {role}.megatron.optimizer.use_precision_aware_optimizer, or more {role}.parallel ranks",
             """optimizer_cpu_offload optimizer_offload_fraction pin_cpu_grads pin_cpu_params
             use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d""",
         ),
-        _Owned(
+        (
             "checkpoints and weight sync read float32 master weights; leave it out",
             "store_param_remainders main_params_dtype",
         ),
-        _Owned(
+        (
             _ADAM,
             """optimizer loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
             sgd_momentum muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
@@ -258,17 +248,17 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
             muon_scalar_optimizer lion_beta1 lion_beta2 soap_shampoo_beta soap_precondition_frequency
             soap_use_kl_shampoo adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps""",
         ),
-        _Owned(
+        (
             _COMPUTED,
             """use_distributed_optimizer use_layer_wise_distributed_optimizer overlap_param_gather
             overlap_param_gather_with_optimizer_step""",
         ),
-        _Owned(_FP8_WEIGHTS, "reuse_grad_buf_for_mxfp8_param_ag"),
-        _Owned(
+        (_FP8_WEIGHTS, "reuse_grad_buf_for_mxfp8_param_ag"),
+        (
             _NO_EFFECT,
             "log_num_zeros_in_grad barrier_with_L1_time config_logger_dir optimizer_cuda_graph",
         ),
-        _Owned(_NO_FILE, "timers"),
+        (_NO_FILE, "timers"),
     ),
 }
 _PASSED_ON: Mapping[str, Mapping[Requirement, str]] = {
@@ -312,7 +302,7 @@ _PASSED_ON: Mapping[str, Mapping[Requirement, str]] = {
 @cache
 def owned_fields(section: str) -> Mapping[str, str]:
     """Return the fields that cannot be set, with the reason; `{role}` in it is the section of the role."""
-    return {name: owned.reason for owned in _OWNED[section] for name in owned.names.split()}
+    return {name: reason for reason, names in _OWNED[section] for name in names.split()}
 
 
 def find_section(name: str) -> str | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
@@ -153,10 +152,10 @@ def _text_findings(
 def _scoring_findings(config: PPOConfig, skipped: Collection[str], num_rows: int) -> Iterator[CheckResult]:
     """Check rewards, judges, the functions of the algorithm, teachers and the curriculum."""
     if config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
-        truths = choose_truths(config.data, skipped, MOST_TRUTHS if num_rows > 1 else 1)
-        results, keys = judge_rewards(config.reward, truths.rows)
+        rows, val_sources = choose_truths(config.data, skipped, MOST_TRUTHS if num_rows > 1 else 1)
+        results, keys = judge_rewards(config.reward, rows)
         yield from results
-        yield from judge_compared_metrics(config, truths.val_sources, keys)
+        yield from judge_compared_metrics(config, val_sources, keys)
     if config.reward.judges and not any(key.startswith("reward.judges") for key in skipped):
         yield from judge_prompts(config, skipped)
 
@@ -336,24 +335,16 @@ def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckR
         yield refused(DATA, key, ValueError(problem), f"lower {key}, or add rows")
 
 
-class _RenderedRows(NamedTuple):
-    """The rendered rows of a file.
-
-    Attributes:
-        lengths: The tokens of each prompt or, for supervised fine-tuning, of each conversation.
-        has_bounds: Whether some of them are lower bounds, of rows that are too long to be tokenized.
-        spelled: Special tokens in text that the assistant did not write.
-    """
-
-    lengths: list[int]
-    has_bounds: bool
-    spelled: list[str]
-
-
 def _rendered(
     config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools
-) -> _RenderedRows:
-    """Read and render the first rows like a run."""
+) -> tuple[list[int], bool, list[str]]:
+    """Read and render the first rows like a run.
+
+    Returns:
+        The tokens of each prompt or, for supervised fine-tuning, of each conversation; whether some are lower
+        bounds, of rows that are too long to be tokenized; special tokens in text that the assistant did not
+        write.
+    """
     lengths: list[int] = []
     spelled: list[str] = []
     has_bounds = False
@@ -366,7 +357,7 @@ def _rendered(
             has_bounds = True
         lengths.append(length)
         spelled += [] if token is None else [token]
-    return _RenderedRows(lengths, has_bounds, spelled)
+    return lengths, has_bounds, spelled
 
 
 def _reading(

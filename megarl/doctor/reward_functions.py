@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from megarl.config.schema import DataConfig, PPOConfig, RewardConfig
 from megarl.config.validation_metrics import (
@@ -46,15 +45,12 @@ _TRIALS_LIMIT_S = 30.0  # limit of all samples; a slow function is tested on few
 _MOST_PROCESSES = 2
 
 
-class Truths(NamedTuple):
-    """Rows whose ground truths are tested, and the data sources of `data.val_files`."""
+def choose_truths(
+    data: DataConfig, skipped: Collection[str] = (), most: int = MOST_TRUTHS
+) -> tuple[list[TruthRow], set[str]]:
+    """Choose rows of the training and validation files whose ground truths are tested, with a fixed seed.
 
-    rows: list[TruthRow]
-    val_sources: set[str]
-
-
-def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = MOST_TRUTHS) -> Truths:
-    """Choose rows of the training and validation files, with a fixed seed.
+    Returns the rows, and the data sources of `data.val_files`.
 
     They are the first row of each data source, rows whose ground truth is null, and `most` others at random.
     With `most` 1, as at the start of a run, they are the first row and the first one with a null ground
@@ -80,7 +76,7 @@ def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = M
             others[place] = row
 
     chosen = [*list(firsts.values())[:1], *nulls[:1]] if most == 1 else [*firsts.values(), *nulls, *others]
-    return Truths(list({(row.file, row.number): row for row in chosen}.values()), val_sources)
+    return list({(row.file, row.number): row for row in chosen}.values()), val_sources
 
 
 def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow, bool]]:
@@ -98,17 +94,13 @@ def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow
                 continue
 
 
-class Judgment(NamedTuple):
-    """The results, and the additional keys of the functions by data source."""
-
-    results: list[CheckResult]
-    keys: Mapping[str, RewardKeys]
-
-
-def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> Judgment:
+def judge_rewards(
+    reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S
+) -> tuple[list[CheckResult], Mapping[str, RewardKeys]]:
     """Load the functions, and test them on the ground truths of the rows and on empty responses.
 
-    Without rows they are only loaded.
+    Without rows they are only loaded. Returns the results, and the additional keys of the functions by data
+    source.
     """
     files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
     hint = f"fix {files}; test it with `megarl score` on a file of responses"
@@ -116,7 +108,7 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
     try:
         trials = try_reward(reward, rows, limit_s)
     except (RewardFunctionError, RewardError) as error:
-        return Judgment([refused(REWARDS, "reward.functions", error, hint, files=files)], {})
+        return [refused(REWARDS, "reward.functions", error, hint, files=files)], {}
 
     results = [
         *_refusals(trials, files),
@@ -128,7 +120,7 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
         results = [good(REWARDS, f"{names} loads{_scores(trials)}", files=files)]
 
     keys = keys_by_source(trials)
-    return Judgment(results, {source: _with_judges(reward, found) for source, found in keys.items()})
+    return results, {source: _with_judges(reward, found) for source, found in keys.items()}
 
 
 def _with_judges(reward: RewardConfig, keys: RewardKeys) -> RewardKeys:

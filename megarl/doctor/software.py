@@ -213,8 +213,9 @@ def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
 
     asked = config.engine.flash_attention
     if subject.use_gpu and (missing := missing_flash_attention(asked)) is not None:
-        problem = f"engine.flash_attention={asked.value}, but the package {missing.name} is not installed"
-        yield wrong("layers", problem, missing.hint)
+        package, hint = missing
+        problem = f"engine.flash_attention={asked.value}, but the package {package} is not installed"
+        yield wrong("layers", problem, hint)
         return
 
     if subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:

@@ -29,9 +29,9 @@ def activate(asked: FlashAttention) -> None:
 
     # torch would only report the module that it cannot import.
     if (missing := missing_flash_attention(asked)) is not None:
+        package, hint = missing
         raise ValueError(
-            f"engine.flash_attention={asked.value}, but the package {missing.name} is not installed: "
-            f"{missing.hint}"
+            f"engine.flash_attention={asked.value}, but the package {package} is not installed: {hint}"
         )
 
     if current_flash_attention_impl() != (name := asked.value.upper()):

@@ -45,7 +45,7 @@ def kernels(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Fl
     if kind is not FlashAttention.fa2 and device.type != "cuda":
         pytest.skip(f"{kind.value} is for CUDA")
     if (missing := missing_flash_attention(kind)) is not None:
-        pytest.skip(f"{missing.name} is not installed")
+        pytest.skip(f"{missing[0]} is not installed")
     flash_attention.activate(kind)
     yield kind
     flash_attention.activate(FlashAttention.fa2)

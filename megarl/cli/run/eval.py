@@ -129,9 +129,8 @@ def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
     """
     if not config.reward.functions:
         return {}
-    results, keys = judge_rewards(
-        config.reward, choose_truths(config.data, ["data.train_files"], most=1).rows
-    )
+    rows, _ = choose_truths(config.data, ["data.train_files"], most=1)
+    results, keys = judge_rewards(config.reward, rows)
     if problems := [str(found) for found in results if found.status is Status.error]:
         raise ConfigError("the reward", problems)
 

@@ -6,7 +6,7 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.config.load import load_config
 from megarl.config.roles import judge_roles
@@ -32,13 +32,6 @@ _COLUMNS = (
     "prompt",
     "opens_thinking",
 )
-
-
-class _Scored(NamedTuple):
-    row: int
-    uid: str
-    response: str
-    score: float
 
 
 def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_truth: bool) -> int:
@@ -96,7 +89,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
     scored = zip(rows, responses, report.scores, report.is_scored, strict=True)
     _print_scores(
         [
-            _Scored(index, _uid(row), text, score)
+            (index, _uid(row), text, score)
             for index, (row, text, score, is_scored) in enumerate(scored)
             if is_scored
         ]
@@ -145,7 +138,7 @@ def _uid(row: DataRow) -> str:
 
 def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequence[Trial]) -> int:
     scored = [
-        _Scored(index, _uid(rows[index]), trial.text or "", trial.outcome.score)
+        (index, _uid(rows[index]), trial.text or "", trial.outcome.score)
         for index, trial in enumerate(trials)
         if trial.outcome is not None and trial.error is None
     ]
@@ -176,15 +169,16 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
     return max(status, _print_errors(reward, errors, len(trials)))
 
 
-def _print_scores(scored: Sequence[_Scored]) -> None:
+def _print_scores(scored: Sequence[tuple[int, str, str, float]]) -> None:
+    """Print a summary and the first samples, each with its row, uid, response and score."""
     if scored:
-        scores = [each.score for each in scored]
+        scores = [score for *_, score in scored]
         print(
             f"{counted(len(scores), 'row')} scored: mean {sum(scores) / len(scores):.4g}, min "
             f"{min(scores):.4g}, max {max(scores):.4g}"
         )
-    for each in scored[:NUM_SHOWN]:
-        print(f"  row {each.row} (uid {each.uid}): {each.score:.4g}  {_short(each.response)}")
+    for row, uid, response, score in scored[:NUM_SHOWN]:
+        print(f"  row {row} (uid {uid}): {score:.4g}  {_short(response)}")
 
 
 def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) -> int:

@@ -133,7 +133,7 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     Raises:
         ValueError: The answers are mathematical expressions, and Math-Verify is not installed.
     """
-    rows = choose_truths(data).rows
+    rows, _ = choose_truths(data)
     answers = [row.ground_truth for row in rows if not is_null(row.ground_truth)]
     proofs: list[_Proof] = []
 

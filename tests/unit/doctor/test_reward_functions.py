@@ -41,9 +41,9 @@ def judged_rewards(
     file = folder / "reward.py"
     file.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
     rows = [TRUTH._replace(number=number, ground_truth=truth) for number, truth in enumerate(truths)]
-    found = judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(file))], **reward), rows)
+    found, _ = judge_rewards(RewardConfig(functions=[RewardFunctionConfig(path=str(file))], **reward), rows)
 
-    return [(result.status, f"{result.message} -> {result.hint}") for result in found.results]
+    return [(result.status, f"{result.message} -> {result.hint}") for result in found]
 
 
 def test_ground_truths_are_tried_against_themselves(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_rows_to_try_are_the_same_each_time_and_hold_every_source(tmp_path: Path
     assert [row.number for row in chosen if row.ground_truth is None] == [1300]
 
     # when a run starts
-    assert [(row.number, row.ground_truth) for row in choose_truths(data, most=1).rows] == [
+    assert [(row.number, row.ground_truth) for row in choose_truths(data, most=1)[0]] == [
         (0, "0"),
         (1300, None),
     ]
@@ -171,7 +171,7 @@ def test_compared_metrics_are_those_of_the_data_and_the_reward() -> None:
 def test_a_reward_file_that_never_ends_loading(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("import time\ntime.sleep(1000)\n")
     reward = RewardConfig(functions=[RewardFunctionConfig(path=str(tmp_path / "reward.py"))])
-    (found,) = judge_rewards(reward, [], limit_s=1.0).results
+    (found,), _ = judge_rewards(reward, [], limit_s=1.0)
     assert "takes more than 1 s; move slow work out of them" in found.message
 
 
@@ -206,14 +206,14 @@ def test_a_reward_function_that_may_fail_is_warned_of(tmp_path: Path) -> None:
     )
     functions = [RewardFunctionConfig(path=str(tmp_path / "reward.py"))]
     truths = [TRUTH, TRUTH._replace(number=1, ground_truth="6")]
-    found, *_ = judge_rewards(RewardConfig(functions=functions), truths).results
+    (found, *_), _ = judge_rewards(RewardConfig(functions=functions), truths)
     assert found.status is Status.error
     said = (
         "for '5', the ground truth of a.parquet, row 0, compute_score raised ZeroDivisionError: division "
         "by zero (reward.py:2)"
     )
     assert said in found.message
-    found, *_ = judge_rewards(RewardConfig(functions=functions, max_error_rate=0.5), truths).results
+    (found, *_), _ = judge_rewards(RewardConfig(functions=functions, max_error_rate=0.5), truths)
     assert found.status is Status.warning
 
 
@@ -225,7 +225,7 @@ def test_a_reward_function_that_a_run_gives_more_time_is_warned_of(
         "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    "
         "time.sleep(1000)\n"
     )
-    (found,) = judge_rewards(
+    (found,), _ = judge_rewards(
         RewardConfig(functions=[RewardFunctionConfig(path=str(tmp_path / "reward.py"))]), [TRUTH]
-    ).results
+    )
     assert (found.status, "has no score after 0.2 s" in found.message) == (Status.warning, True)
