@@ -19,9 +19,10 @@ from megarl.weights.plan import RankLocation, RankSlices, plan_repeated, plan_tr
 from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, TensorMeta
+from megarl.weights.transfer import Transfer
 from megarl.weights.transports.device import DeviceEndpoint, DeviceSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
-from megarl.weights.transports.interface import Sender, SendPass
+from megarl.weights.transports.interface import Sender
 
 LIMIT_S = 60.0
 BACKEND_OF = {"cpu": "gloo", "cuda": "nccl"}
@@ -77,7 +78,7 @@ class PlainTrainer:
         self.links = self._by_ipc() if transport == "device" else self._by_group()
         if transport == "device":
             engine.join_weights(self.links)
-        self._pending: list[SendPass] = []
+        self._pending: list[Transfer] = []
 
     def _by_ipc(self) -> list[EngineLink]:
         links = []
@@ -119,12 +120,12 @@ class PlainTrainer:
     def begin(self, weights: Weights, first_round: int = 0) -> None:
         """Begin to send these weights by calls of `go_on`."""
         shards: Any = PlainShards(weights)
-        self._pending = [SendPass(end, shards, [0], first_round) for end in self.ends]
+        self._pending = [end.open(shards, [0], first_round) for end in self.ends]
 
     def go_on(self) -> bool:
         """Return whether everything was sent and received; False after a second without a response from the
         engine."""
-        self._pending = [sending for sending in self._pending if sending.run(()) is None]
+        self._pending = [sending for sending in self._pending if not sending.run()]
         return not self._pending
 
     def push(self, weights: Weights, version: int, first_round: int = 0) -> None:

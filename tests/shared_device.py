@@ -41,9 +41,10 @@ from megarl.weights.plan import (
 from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, WeightTransferError
+from megarl.weights.transfer import SendReport
 from megarl.weights.transports.device import NUM_IPC_BUFFERS, DeviceEndpoint, DeviceSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
-from megarl.weights.transports.interface import Sender, SendPass, SendReport
+from megarl.weights.transports.interface import Sender
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_semantics import NcclSemantics
 from tests.plain_trainer import PlainShards, manifest_of
@@ -204,12 +205,12 @@ class TrainerProcess(_Obeying):
     def send(self, replicas: Collection[int]) -> SendReport:
         """Send the weights. Ends with the transfer, or fails after LIMIT_S."""
         shards: Any = PlainShards(self._weights)
-        sending = SendPass(self._end, shards, replicas)
+        sending = self._end.open(shards, replicas)
         deadline_s = time.monotonic() + LIMIT_S
-        while (report := sending.run(())) is None:
+        while not sending.run():
             assert time.monotonic() < deadline_s, "the pass does not end"
 
-        return report
+        return sending.report()
 
     def checksums(self) -> dict[str, int]:
         return {name: checksum(tensor) for name, tensor in self._weights.items()}

@@ -27,12 +27,19 @@ class ReceiveBuffer(ABC):
     Attributes:
         sources: The schedules of its sources.
         own: This rank, if it is one of the sources.
+        nbytes: The size of the target's buffers.
         replica: The engine that it is for. None: the transfer cannot continue without the target.
     """
 
     sources: PeerTransfers
     own: int | None = None
+    nbytes: int
     replica: int | None = None
+
+    @property
+    def own_numel(self) -> int:
+        """The number of elements that the target gets from this rank."""
+        return 0 if self.own is None else self.sources.schedules[self.own].numel
 
     @abstractmethod
     def is_free(self, number: int) -> bool:
@@ -98,6 +105,11 @@ class PipelinedTransfer(Transfer):
         self._regions = regions
         self._are_computed = are_computed
         self._receive_buffer = receive_buffer
+
+        own, kept = (0, 0) if receive_buffer is None else (receive_buffer.own_numel, receive_buffer.nbytes)
+        numel = own + sum(channel.sends.numel for channel in channels)
+        self.planned_bytes = self.sent_bytes = numel * buffers.element_size()
+        self.buffer_bytes = buffers.nbytes + kept
 
     def _work(self) -> Iterator[None]:
         for number in range(self._num_rounds):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from megarl.machine.usage import Stopwatch
+from megarl.machine.usage import PeakMemory, Stopwatch
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.schedule import PeerTransfers
 from megarl.weights.tensors import WeightTransferError
@@ -22,6 +22,29 @@ from megarl.weights.tensors import WeightTransferError
 PATIENCE_S = 1.0  # the longest wait for a peer before returning to the caller
 # An engine rank returns to its caller this often, so that the caller notices if it hangs.
 TIME_SLICE_S = 10.0
+
+
+class SendReport(NamedTuple):
+    """Measurements of one pass on one rank.
+
+    Attributes:
+        packing_s: The time spent copying into messages, in seconds.
+        waiting_s: The time spent waiting for peers, in seconds.
+        nbytes: The bytes that this rank sent.
+        full_bytes: The bytes of the weights, of which it may have sent only what changed.
+        planned_extra_bytes: The size of all buffers.
+        measured_extra_bytes: The peak memory of the process above its use at the start of the pass. Buffers
+            kept from the previous pass are not counted.
+        lost: The reason for each replica that is gone or was dropped.
+    """
+
+    packing_s: float
+    waiting_s: float
+    nbytes: int
+    full_bytes: int
+    planned_extra_bytes: int
+    measured_extra_bytes: int
+    lost: Mapping[int, str]
 
 
 class Channel(NamedTuple):
@@ -52,10 +75,16 @@ class Transfer(ABC):
         lost: The reason for each replica that is gone or was dropped.
         packing: The time spent copying.
         waiting_s: The time spent waiting for peers, in seconds.
-        sent_bytes: The bytes that were sent. None: as many as planned.
+        planned_bytes: The bytes of all weights that this rank sends.
+        sent_bytes: The bytes that were sent; without patches, as many as planned.
+        buffer_bytes: The size of all buffers.
+        peak: The peak memory of the pass. Set by `Sender.open`.
     """
 
-    sent_bytes: int | None = None
+    planned_bytes = 0
+    sent_bytes = 0
+    buffer_bytes = 0
+    peak: PeakMemory
 
     def __init__(
         self, channels: Sequence[Channel], device: torch.device, yields_regularly: bool = False
@@ -91,6 +120,18 @@ class Transfer(ABC):
                 return False
 
         return True
+
+    def report(self) -> SendReport:
+        """Return the measurements of a complete pass that a sender opened."""
+        return SendReport(
+            packing_s=self.packing.seconds(),
+            waiting_s=self.waiting_s,
+            nbytes=self.sent_bytes,
+            full_bytes=self.planned_bytes,
+            planned_extra_bytes=self.buffer_bytes,
+            measured_extra_bytes=self.peak.extra_bytes(),
+            lost=self.lost,
+        )
 
     @abstractmethod
     def _work(self) -> Iterator[None]:

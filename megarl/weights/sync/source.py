@@ -31,8 +31,8 @@ from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import slices_by_rank
 from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
+from megarl.weights.transfer import SendReport
 from megarl.weights.transports.folder import folder_message_bytes
-from megarl.weights.transports.interface import SendReport
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 10.0  # poll interval without a sign of any rank

@@ -28,7 +28,7 @@ from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.sync.weight_import import WeightImport
 from megarl.weights.tensors import Manifest
-from megarl.weights.transports.interface import SendReport
+from megarl.weights.transfer import SendReport
 
 PUSHED_FOLDERS = ".weights-*"  # the transport `folder` creates one while it works
 _LOOK_S = 10.0  # poll interval without a sign of any rank

@@ -20,11 +20,12 @@ from megarl.weights.p2p import P2PGroup, reserve_port
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import TransferSchedule
 from megarl.weights.shards import Shards
+from megarl.weights.transfer import SendReport, Transfer
 from megarl.weights.transports.delta import DeltaEndpoint, DeltaSender
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import FolderSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender
-from megarl.weights.transports.interface import Sender, SendPass, SendReport, SentShards
+from megarl.weights.transports.interface import Sender, SentShards
 from megarl.weights.transports.patch_folder import PatchFolderSender
 
 
@@ -43,10 +44,10 @@ class WeightExport(Worker):
     """
 
     _sender: Sender | None = None
-    _send_pass: SendPass | None = None
+    _sending: Transfer | None = None
     _listener: socket.socket | None = None
     _files: FolderSender | None = None
-    _writing: SendPass | None = None
+    _writing: Transfer | None = None
     _trainers: P2PGroup | None = None
     _quantized: QuantizedShards | None = None  # what the last transfer sends
 
@@ -108,13 +109,14 @@ class WeightExport(Worker):
         if is_first:
             # Without a sender, every replica gets this rank's weights from a nearer copy.
             sender = self._sender or GroupSender()
-            self._send_pass = SendPass(sender, self._sent_shards(), replicas, first_round)
+            self._sending = sender.open(self._sent_shards(), replicas, first_round)
 
-        assert self._send_pass is not None, "no pass was begun"
-        report = self._send_pass.run(dropped)
-        if report is not None:
-            self._send_pass = None
+        assert self._sending is not None, "no pass was begun"
+        if not self._sending.run(dropped):
+            return None
 
+        report = self._sending.report()
+        self._sending = None
         return report
 
     @register(blocking=False)
@@ -253,15 +255,16 @@ class WeightExport(Worker):
         """
         assert isinstance(self._sender, PatchFolderSender)
         self._sender.folder = Path(folder)
+        transfer = self._sender.open(self._sent_shards(), replicas)
         try:
-            report = SendPass(self._sender, self._sent_shards(), replicas).run(())
+            is_done = transfer.run()
         except OSError as error:
             raise CheckpointError(
                 f"{error.filename or folder}: cannot be written: {error.strerror}", hint=UNWRITTEN
             ) from error
-        assert report is not None, "there are no peers to wait for"
+        assert is_done, "there are no peers to wait for"
         self._sender.release()  # as with whole folders, buffers exist only during a sync
-        return report
+        return transfer.report()
 
     # ---- weight files
 
@@ -284,7 +287,7 @@ class WeightExport(Worker):
         """
         if is_first:
             self._files = FolderSender(self._trainers_p2p(), dist.get_rank(), part, Path(folder), durable)
-            self._writing = SendPass(self._files, self._shards(), ())
+            self._writing = self._files.open(self._shards(), ())
 
         assert self._files is not None
         assert self._writing is not None, "no folder was begun"
@@ -292,8 +295,8 @@ class WeightExport(Worker):
 
         # Write until everything is written, or the peers are silent for a while.
         try:
-            report = self._writing.run(())
-            has_ended = report is not None
+            has_ended = self._writing.run()
+            return self._writing.report() if has_ended else None
         except OSError as error:
             if error.filename is None:  # not a file error: for example a connection error
                 raise
@@ -305,5 +308,3 @@ class WeightExport(Worker):
             if has_ended:
                 self._files.close()
                 self._files = self._writing = None
-
-        return report

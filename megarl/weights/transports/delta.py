@@ -22,7 +22,7 @@ from megarl.weights.schedule import PeerTransfers, ScheduleKey, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import Channel, Transfer
 from megarl.weights.transports.group import GroupReceiver, GroupSender
-from megarl.weights.transports.interface import DestinationViews, Opened, SentShards
+from megarl.weights.transports.interface import DestinationViews, SentShards
 
 _HEADER_BYTES = 16
 
@@ -120,7 +120,7 @@ class DeltaSender(GroupSender):
         """Send everything to the replica the next time, since it no longer has what it acknowledged."""
         self._streams.forget(replica)
 
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
         assert first_round == 0, "patches are for models that change as a whole"
         channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
         streams = self._streams.begin(replicas, shards.device)
@@ -129,9 +129,7 @@ class DeltaSender(GroupSender):
             for channel in channels
             if channel.replica is not None
         }
-        num_bytes = sum(stream.weights.num_bytes for own in peers.values() for stream in own.values())
-        buffer_bytes = sum(stream.buffers.nbytes for stream in streams.values())
-        return Opened(_PatchSends(peers, list(streams.values()), shards), num_bytes, buffer_bytes)
+        return _PatchSends(peers, list(streams.values()), shards)
 
     def leave(self, replica: int) -> None:
         self._streams.leave(replica)
@@ -165,7 +163,10 @@ class _PatchSends(Transfer):
         self._peers = peers
         self._streams = streams
         self._shards = shards
-        self.sent_bytes = 0
+        self.planned_bytes = sum(
+            stream.weights.num_bytes for own in peers.values() for stream in own.values()
+        )
+        self.buffer_bytes = sum(stream.buffers.nbytes for stream in streams)
 
     def _work(self) -> Iterator[None]:
         number = 0
@@ -198,7 +199,7 @@ class _PatchSends(Transfer):
                 for tensor in messages.get(stream.weights, ())
             ]
             if sends:
-                self.sent_bytes = (self.sent_bytes or 0) + sum(tensor.nbytes for _, tensor in sends)
+                self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
                 self._exchange(channel, sends, [], number)
 
 

@@ -18,10 +18,9 @@ from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
 from megarl.weights.schedule import PeerTransfers, TransferSchedule
-from megarl.weights.transfer import PATIENCE_S, TIME_SLICE_S, Channel
+from megarl.weights.transfer import PATIENCE_S, TIME_SLICE_S, Channel, Transfer
 from megarl.weights.transports.interface import (
     DestinationViews,
-    Opened,
     PackBuffers,
     Receiver,
     Sender,
@@ -125,7 +124,7 @@ class DeviceSender(Sender):
         """Set what this rank sends to other devices for `replica`, by the trainer ranks there."""
         self._relayed[replica] = dict(schedules)
 
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
         # What this rank relays to trainer ranks on the devices of the engines in this pass.
         sends = PeerTransfers(
             {
@@ -146,9 +145,7 @@ class DeviceSender(Sender):
         buffers = self._buffers.take(sends.largest, shards.dtype, shards.device)
         num_rounds = max(sends.num_rounds, 0 if receive_buffer is None else receive_buffer.sources.num_rounds)
         channel = Channel(self._p2p, sends, receives=receive_buffer is not None)
-        own = 0 if receive_buffer is None else receive_buffer.own_numel
-        kept = 0 if receive_buffer is None else receive_buffer.ipc.nbytes
-        transfer = PipelinedTransfer(
+        return PipelinedTransfer(
             [channel],
             num_rounds,
             buffers,
@@ -156,8 +153,6 @@ class DeviceSender(Sender):
             receive_buffer,
             are_computed=shards.are_computed,
         )
-
-        return Opened(transfer, (sends.numel + own) * shards.dtype.itemsize, buffers.nbytes + kept)
 
     def leave(self, replica: int) -> None:
         self._relayed.pop(replica, None)
@@ -197,15 +192,12 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
         self.sources = sources
         self.own = rank if rank in sources.schedules else None
         self.ipc = IPCWriter(max(1, sources.largest) * dtype.itemsize, NUM_IPC_BUFFERS, device, device_name)
+        self.nbytes = self.ipc.nbytes
         self._dtype = dtype
 
     def begin(self, first_round: int) -> None:
         """Take the rounds from `first_round` on in the next pass."""
         self.sources = self._all.after(first_round)
-
-    @property
-    def own_numel(self) -> int:
-        return 0 if self.own is None else self.sources.schedules[self.own].numel
 
     def is_free(self, number: int) -> bool:
         return self.ipc.is_free(number, PATIENCE_S)

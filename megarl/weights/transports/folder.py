@@ -23,8 +23,8 @@ from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.tensors import ChunkMeta, flat_index, row_major_strides
-from megarl.weights.transfer import PATIENCE_S, Channel
-from megarl.weights.transports.interface import Opened, Sender, SentShards
+from megarl.weights.transfer import PATIENCE_S, Channel, Transfer
+from megarl.weights.transports.interface import Sender, SentShards
 
 NUM_WINDOWS = 3  # with two, the disk is idle while the next window is filled
 # Outgoing messages, incoming messages, and windows of a writer, each at most the size of one message.
@@ -59,7 +59,7 @@ class FolderSender(Sender):
         self._part = part
         self._output = _Output(folder, durable)
 
-    def open(self, shards: SentShards, replicas: Collection[int] = (), first_round: int = 0) -> Opened:
+    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
         assert first_round == 0, "a folder has all tensors"
         part = self._part
         sends = PeerTransfers(part.sends)
@@ -71,7 +71,7 @@ class FolderSender(Sender):
             [] if self._p2p is None else [Channel(self._p2p, sends, receives=receive_buffer is not None)]
         )
 
-        transfer = PipelinedTransfer(
+        return PipelinedTransfer(
             channels,
             part.num_rounds,
             buffers,
@@ -79,9 +79,6 @@ class FolderSender(Sender):
             receive_buffer,
             are_computed=shards.are_computed,
         )
-        own, kept = (0, 0) if receive_buffer is None else (receive_buffer.own_numel, receive_buffer.nbytes)
-
-        return Opened(transfer, (sends.numel + own) * part.dtype.itemsize, buffers.nbytes + kept)
 
     def leave(self, replica: int) -> None:
         """Do nothing: there are no replicas to forget."""
@@ -106,6 +103,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         self._buffers = torch.empty(
             NUM_WINDOWS, max(window.numel for window in part.windows), dtype=part.dtype, device=device
         )
+        self.nbytes = self._round_buffers.nbytes + self._buffers.nbytes
 
         # The number of elements before each round.
         self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))
@@ -113,14 +111,6 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         self._writes: deque[Future[None]] = deque()
         self._num_written = 0
         self._failure: BaseException | None = None
-
-    @property
-    def own_numel(self) -> int:
-        return 0 if self.own is None else self.sources.schedules[self.own].numel
-
-    @property
-    def nbytes(self) -> int:
-        return self._round_buffers.nbytes + self._buffers.nbytes
 
     def is_free(self, number: int) -> bool:
         """Return whether the previous window in the same buffer has been written.

@@ -17,7 +17,6 @@ from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.transfer import Channel, Transfer
 from megarl.weights.transports.interface import (
     DestinationViews,
-    Opened,
     PackBuffers,
     Sender,
     SentShards,
@@ -94,7 +93,7 @@ class GroupSender(Sender):
         self.leave(replica)
         self._channels[replica] = Channel(p2p, PeerTransfers(schedules), replica=replica)
 
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
         channels = [
             channel._replace(sends=channel.sends.after(first_round))
             for replica, channel in sorted(self._channels.items())
@@ -108,14 +107,8 @@ class GroupSender(Sender):
             default=0,
         )
         buffers = self._buffers.take(largest, shards.dtype, shards.device)
-        nbytes = sum(channel.sends.numel for channel in channels) * shards.dtype.itemsize
-
-        return Opened(
-            PipelinedTransfer(
-                channels, num_rounds, buffers, shards.regions, are_computed=shards.are_computed
-            ),
-            nbytes,
-            buffers.nbytes,
+        return PipelinedTransfer(
+            channels, num_rounds, buffers, shards.regions, are_computed=shards.are_computed
         )
 
     def leave(self, replica: int) -> None:
@@ -168,6 +161,7 @@ class _GroupReceiveBuffer(ReceiveBuffer):
         self._round_buffers = torch.empty(
             2, destinations.sources.largest, dtype=destinations.dtype, device=device
         )
+        self.nbytes = self._round_buffers.nbytes
 
         # The parts of the round in each buffer that are received directly into parameters.
         self._placed: tuple[set[Part], set[Part]] = set(), set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -29,49 +28,20 @@ _MAX_NAMED = 8
 SentShards = Shards | QuantizedShards
 
 
-class SendReport(NamedTuple):
-    """Measurements of one pass on one rank.
-
-    Attributes:
-        packing_s: The time spent copying into messages, in seconds.
-        waiting_s: The time spent waiting for peers, in seconds.
-        nbytes: The bytes that this rank sent.
-        full_bytes: The bytes of the weights, of which it may have sent only what changed.
-        planned_extra_bytes: The size of all buffers.
-        measured_extra_bytes: The peak memory of the process above its use at the start of the pass. Buffers
-            kept from the previous pass are not counted.
-        lost: The reason for each replica that is gone or was dropped.
-    """
-
-    packing_s: float
-    waiting_s: float
-    nbytes: int
-    full_bytes: int
-    planned_extra_bytes: int
-    measured_extra_bytes: int
-    lost: Mapping[int, str]
-
-
-class Opened(NamedTuple):
-    """A pass that was started.
-
-    Attributes:
-        transfer: The pass.
-        nbytes: The bytes of all weights that it sends.
-        buffer_bytes: The size of all buffers.
-    """
-
-    transfer: Transfer
-    nbytes: int
-    buffer_bytes: int
-
-
 class Sender(ABC):
     """The trainer-rank side of a transport, for all replicas (by number) that the rank sends to."""
 
-    @abstractmethod
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Transfer:
         """Start a pass that sends the current weights to these replicas, from a round on."""
+        # Measure from here on, so that buffers which the pass allocates count.
+        peak = PeakMemory(shards.device)
+        transfer = self._new_transfer(shards, replicas, first_round)
+        transfer.peak = peak
+        return transfer
+
+    @abstractmethod
+    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
+        """Return the transfer of a new pass."""
 
     @abstractmethod
     def leave(self, replica: int) -> None:
@@ -84,40 +54,6 @@ class Sender(ABC):
     @abstractmethod
     def release(self) -> None:
         """Release memory between two passes."""
-
-
-class SendPass:
-    """A pass over the weights in progress."""
-
-    def __init__(
-        self, sender: Sender, shards: SentShards, replicas: Collection[int], first_round: int = 0
-    ) -> None:
-        self._peak = PeakMemory(shards.device)
-        self._opened = sender.open(shards, replicas, first_round)
-
-    def run(self, dropped: Collection[int]) -> SendReport | None:
-        """Continue the pass.
-
-        Returns:
-            The measurements when the pass is complete. None if peers made no progress for a while; call the
-            method again then.
-
-        Raises:
-            WeightTransferError: A rank is gone without which the transfer cannot continue.
-        """
-        transfer = self._opened.transfer
-        if not transfer.run(dropped):
-            return None
-
-        return SendReport(
-            packing_s=transfer.packing.seconds(),
-            waiting_s=transfer.waiting_s,
-            nbytes=self._opened.nbytes if transfer.sent_bytes is None else transfer.sent_bytes,
-            full_bytes=self._opened.nbytes,
-            planned_extra_bytes=self._opened.buffer_bytes,
-            measured_extra_bytes=self._peak.extra_bytes(),
-            lost=transfer.lost,
-        )
 
 
 class PackBuffers:

@@ -26,7 +26,6 @@ from megarl.weights.transfer import Transfer
 from megarl.weights.transports.delta import PatchStream, PatchStreams
 from megarl.weights.transports.interface import (
     DestinationViews,
-    Opened,
     Sender,
     SentShards,
     TransferReceiver,
@@ -76,17 +75,14 @@ class PatchFolderSender(Sender):
         """Send everything to the replica the next time, since it no longer has what it acknowledged."""
         self._streams.forget(replica)
 
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
         assert first_round == 0, "patches are for models that change as a whole"
         streams = self._streams.begin(replicas, shards.device)
         # Every replica reads the same files, and equal schedules have equal files.
         files: dict[ScheduleKey, list[Path]] = {key: [] for key in streams}
         for target, key in self._streams.schedules[next(iter(replicas))].items():
             files[key].append(patch_file(self.folder, self._rank, target))
-        num_bytes = sum(streams[key].weights.num_bytes * len(paths) for key, paths in files.items())
-        buffer_bytes = sum(stream.buffers.nbytes for stream in streams.values())
-        writes = [(streams[key], paths) for key, paths in files.items()]
-        return Opened(_PatchWrites(writes, shards), num_bytes, buffer_bytes)
+        return _PatchWrites([(streams[key], paths) for key, paths in files.items()], shards)
 
     def leave(self, replica: int) -> None:
         self._streams.leave(replica)
@@ -110,7 +106,8 @@ class _PatchWrites(Transfer):
         super().__init__([], shards.device)
         self._writes = writes
         self._shards = shards
-        self.sent_bytes = 0
+        self.planned_bytes = sum(stream.weights.num_bytes * len(paths) for stream, paths in writes)
+        self.buffer_bytes = sum(stream.buffers.nbytes for stream, _ in writes)
 
     def _work(self) -> Iterator[None]:
         for stream, paths in self._writes:
@@ -131,7 +128,7 @@ class _PatchWrites(Transfer):
             for file in files:
                 file.write(header)
                 file.write(content)
-                self.sent_bytes = (self.sent_bytes or 0) + len(header) + content.nbytes
+                self.sent_bytes += len(header) + content.nbytes
 
 
 class PatchFolderReceiver(TransferReceiver):

@@ -18,8 +18,8 @@ from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.shards import Shards
+from megarl.weights.transfer import SendReport
 from megarl.weights.transports.folder import FolderSender
-from megarl.weights.transports.interface import SendPass, SendReport
 from tests.unit.weights.models import HIDDEN, architecture_of, random_model, shards_of, stored_state
 from tests.unit.weights.transfers import Cut
 
@@ -97,10 +97,10 @@ def write(export: Export, folder: Path, p2p: P2PGroup | None = None) -> SendRepo
     end = FolderSender(p2p, rank, export.plan().of_rank(rank), folder)
 
     try:
-        sending = SendPass(end, export.shards(rank), ())
-        while (report := sending.run(())) is None:
+        sending = end.open(export.shards(rank), ())
+        while not sending.run():
             pass
-        return report
+        return sending.report()
     finally:
         end.close()
 

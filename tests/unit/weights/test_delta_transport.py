@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from megarl.weights.plan import numel_of
+from megarl.weights.transfer import SendReport
 from megarl.weights.transports.delta import DeltaSender
-from megarl.weights.transports.interface import SendReport
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
 from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank, join, trainers_group

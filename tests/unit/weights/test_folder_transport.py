@@ -20,9 +20,9 @@ from megarl.weights.p2p import P2PGroup
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
+from megarl.weights.transfer import SendReport
 from megarl.weights.transports import folder as folder_transport
 from megarl.weights.transports.folder import NUM_BUFFERS, FolderSender, folder_message_bytes
-from megarl.weights.transports.interface import SendPass, SendReport
 from tests.unit.weights.exports import CPU, Export, Written, differing, small_files_only, write, write_all
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save
 from tests.unit.weights.test_transports import TRAINERS
@@ -132,7 +132,7 @@ def test_a_pass_that_is_broken_off_closes_its_file(tmp_path: Path) -> None:
     broken = BrokenShards(parameters=whole.parameters, architecture=whole.architecture, layout=whole.layout)
     threads = threading.active_count()
     with pytest.raises(KeyError):
-        SendPass(end, broken, ()).run(())
+        end.open(broken, ()).run()
     assert threading.active_count() == threads + 1
     assert opened_below(tmp_path) == ["model.safetensors"]
     end.close()
@@ -152,9 +152,9 @@ def test_a_slow_send_returns_to_the_caller_and_continues(
     monkeypatch.setattr(folder_transport, "PATIENCE_S", 0.0)
     export = Export(Cut(), "qwen2", True, 700)
     end = FolderSender(None, 0, export.plan().of_rank(0), tmp_path)
-    sending = SendPass(end, export.shards(0), ())
+    sending = end.open(export.shards(0), ())
     num_pauses = 0
-    while sending.run(()) is None:
+    while not sending.run():
         num_pauses += 1
     assert num_pauses > 0
     assert differing(tmp_path, export.state()) == []
@@ -190,10 +190,10 @@ def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
         (own := folder / f"{rank}-{number}").mkdir()
         end = FolderSender(p2p, rank, plan.of_rank(rank), own, durable=False)
         trim_heap()  # memory that an earlier pass freed must not serve this one
-        sending = SendPass(end, shards, ())
-        while (report := sending.run(())) is None:
+        sending = end.open(shards, ())
+        while not sending.run():
             pass
-        reports.append(report)
+        reports.append(sending.report())
         del end, sending
 
     return reports

@@ -28,7 +28,6 @@ from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 from megarl.weights.transports.folder import FolderSender
-from megarl.weights.transports.interface import SendPass
 from tests.unit.weights.exports import small_files_only
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, config_of, random_model, save
 
@@ -48,8 +47,8 @@ def export(source: Path, target: Path, max_file_bytes: int = 5 * 10**9) -> None:
     def write(folder: Path) -> None:
         end = FolderSender(None, 0, plan.of_rank(0), folder)
         try:
-            sending = SendPass(end, shards, ())
-            while sending.run(()) is None:
+            sending = end.open(shards, ())
+            while not sending.run():
                 pass
         finally:
             end.close()

@@ -24,7 +24,7 @@ from megarl.weights.shard_layout import whole_layout
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.folder import FolderSender
-from megarl.weights.transports.interface import DestinationViews, SendPass
+from megarl.weights.transports.interface import DestinationViews
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, shards_of, stored_state
 
 BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
@@ -124,8 +124,7 @@ def test_files_have_every_bit(
     plan = plan_export(
         architecture, [shards.layout], ["node"], WORD, message_bytes=message_bytes, max_file_bytes=2**30
     )
-    report = SendPass(FolderSender(None, 0, plan.of_rank(0), tmp_path, durable=False), shards, ()).run(())
-    assert report is not None
+    assert FolderSender(None, 0, plan.of_rank(0), tmp_path, durable=False).open(shards, ()).run()
     (file,) = plan.files
     with safe_open(tmp_path / file.name, framework="pt") as opened:
         for name, value in state.items():

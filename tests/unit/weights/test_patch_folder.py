@@ -10,7 +10,7 @@ import torch
 from megarl.weights.plan import TransferPlan, numel_of
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.interface import SendPass, SendReport
+from megarl.weights.transfer import SendReport
 from megarl.weights.transports.patch_folder import (
     PatchFolderEndpoint,
     PatchFolderReceiver,
@@ -55,9 +55,9 @@ class Ranks:
         reports = []
         for trainer, sender in zip(self.trainers, self.senders, strict=True):
             sender.folder = folder
-            report = SendPass(sender, trainer.shards(seed), replicas).run(())
-            assert report is not None
-            reports.append(report)
+            sending = sender.open(trainer.shards(seed), replicas)
+            assert sending.run()
+            reports.append(sending.report())
         return reports
 
     def read(self, folder: Path, replica: int) -> int:

@@ -22,9 +22,9 @@ from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transfer import SendReport
 from megarl.weights.transports.device import DeviceEndpoint, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, group_transfers
-from megarl.weights.transports.interface import SendPass, SendReport
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
@@ -84,11 +84,11 @@ class ObeyingTrainer(Obeying):
         return None
 
     def send(self, seed: int, replicas: list[int]) -> SendReport | None:
-        self.sending = SendPass(self.own.end, self.own.shards(seed), replicas)
+        self.sending = self.own.end.open(self.own.shards(seed), replicas)
         return self.go_on([])
 
     def go_on(self, dropped: list[int]) -> SendReport | None:
-        return self.sending.run(dropped)
+        return self.sending.report() if self.sending.run(dropped) else None
 
     def leave(self, replica: int) -> None:
         self.own.end.leave(replica)

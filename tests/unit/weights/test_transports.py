@@ -13,7 +13,7 @@ from megarl.machine.usage import PeakMemory, trim_heap
 from megarl.weights.plan import numel_of
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import Shards
-from megarl.weights.transports.interface import SendPass, SendReport
+from megarl.weights.transfer import SendReport
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
 from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, join, trainers_group
@@ -126,8 +126,8 @@ def measured(case: Case) -> list[int]:
         trim_heap()
         peak = PeakMemory(CPU)
         if isinstance(own, TrainerRank):
-            sending = SendPass(own.end, shards, [0])
-            while sending.run(()) is None:
+            sending = own.end.open(shards, [0])
+            while not sending.run():
                 pass
         else:
             own.receive()

@@ -20,10 +20,11 @@ from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
+from megarl.weights.transfer import SendReport
 from megarl.weights.transports.delta import DeltaEndpoint, DeltaSender
 from megarl.weights.transports.device import DeviceEndpoint, DeviceSender, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
-from megarl.weights.transports.interface import DestinationViews, SendPass, SendReport
+from megarl.weights.transports.interface import DestinationViews
 from tests.nccl_semantics import NcclSemantics
 from tests.ranks import gather
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
@@ -159,7 +160,6 @@ class TrainerRank:
         self.p2p = p2p
         self.end = self.device if case.transport == "device" else self.group
         self.plan = plan
-        self.sending: SendPass | None = None
 
     def shards(self, seed: int) -> Shards:
         parameters = shards_of(self.case.state(seed), self.case.architecture, self.layout)
@@ -171,10 +171,10 @@ class TrainerRank:
         )
 
     def send(self, seed: int, replicas: Sequence[int]) -> SendReport:
-        sending = SendPass(self.end, self.shards(seed), replicas)
-        while (report := sending.run(())) is None:
+        sending = self.end.open(self.shards(seed), replicas)
+        while not sending.run():
             pass
-        return report
+        return sending.report()
 
     def close(self) -> None:
         self.end.close()

@@ -39,7 +39,7 @@ from megarl.weights.shards import Shards
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
 from megarl.weights.sync.weight_export import WeightExport
-from megarl.weights.transports.interface import SendReport
+from megarl.weights.transfer import SendReport
 from megarl.workers.megatron import MegatronWorker, megatron_mesh
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model

@@ -22,7 +22,7 @@ from megarl.weights.sync.forecast import engine_slices
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import FolderLoading, WeightSync
 from megarl.weights.sync.weight_export import MeetingPoint
-from megarl.weights.transports.interface import SendReport
+from megarl.weights.transfer import SendReport
 from megarl.workers.megatron import megatron_mesh
 
 TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=2)
