@@ -79,7 +79,6 @@ from megarl.models.families import read_architecture
 from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.worker.rollout_worker import RolloutWorker
-from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import PushReport, WeightSync
@@ -177,8 +176,7 @@ def measure_limits(
     limits = {"copy": copy_s, "own": own_s}
 
     if transport is Transport.group:
-        point = source.group.call_rank(0, MeasuredTrainer.reserve_weight_group).get()
-        address = P2PAddress("limit", point.host, point.port, 2, point.backend, 60.0)
+        address = source.group.call_rank(0, MeasuredTrainer.reserve_weight_group, "limit", 2, 60.0).get()
         own = source.group.call_rank(
             0, MeasuredTrainer.messages_seconds, address, nbytes, source.bucket_bytes
         )

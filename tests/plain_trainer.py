@@ -64,13 +64,11 @@ class PlainTrainer:
             RankSlices(RankLocation("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)
         ]
         adapters = {name for name in shapes if is_adapter(name)}
-        self.first_adapter_round = 0
         if adapters:
-            self.plan, self.first_adapter_round = plan_repeated(
-                shapes, [source], targets, message_numel, adapters
-            )
+            self.plan = plan_repeated(shapes, [source], targets, message_numel, adapters)
         else:
             self.plan = plan_transfer(shapes, [source], targets, message_numel)
+        self.first_adapter_round = self.plan.first_repeated_round
         shards = PlainShards(weights)
         self._dtype = shards.dtype
         self._device = shards.device
@@ -93,26 +91,26 @@ class PlainTrainer:
         return links
 
     def _by_group(self) -> list[EngineLink]:
-        route = group_transfers(self.plan, sorted({target for _, target in self.plan.schedules}))
+        sends, receives = group_transfers(self.plan, sorted({target for _, target in self.plan.schedules}))
         listener = reserve_port("127.0.0.1")
         address = P2PAddress(
             "plain",
             "127.0.0.1",
             listener.getsockname()[1],
-            route.size,
+            len(sends) + len(receives),
             BACKEND_OF[self._device.type],
             LIMIT_S,
         )
         links = [
             EngineLink(GroupEndpoint(address, 1 + rank), schedules, self._dtype)
-            for rank, schedules in enumerate(route.receives)
+            for rank, schedules in enumerate(receives)
         ]
 
         with ThreadPoolExecutor(1) as pool:
             joining = pool.submit(P2PGroup.join, address, 0, self._device, listener)
             self._engine.join_weights(links)
             end = GroupSender()
-            end.join(0, joining.result(LIMIT_S), route.sends[0])
+            end.join(0, joining.result(LIMIT_S), sends[0])
 
         self.ends.append(end)
         return links

@@ -192,10 +192,11 @@ class TrainerProcess(_Obeying):
     def join_group(self, replica: int, address: P2PAddress, needed: TensorSlices) -> None:
         self.meet(address, 0)
         self._end = self._group
-        self._group.join(replica, self.p2p, group_transfers(self._plan(needed, "another"), [0]).sends[0])
+        sends, _ = group_transfers(self._plan(needed, "another"), [0])
+        self._group.join(replica, self.p2p, sends[0])
 
     def group_link(self, address: P2PAddress, needed: TensorSlices) -> str:
-        (schedules,) = group_transfers(self._plan(needed, "another"), [0]).receives
+        _, (schedules,) = group_transfers(self._plan(needed, "another"), [0])
         return json.dumps(EngineLink(GroupEndpoint(address, 1), schedules, DTYPE).encode())
 
     def change(self, seed: int) -> None:

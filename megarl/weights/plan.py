@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
@@ -55,10 +55,13 @@ class TransferPlan:
     Attributes:
         schedules: By (source, target), which are indices into the sequences that the plan was made from.
         num_rounds: The number of rounds of every schedule.
+        first_repeated_round: The first round of the tensors that are sent again whenever they change. Those
+            of earlier rounds are sent once.
     """
 
     schedules: Mapping[tuple[int, int], TransferSchedule]
     num_rounds: int
+    first_repeated_round: int = 0
 
     def of_source(self, source: int) -> dict[int, TransferSchedule]:
         """Return what a source sends, by target."""
@@ -144,33 +147,24 @@ def _plan(
     return TransferPlan(schedules, num_rounds)
 
 
-class RepeatedTransfer(NamedTuple):
-    """A transfer whose first tensors are sent once, and the others again whenever they change.
-
-    Attributes:
-        plan: The whole transfer.
-        first_round: The first round of the tensors that are sent again.
-    """
-
-    plan: TransferPlan
-    first_round: int
-
-
 def plan_repeated(
     shapes: Mapping[str, Sequence[int]],
     sources: Sequence[RankSlices],
     targets: Sequence[RankSlices],
     message_numel: int,
     repeated: Collection[str],
-) -> RepeatedTransfer:
-    """Plan a transfer like `plan_transfer`, with the `repeated` tensors in rounds of their own at the end."""
+) -> TransferPlan:
+    """Plan a transfer like `plan_transfer`, with the `repeated` tensors in rounds of their own at the end.
+
+    Those are sent again whenever they change, and the others once.
+    """
     once = {name: shape for name, shape in shapes.items() if name not in repeated}
     again = {name: shape for name, shape in shapes.items() if name in repeated}
     plans = [
         plan_transfer(part, _only(part, sources), _only(part, targets), message_numel)
         for part in (once, again)
     ]
-    return RepeatedTransfer(one_after_another(plans), plans[0].num_rounds)
+    return replace(one_after_another(plans), first_repeated_round=plans[0].num_rounds)
 
 
 def _only(names: Collection[str], ranks: Sequence[RankSlices]) -> list[RankSlices]:

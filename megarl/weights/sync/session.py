@@ -18,11 +18,9 @@ from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
 from megarl.machine.wording import counted
 from megarl.models.tensor_table import trained_tensors
 from megarl.weights.message_words import shape_in_words, slices_in_words
-from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import (
     RankLocation,
     RankSlices,
-    RepeatedTransfer,
     TensorSlices,
     TransferPlan,
     message_bytes,
@@ -70,7 +68,6 @@ class TransferSession:
         self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
         self._needed: list[TensorSlices] = []  # by the ranks of a replica
         self._plan: TransferPlan | None = None
-        self.first_adapter_round = 0  # after the rounds of a frozen model; 0 if all tensors change
         self._joined: dict[int, RoleGroup] = {}
         self._names: dict[int, str] = {}  # of each replica's connection
         self._acknowledged: dict[int, int] = {}  # the version of each replica's weights
@@ -112,6 +109,11 @@ class TransferSession:
                 self._acknowledged.pop(number, None)
 
         return lost
+
+    @property
+    def first_adapter_round(self) -> int:
+        """The first round after those of a frozen model; 0 if all tensors change."""
+        return 0 if self._plan is None else self._plan.first_repeated_round
 
     def name(self, replica: int) -> str:
         """Return the name under which the replica joined."""
@@ -207,13 +209,13 @@ class TransferSession:
                     f"{counted(len(needed), 'rank')}"
                 )
             self._needed = needed
-            self._plan, self.first_adapter_round = self.plan(needed)
+            self._plan = self.plan(needed)
         if needed != self._needed:
             raise WeightTransferError(
                 f"rollout replica {number} needs other tensor slices than the first one; restart the run"
             )
 
-    def plan(self, needed: Sequence[TensorSlices]) -> RepeatedTransfer:
+    def plan(self, needed: Sequence[TensorSlices]) -> TransferPlan:
         """Plan the transfer. Raises the errors of `plan_transfer`.
 
         If engines have adapters, those are sent last, and again in every sync.
@@ -247,7 +249,7 @@ class TransferSession:
         if source.architecture.lora is not None:
             trained = trained_tensors(source.architecture, "lm")
             return plan_repeated(shapes, held, wanted, message_numel, trained)
-        return RepeatedTransfer(plan_transfer(shapes, held, wanted, message_numel), 0)
+        return plan_transfer(shapes, held, wanted, message_numel)
 
     # ---- joining
 
@@ -263,25 +265,23 @@ class TransferSession:
                 target: place.device
                 for target, place in zip(self._targets[number], self._replica_places[number], strict=True)
             }
-            route = device_transfers(self._plan, devices, targets)
+            local_trainers, relays = device_transfers(self._plan, devices, targets)
+            sources = [self._plan.of_target(target) for target in targets]
             # The trainer rank on each engine rank's device opens the IPC buffers.
             serving = [
-                call(rank, WeightExport.serve_weights, number, device, sources)
-                for rank, device, sources in zip(
-                    route.local_trainers, targets.values(), route.sources, strict=True
-                )
+                call(rank, WeightExport.serve_weights, number, device, schedules)
+                for rank, device, schedules in zip(local_trainers, targets.values(), sources, strict=True)
             ]
             relaying = [
-                call(rank, WeightExport.relay_weights, number, route.relays.get(rank, {}))
-                for rank in self._ranks
+                call(rank, WeightExport.relay_weights, number, relays.get(rank, {})) for rank in self._ranks
             ]
             # The engine needs the addresses of the buffers, which exist once the calls have returned.
             links = [
                 EngineLink(
-                    DeviceEndpoint(address, device), sources, self._source.message_dtype, self._source.words
+                    DeviceEndpoint(address, device), schedules, self._source.message_dtype, self._source.words
                 )
-                for address, device, sources in zip(
-                    gather(*serving), targets.values(), route.sources, strict=True
+                for address, device, schedules in zip(
+                    gather(*serving), targets.values(), sources, strict=True
                 )
             ]
             gather(*relaying)
@@ -333,26 +333,27 @@ class TransferSession:
 
         for number, replica in replicas.items():
             # The first sender is rank 0 of the process group and reserves the port where all members meet.
-            route = group_transfers(self._plan, self._targets[number])
-            point = call(route.senders[0], WeightExport.reserve_weight_group).get()
-            address = P2PAddress(
-                self._names[number], point.host, point.port, route.size, point.backend, self._limit_s
-            )
+            sends, receives = group_transfers(self._plan, self._targets[number])
+            size = len(sends) + len(receives)
+            name = self._names[number]
+            address = call(
+                next(iter(sends)), WeightExport.reserve_weight_group, name, size, self._limit_s
+            ).get()
             # Do not wait here: joining blocks until all members have been called.
             meeting[number] = [
                 call(rank, WeightExport.join_weight_group, number, endpoint(address, own), schedules)
-                for own, (rank, schedules) in enumerate(zip(route.senders, route.sends, strict=True))
+                for own, (rank, schedules) in enumerate(sends.items())
             ]
             links = [
                 EngineLink(
-                    endpoint(address, len(route.senders) + own),
+                    endpoint(address, len(sends) + own),
                     schedules,
                     self._source.message_dtype,
                     self._source.words,
                 )
-                for own, schedules in enumerate(route.receives)
+                for own, schedules in enumerate(receives)
             ]
-            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
+            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, name)
 
         # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
         results_of(joining, lost, is_lost)

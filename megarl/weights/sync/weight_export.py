@@ -6,7 +6,6 @@ import socket
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.weights.checksum import shard_checksums
 from megarl.weights.export_plan import RankExport
 from megarl.weights.ipc import IPCAddress
-from megarl.weights.p2p import P2PGroup, reserve_port
+from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import TransferSchedule
 from megarl.weights.shards import Shards
@@ -27,14 +26,6 @@ from megarl.weights.transports.folder import FolderSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender
 from megarl.weights.transports.interface import Sender, SentShards
 from megarl.weights.transports.patch_folder import PatchFolderSender
-
-
-class MeetingPoint(NamedTuple):
-    """Address at which a group with this rank as rank 0 can be joined, and the group's protocol."""
-
-    host: str
-    port: int
-    backend: str
 
 
 class WeightExport(Worker):
@@ -186,13 +177,20 @@ class WeightExport(Worker):
     # ---- transport `group`
 
     @register(blocking=False)
-    def reserve_weight_group(self) -> MeetingPoint:
-        """Reserve an address at which this rank will be rank 0 of the next group."""
+    def reserve_weight_group(self, name: str, size: int, limit_s: float) -> P2PAddress:
+        """Reserve an address at which this rank will be rank 0 of the next group.
+
+        Args:
+            name: The name of the group in error messages.
+            size: The number of its ranks.
+            limit_s: The time limit for all ranks to join, and for each message.
+        """
         # An unused reservation remains if joining failed before.
         if self._listener is not None:
             self._listener.close()
         self._listener = reserve_port(self.node)
-        return MeetingPoint(self.node, self._listener.getsockname()[1], dist.get_backend())
+        port = self._listener.getsockname()[1]
+        return P2PAddress(name, self.node, port, size, dist.get_backend(), limit_s)
 
     @register(blocking=False)
     def join_weight_group(

@@ -35,29 +35,19 @@ class DeviceEndpoint(NamedTuple):
     device: str
 
 
-class DeviceTransfers(NamedTuple):
-    """The transfers to the ranks of one engine.
-
-    Attributes:
-        local_trainers: For each engine rank, the trainer rank on its device.
-        sources: For each engine rank, what it receives, by trainer rank.
-        relays: By trainer rank, what it sends to the trainer ranks on the devices of other engine ranks.
-    """
-
-    local_trainers: tuple[int, ...]
-    sources: tuple[dict[int, TransferSchedule], ...]
-    relays: dict[int, dict[int, TransferSchedule]]
-
-
 def device_transfers(
     plan: TransferPlan, trainer_devices: Sequence[str], targets: Mapping[int, str]
-) -> DeviceTransfers:
-    """Return the transfers to the ranks of one engine.
+) -> tuple[list[int], dict[int, dict[int, TransferSchedule]]]:
+    """Return the trainer rank that serves each rank of one engine, and what others relay to it.
 
     Args:
         plan: The whole transfer.
         trainer_devices: The device of each trainer rank.
         targets: The device of each engine rank, by its number in the plan.
+
+    Returns:
+        For each engine rank, the trainer rank on its device. By trainer rank, what it sends to the trainer
+        ranks on the devices of other engine ranks.
 
     Raises:
         ValueError: A device has no trainer rank.
@@ -78,7 +68,7 @@ def device_transfers(
             if source != local_trainers[-1]:
                 relays.setdefault(source, {})[local_trainers[-1]] = schedule
 
-    return DeviceTransfers(tuple(local_trainers), tuple(plan.of_target(target) for target in targets), relays)
+    return local_trainers, relays
 
 
 class DeviceSender(Sender):

@@ -31,50 +31,37 @@ class GroupEndpoint(NamedTuple):
     rank: int
 
 
-class GroupTransfers(NamedTuple):
-    """The group of one engine: the senders, followed by the ranks of the engine.
+def group_transfers(
+    plan: TransferPlan, targets: Sequence[int]
+) -> tuple[dict[int, dict[int, TransferSchedule]], list[dict[int, TransferSchedule]]]:
+    """Return what the members of one engine's group send and receive.
 
-    Attributes:
-        senders: Trainer ranks, in the order of their numbers in the group.
-        sends: For each sender, the schedules by the engine ranks' numbers in the group.
-        receives: For each engine rank, the schedules by the senders' numbers in the group.
-    """
-
-    senders: tuple[int, ...]
-    sends: tuple[dict[int, TransferSchedule], ...]
-    receives: tuple[dict[int, TransferSchedule], ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.senders) + len(self.receives)
-
-
-def group_transfers(plan: TransferPlan, targets: Sequence[int]) -> GroupTransfers:
-    """Return the group of one engine.
+    The senders come first in the group, followed by the ranks of the engine.
 
     Args:
         plan: The whole transfer.
         targets: The engine's ranks, as the plan numbers them.
+
+    Returns:
+        For each sending trainer rank, in the order of their numbers in the group, the schedules by the engine
+        ranks' numbers. For each engine rank, the schedules by the senders' numbers.
     """
-    # The senders come first in the group, followed by the ranks of the engine.
-    senders = tuple(sorted({source for source, target in plan.schedules if target in targets}))
+    senders = sorted({source for source, target in plan.schedules if target in targets})
     numbers = {source: number for number, source in enumerate(senders)}
 
-    return GroupTransfers(
-        senders=senders,
-        sends=tuple(
-            {
-                len(senders) + rank: plan.schedules[source, target]
-                for rank, target in enumerate(targets)
-                if (source, target) in plan.schedules
-            }
-            for source in senders
-        ),
-        receives=tuple(
-            {numbers[source]: schedule for source, schedule in plan.of_target(target).items()}
-            for target in targets
-        ),
-    )
+    sends = {
+        source: {
+            len(senders) + rank: plan.schedules[source, target]
+            for rank, target in enumerate(targets)
+            if (source, target) in plan.schedules
+        }
+        for source in senders
+    }
+    receives = [
+        {numbers[source]: schedule for source, schedule in plan.of_target(target).items()}
+        for target in targets
+    ]
+    return sends, receives
 
 
 class GroupSender(Sender):

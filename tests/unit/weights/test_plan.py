@@ -278,7 +278,8 @@ def test_repeated_tensors_are_the_last_rounds() -> None:
     """Without the earlier rounds, the schedules contain each element of the repeated tensors once."""
     sources = [rank(0, rows(0, 4)), rank(1, rows(4, 8))]
     targets = [rank(2, columns(0, 3)), rank(3, columns(3, 6))]
-    plan, first_round = plan_repeated(SHAPES, sources, targets, 7, {"a"})
+    plan = plan_repeated(SHAPES, sources, targets, 7, {"a"})
+    first_round = plan.first_repeated_round
     check(plan, targets, 7)
     assert 0 < first_round < plan.num_rounds
 

@@ -68,17 +68,17 @@ class ObeyingTrainer(Obeying):
         self.own = TrainerRank(self.case, self.case.plan(), self.place.rank, p2p)
 
     def join_group(self, replica: int, place: GroupEndpoint) -> None:
-        route = group_transfers(self.own.plan, self.case.engine_ranks[replica])
-        self.own.group.join(replica, self.p2p(place.address, place.rank), route.sends[place.rank])
+        sends, _ = group_transfers(self.own.plan, self.case.engine_ranks[replica])
+        self.own.group.join(replica, self.p2p(place.address, place.rank), sends[self.place.rank])
 
     def join_buffers(self, replica: int) -> Any:
-        route = buffers_route(self.case, replica)
-        self.own.device.relay(replica, route.relays.get(self.place.rank, {}))
+        local_trainers, relays = buffers_route(self.case, replica)
+        self.own.device.relay(replica, relays.get(self.place.rank, {}))
 
-        if self.place.rank in route.local_trainers:
-            number = route.local_trainers.index(self.place.rank)
+        if self.place.rank in local_trainers:
+            target = self.case.engine_ranks[replica][local_trainers.index(self.place.rank)]
             return self.own.device.serve(
-                replica, f"device-{self.place.rank}", route.sources[number], torch.float32, CPU
+                replica, f"device-{self.place.rank}", self.own.plan.of_target(target), torch.float32, CPU
             )
 
         return None
@@ -169,23 +169,24 @@ class World(NamedTuple):
         targets = case.engine_ranks[replica]
 
         if case.transport == "group":
-            route = group_transfers(plan, targets)
-            port = self.ask(self.trainers[route.senders[0]], "reserve")
-            address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, LIMIT_S)
-            for number, sender in enumerate(route.senders):
+            sends, receives = group_transfers(plan, targets)
+            port = self.ask(self.trainers[next(iter(sends))], "reserve")
+            size = len(sends) + len(receives)
+            address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, size, case.backend, LIMIT_S)
+            for number, sender in enumerate(sends):
                 self.trainers[sender].tell(("join_group", replica, GroupEndpoint(address, number)))
             engine.tell(
                 (
                     "link",
-                    EngineLink(GroupEndpoint(address, len(route.senders)), route.receives[0], torch.float32),
+                    EngineLink(GroupEndpoint(address, len(sends)), receives[0], torch.float32),
                 )
             )
-            assert [self.trainers[sender].hear() for sender in route.senders] == [None] * len(route.senders)
+            assert [self.trainers[sender].hear() for sender in sends] == [None] * len(sends)
         else:
-            way = buffers_route(case, replica)
+            local_trainers, _ = buffers_route(case, replica)
             addresses = [self.ask(trainer, "join_buffers", replica) for trainer in self.trainers]
-            place = DeviceEndpoint(addresses[way.local_trainers[0]], case.device(targets[0]))
-            engine.tell(("link", EngineLink(place, way.sources[0], torch.float32)))
+            place = DeviceEndpoint(addresses[local_trainers[0]], case.device(targets[0]))
+            engine.tell(("link", EngineLink(place, plan.of_target(targets[0]), torch.float32)))
 
         assert engine.hear() is None
 

@@ -250,39 +250,42 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
 
     if case.transport != "device":
         endpoint = DeltaEndpoint if case.transport == "delta" else GroupEndpoint
-        route = group_transfers(plan, targets)
-        listener = reserve_port("127.0.0.1") if rank == route.senders[0] else None
-        port = gather(listener and listener.getsockname()[1])[route.senders[0]]
-        address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, 30.0)
-        for number, sender in enumerate(route.senders):
+        sends, receives = group_transfers(plan, targets)
+        first = next(iter(sends))
+        listener = reserve_port("127.0.0.1") if rank == first else None
+        port = gather(listener and listener.getsockname()[1])[first]
+        size = len(sends) + len(receives)
+        address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, size, case.backend, 30.0)
+        for number, (sender, schedules) in enumerate(sends.items()):
             if rank == sender:
                 assert isinstance(own, TrainerRank)
-                own.group.join(replica, P2PGroup.join(address, number, CPU, listener), route.sends[number])
+                own.group.join(replica, P2PGroup.join(address, number, CPU, listener), schedules)
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
                 own.link(
                     EngineLink(
-                        endpoint(address, len(route.senders) + number),
-                        route.receives[number],
+                        endpoint(address, len(sends) + number),
+                        receives[number],
                         torch.float32,
                     )
                 )
     else:
         devices = [f"device-{trainer}" for trainer in range(num_trainers)]
-        way = device_transfers(plan, devices, {target: case.device(target) for target in targets})
+        local_trainers, relays = device_transfers(
+            plan, devices, {target: case.device(target) for target in targets}
+        )
         address = None
         if isinstance(own, TrainerRank):
-            own.device.relay(replica, way.relays.get(rank, {}))
-            if rank in way.local_trainers:
-                address = own.device.serve(
-                    replica, f"device-{rank}", way.sources[way.local_trainers.index(rank)], torch.float32, CPU
-                )
+            own.device.relay(replica, relays.get(rank, {}))
+            if rank in local_trainers:
+                sources = plan.of_target(targets[local_trainers.index(rank)])
+                address = own.device.serve(replica, f"device-{rank}", sources, torch.float32, CPU)
         addresses = gather(address)
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
-                place = DeviceEndpoint(addresses[way.local_trainers[number]], case.device(target))
-                own.link(EngineLink(place, way.sources[number], torch.float32))
+                place = DeviceEndpoint(addresses[local_trainers[number]], case.device(target))
+                own.link(EngineLink(place, plan.of_target(target), torch.float32))
 
     dist.barrier()

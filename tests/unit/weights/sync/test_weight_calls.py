@@ -17,11 +17,11 @@ from megarl.controller.futures import DerivedFuture
 from megarl.models.families import read_architecture
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.manifest import manifest_of
+from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation, TensorSlices
 from megarl.weights.sync.forecast import engine_slices
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import FolderLoading, WeightSync
-from megarl.weights.sync.weight_export import MeetingPoint
 from megarl.weights.transfer import SendReport
 from megarl.workers.megatron import megatron_mesh
 
@@ -31,7 +31,7 @@ SMALL_BYTES = 1_000
 LARGE_BYTES = 20_000
 ENGINE_SIZE = 8
 ANSWERS: dict[str, Any] = {
-    "reserve_weight_group": MeetingPoint("node", 1, "gloo"),
+    "reserve_weight_group": P2PAddress("weights", "node", 1, 40, "gloo", 60.0),
     "serve_weights": IPCAddress("device-0", True, "", 1, 4, "", ""),
     "send_weights": SendReport(
         packing_s=0.0,
