@@ -13,18 +13,8 @@ from typing import Protocol
 from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
 from megarl.rollout.driver.replicas import Replicas
-from megarl.weights.sync.sync import FolderLoading, PushReport
+from megarl.weights.sync.sync import FolderLoading, PushReport, WeightSync
 from megarl.weights.tensors import Manifest
-
-
-class Pusher(Protocol):
-    """Interface for sending weights to replicas (weights/sync/sync.py)."""
-
-    def push(
-        self, replicas: Mapping[int, RoleGroup], version: int
-    ) -> tuple[PushReport | None, dict[int, Exception]]: ...
-
-    def reconnect(self) -> None: ...
 
 
 class MemorySchedule(Protocol):
@@ -57,8 +47,10 @@ class RolloutWeights:
     first. The actor has the same version, except while a lost step is repeated from a snapshot.
     """
 
-    def __init__(self, pusher: Pusher, replicas: Replicas, schedule: MemorySchedule) -> None:
-        self._pusher = pusher
+    def __init__(
+        self, sync: WeightSync | FolderWeights, replicas: Replicas, schedule: MemorySchedule
+    ) -> None:
+        self._sync = sync
         self._replicas = replicas
         self._schedule = schedule
         self._report: PushReport | None = None
@@ -79,7 +71,7 @@ class RolloutWeights:
         """
         self.actor_version = actor_version
         if is_new:
-            self._pusher.reconnect()
+            self._sync.reconnect()
 
     def await_actor(self) -> None:
         """Wait for the actor's last call, and raise its error."""
@@ -113,7 +105,7 @@ class RolloutWeights:
             replicas = self._replicas.all
             lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
             to = {number: replica for number, replica in replicas.items() if number not in lost}
-            self._report, lost_in_push = self._pusher.push(to, version)
+            self._report, lost_in_push = self._sync.push(to, version)
             # Offload the actor before the engines allocate their caches, which need its memory.
             self._schedule.after_push()
             self._finish(to, lost | lost_in_push, version)
@@ -154,7 +146,7 @@ class RolloutWeights:
         came_in = self._schedule.bring_in_actor()
         lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
         if not lost:
-            _, lost = self._pusher.push(replicas, self.version)
+            _, lost = self._sync.push(replicas, self.version)
 
         # The actor was loaded only for this sync. The caches need its memory.
         if came_in:

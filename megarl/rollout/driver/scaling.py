@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool, check_fits
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.weights.plan import RankLocation
+from megarl.weights.sync.sync import WeightSync
 
 
 class PlannedReplica(NamedTuple):
@@ -16,12 +17,6 @@ class PlannedReplica(NamedTuple):
 
     place: ReplicaPlace
     ranks: Sequence[RankLocation]
-
-
-class WeightTargets(Protocol):
-    """The part of WeightSync that scaling uses."""
-
-    def send_to(self, replica_places: Sequence[Sequence[RankLocation]]) -> None: ...
 
 
 class ReplicaScaling:
@@ -40,7 +35,7 @@ class ReplicaScaling:
         self,
         replicas: Replicas,
         scheduler: RequestScheduler,
-        sync: WeightTargets,
+        sync: WeightSync,
         planned: Sequence[PlannedReplica],
         reserve: Callable[[int], RayResourcePool],
         num_ranks: int,
