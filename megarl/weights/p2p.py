@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ class P2PGroup:
         self._backend: Any = backend
         self._device = device
         self._name = name
-        self._waiter = _Waiter() if isinstance(backend, dist.ProcessGroupGloo) else None
+        self._waiting = _start_waiting() if isinstance(backend, dist.ProcessGroupGloo) else None
 
     @classmethod
     def join(
@@ -136,11 +137,13 @@ class P2PGroup:
         The tensors must not be used before the messages have arrived.
         """
         try:
-            if self._waiter is not None:
+            if self._waiting is not None:
                 # In gloo, each message is a separate operation, which a thread waits for.
                 works = [self._backend.recv([tensor], peer, tag) for peer, tensor in receives]
                 works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
-                return _Waited(self, works, self._waiter, sends)
+                arrival = Future[None]()
+                self._waiting.put((works, arrival))
+                return _Waited(self, arrival, sends)
             self._backend._start_coalescing()  # the backend's own method needs no device
             for peer, tensor in receives:
                 self._backend.recv([tensor], peer, tag)
@@ -164,8 +167,8 @@ class P2PGroup:
         if self._backend is not None:
             end(self._backend)
             self._backend = None
-        if self._waiter is not None:
-            self._waiter.end()
+        if self._waiting is not None:
+            self._waiting.put(None)
 
 
 class _Polled(PendingMessages):
@@ -191,58 +194,48 @@ class _Polled(PendingMessages):
 
 
 class _Waited(PendingMessages):
-    def __init__(
-        self, p2p: P2PGroup, works: Sequence[dist.Work], waiter: _Waiter, sends: Sequence[Message]
-    ) -> None:
+    def __init__(self, p2p: P2PGroup, arrival: Future[None], sends: Sequence[Message]) -> None:
         self._p2p = p2p
+        self._arrival = arrival
         self._sends = sends
-        self._outcome = waiter.wait_for(works)
 
     def is_done(self, patience_s: float) -> bool:
-        if not self._outcome.has_ended.wait(patience_s):
+        try:
+            failure = self._arrival.exception(patience_s)
+        except TimeoutError:
             return False
-        if self._outcome.failure is not None:
-            raise self._p2p.lost(self._outcome.failure)
+        if failure is not None:
+            raise self._p2p.lost(failure)
         return True
 
 
-class _Outcome:
-    def __init__(self) -> None:
-        self.has_ended = threading.Event()
-        self.failure: RuntimeError | None = None
+# Messages of gloo to wait for, and the future of their arrival. None ends the thread that waits.
+_Waiting = queue.SimpleQueue[tuple[Sequence[dist.Work], Future[None]] | None]
 
 
-class _Waiter:
-    """A thread that waits for gloo's messages in order.
+def _start_waiting() -> _Waiting:
+    """Start a thread that waits for gloo's messages in order.
 
     If a peer hangs, the thread waits until that process is gone, and keeps the message buffers alive until
-    then. No other thread waits for it.
+    then. No other thread waits for it, so it is none of a ThreadPoolExecutor, which the interpreter joins.
     """
+    waiting: _Waiting = queue.SimpleQueue()
+    threading.Thread(target=_wait_for, args=(waiting,), name="weight-messages", daemon=True).start()
+    return waiting
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Sequence[dist.Work], _Outcome] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(self._queue,), name="weight-messages", daemon=True).start()
 
-    def wait_for(self, works: Sequence[dist.Work]) -> _Outcome:
-        outcome = _Outcome()
-        self._queue.put((works, outcome))
-        return outcome
-
-    def end(self) -> None:
-        self._queue.put(None)
-
-    @staticmethod
-    def _run(waiting: queue.SimpleQueue[tuple[Sequence[dist.Work], _Outcome] | None]) -> None:
-        while (item := waiting.get()) is not None:
-            works, outcome = item
-            work = None
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                outcome.failure = error
-            outcome.has_ended.set()
-            del item, works, work, outcome  # do not keep tensors alive until the next message
+def _wait_for(waiting: _Waiting) -> None:
+    while (item := waiting.get()) is not None:
+        works, arrival = item
+        work = None
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            arrival.set_exception(error)
+        else:
+            arrival.set_result(None)
+        del item, works, work, arrival  # do not keep tensors alive until the next message
 
 
 def reserve_port(host: str) -> socket.socket:
