@@ -18,7 +18,7 @@ from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import TensorSlices
 from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError
-from megarl.weights.transports.delta import DeltaEndpoint, DeltaReceiver
+from megarl.weights.transports.delta import DeltaReceiver
 from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
 from megarl.weights.transports.group import GroupEndpoint, GroupReceiver
 from megarl.weights.transports.interface import DestinationViews, Receiver
@@ -28,7 +28,6 @@ from megarl.weights.transports.patch_folder import PatchFolderEndpoint, PatchFol
 _TRANSPORTS: dict[str, tuple[type, type | None, type]] = {
     "device": (DeviceEndpoint, IPCAddress, DeviceReceiver),
     "group": (GroupEndpoint, P2PAddress, GroupReceiver),
-    "delta": (DeltaEndpoint, P2PAddress, DeltaReceiver),
     "patch_folder": (PatchFolderEndpoint, None, PatchFolderReceiver),
 }
 
@@ -44,7 +43,7 @@ class EngineLink:
         words: The numbers of words of tensors with a wider dtype (see message_words.py).
     """
 
-    place: GroupEndpoint | DeltaEndpoint | DeviceEndpoint | PatchFolderEndpoint
+    place: GroupEndpoint | DeviceEndpoint | PatchFolderEndpoint
     schedules: Mapping[int, TransferSchedule]
     dtype: torch.dtype
     words: WordCounts = field(default_factory=dict)
@@ -55,6 +54,8 @@ class EngineLink:
         Raises:
             WeightTransferError: The trainers cannot be reached.
         """
+        if isinstance(self.place, GroupEndpoint) and self.place.sends_changes:
+            return DeltaReceiver(self.place, device)
         *_, receiver = _TRANSPORTS[self._transport]
         return receiver(self.place, device)
 
@@ -79,7 +80,7 @@ class EngineLink:
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> EngineLink:
         place, address, _ = _TRANSPORTS[encoded["transport"]]
-        own = encoded["place"] if address is None else [address(*encoded["place"][0]), encoded["place"][1]]
+        own = encoded["place"] if address is None else [address(*encoded["place"][0]), *encoded["place"][1:]]
 
         # JSON turns integer keys into strings.
         schedules = {

@@ -32,7 +32,6 @@ from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.sync.weight_import import WeightImport
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.delta import DeltaEndpoint
 from megarl.weights.transports.device import DeviceEndpoint, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, group_transfers
 from megarl.weights.transports.patch_folder import PatchFolderEndpoint
@@ -327,7 +326,6 @@ class TransferSession:
         """
         assert self._plan is not None
         call = self._source.group.call_rank
-        endpoint = DeltaEndpoint if self.sends_changes else GroupEndpoint
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, list[WorkerFuture[None]]] = {}
 
@@ -341,12 +339,18 @@ class TransferSession:
             ).get()
             # Do not wait here: joining blocks until all members have been called.
             meeting[number] = [
-                call(rank, WeightExport.join_weight_group, number, endpoint(address, own), schedules)
+                call(
+                    rank,
+                    WeightExport.join_weight_group,
+                    number,
+                    GroupEndpoint(address, own, self.sends_changes),
+                    schedules,
+                )
                 for own, (rank, schedules) in enumerate(sends.items())
             ]
             links = [
                 EngineLink(
-                    endpoint(address, len(sends) + own),
+                    GroupEndpoint(address, len(sends) + own, self.sends_changes),
                     schedules,
                     self._source.message_dtype,
                     self._source.words,

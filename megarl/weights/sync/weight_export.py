@@ -20,7 +20,7 @@ from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.transfer import SendReport, Transfer
-from megarl.weights.transports.delta import DeltaEndpoint, DeltaSender
+from megarl.weights.transports.delta import DeltaSender
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import FolderSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender
@@ -196,7 +196,7 @@ class WeightExport(Worker):
     def join_weight_group(
         self,
         replica: int,
-        place: GroupEndpoint | DeltaEndpoint,
+        place: GroupEndpoint,
         schedules: Mapping[int, TransferSchedule],
     ) -> None:
         """Join the group of a replica. Returns when all members have joined.
@@ -205,9 +205,7 @@ class WeightExport(Worker):
             schedules: Transfer schedules by the engine ranks' numbers in the group.
         """
         if self._sender is None:
-            self._sender = (
-                DeltaSender(self._sent_dtype) if isinstance(place, DeltaEndpoint) else GroupSender()
-            )
+            self._sender = DeltaSender(self._sent_dtype) if place.sends_changes else GroupSender()
         assert isinstance(self._sender, GroupSender)
         listener = None
 

@@ -17,7 +17,7 @@ from megarl.weights.acknowledged import (
     patch_chunks,
     read_message,
 )
-from megarl.weights.p2p import P2PAddress, P2PGroup
+from megarl.weights.p2p import P2PGroup
 from megarl.weights.schedule import PeerTransfers, ScheduleKey, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import Channel, Transfer
@@ -25,13 +25,6 @@ from megarl.weights.transports.group import GroupReceiver, GroupSender
 from megarl.weights.transports.interface import DestinationViews, SentShards
 
 _HEADER_BYTES = 16
-
-
-class DeltaEndpoint(NamedTuple):
-    """A rank's number in the group of one engine, like that of a GroupEndpoint."""
-
-    address: P2PAddress
-    rank: int
 
 
 class PatchStream(NamedTuple):

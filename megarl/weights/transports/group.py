@@ -25,10 +25,15 @@ from megarl.weights.transports.interface import (
 
 
 class GroupEndpoint(NamedTuple):
-    """A rank's number in the group of one engine. The trainer ranks come first."""
+    """A rank's number in the group of one engine. The trainer ranks come first.
+
+    Attributes:
+        sends_changes: Whether messages contain what changed since the engine's last weights (see delta.py).
+    """
 
     address: P2PAddress
     rank: int
+    sends_changes: bool = False
 
 
 def group_transfers(

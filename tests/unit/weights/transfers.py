@@ -21,7 +21,7 @@ from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.delta import DeltaEndpoint, DeltaSender
+from megarl.weights.transports.delta import DeltaSender
 from megarl.weights.transports.device import DeviceEndpoint, DeviceSender, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
 from megarl.weights.transports.interface import DestinationViews
@@ -249,7 +249,6 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
     targets = case.engine_ranks[replica]
 
     if case.transport != "device":
-        endpoint = DeltaEndpoint if case.transport == "delta" else GroupEndpoint
         sends, receives = group_transfers(plan, targets)
         first = next(iter(sends))
         listener = reserve_port("127.0.0.1") if rank == first else None
@@ -265,7 +264,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
                 assert isinstance(own, EngineRank)
                 own.link(
                     EngineLink(
-                        endpoint(address, len(sends) + number),
+                        GroupEndpoint(address, len(sends) + number, case.transport == "delta"),
                         receives[number],
                         torch.float32,
                     )
