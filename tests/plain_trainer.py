@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from megarl.models.adapters import is_adapter
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import RankLocation, RankSlices, plan_repeated, plan_transfer, whole_slices
+from megarl.weights.plan import RankLocation, plan_repeated, plan_transfer, whole_slices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, TensorMeta
@@ -59,10 +59,8 @@ class PlainTrainer:
         self.manifest = manifest_of(weights)
         needed = engine.needed_slices(self.manifest)
         shapes = {name: meta.shape for name, meta in self.manifest.items()}
-        source = RankSlices(RankLocation("node", "device"), whole_slices(shapes))
-        targets = [
-            RankSlices(RankLocation("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)
-        ]
+        source = (RankLocation("node", "device"), whole_slices(shapes))
+        targets = [(RankLocation("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)]
         adapters = {name for name in shapes if is_adapter(name)}
         if adapters:
             self.plan = plan_repeated(shapes, [source], targets, message_numel, adapters)

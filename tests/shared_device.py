@@ -32,7 +32,6 @@ from megarl.weights.checksum import checksum
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import (
     RankLocation,
-    RankSlices,
     TensorSlices,
     TransferPlan,
     plan_transfer,
@@ -179,8 +178,8 @@ class TrainerProcess(_Obeying):
 
     def _plan(self, needed: TensorSlices, device_name: str) -> TransferPlan:
         shapes = {name: meta.shape for name, meta in manifest(self.spec.folder).items()}
-        source = RankSlices(RankLocation("node", NAME), whole_slices(shapes))
-        target = RankSlices(RankLocation("node", device_name), needed)
+        source = (RankLocation("node", NAME), whole_slices(shapes))
+        target = (RankLocation("node", device_name), needed)
         return plan_transfer(shapes, [source], [target], self.spec.buffer_bytes // DTYPE.itemsize)
 
     def serve(self, replica: int, needed: TensorSlices) -> str:

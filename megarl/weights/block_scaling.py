@@ -82,8 +82,8 @@ class ScaledMatrix:
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         """Return a slice of the view, float32. Each axis needs a start and a stop."""
         wanted = TensorSlice(tuple(each.start for each in index), tuple(each.stop for each in index))
-        stored = enclosing_slice(wanted, self._view, self._shape)
-        return self.read(stored.part, torch.float32).view(stored.view)[stored.index]
+        part, view, inside = enclosing_slice(wanted, self._view, self._shape)
+        return self.read(part, torch.float32).view(view)[inside]
 
     def read(self, part: TensorSlice, dtype: torch.dtype) -> torch.Tensor:
         """Return a slice of the matrix. Besides it, memory for a few million elements is needed."""

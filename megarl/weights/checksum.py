@@ -122,9 +122,9 @@ def shard_checksums(
             # The factor of an element depends on its position in the whole tensor, not in the shard.
             strides = row_major_strides(piece.hf_view)
             limit = BLOCK_ELEMENTS[shards.device.type]
-            for block in shards.blocks(weight.megatron_name, piece, limit):
-                elements = block.elements.to(dtype_of(weight, dtype))
-                first = flat_index(tuple(map(add, piece.hf.starts, block.starts)), strides)
+            for starts, block in shards.blocks(weight.megatron_name, piece, limit):
+                elements = block.to(dtype_of(weight, dtype))
+                first = flat_index(tuple(map(add, piece.hf.starts, starts)), strides)
                 sums[piece.hf_name] = sums.get(piece.hf_name, 0) + checksum(elements, first, strides)
 
     return sums

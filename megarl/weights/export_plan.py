@@ -19,7 +19,6 @@ from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, plan_files
 from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts, words_of_meta
 from megarl.weights.plan import (
     RankLocation,
-    RankSlices,
     TensorSlices,
     TransferPlan,
     one_after_another,
@@ -228,12 +227,11 @@ def _plan_windows(
         shapes = {name: window.shape(name) for window in needed.values() for name, *_ in window.chunks}
         # Any rank may send, but only the writers of these windows receive.
         sources = [
-            RankSlices(place, {name: slices[name] for name in shapes if name in slices})
+            (place, {name: slices[name] for name in shapes if name in slices})
             for place, slices in zip(places, held, strict=True)
         ]
         targets = [
-            RankSlices(place, needed[rank].slices if rank in needed else {})
-            for rank, place in enumerate(places)
+            (place, needed[rank].slices if rank in needed else {}) for rank, place in enumerate(places)
         ]
         plans.append(plan_transfer(shapes, sources, targets, max_numel, loads))
         # What a rank sends now counts as load when the next windows are planned.

@@ -193,14 +193,14 @@ class _Reader(ExitStack):
         Only what is computed, the elements of a matrix in FP8, is converted to `dtype`.
         """
         stored = self._index.tensors[piece.hf_name]
-        where = enclosing_slice(piece.hf, piece.hf_view, stored.shape)
+        part, view, inside = enclosing_slice(piece.hf, piece.hf_view, stored.shape)
         try:
-            values = self._elements(piece.hf_name, stored, where.part, dtype)
+            values = self._elements(piece.hf_name, stored, part, dtype)
         except SafetensorError as error:
             raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
 
         check_finite(values, piece.hf_name, stored.file)
-        return values.reshape(where.view)[where.index]
+        return values.reshape(view)[inside]
 
     def _elements(
         self, name: str, stored: TensorInFile, part: TensorSlice, dtype: torch.dtype

@@ -150,24 +150,14 @@ def axis_groups(shape: tuple[int, ...], view: tuple[int, ...]) -> tuple[tuple[in
     return tuple(groups)
 
 
-class EnclosingSlice(NamedTuple):
-    """The smallest slice of a stored tensor that contains a slice of its view.
-
-    Attributes:
-        part: The slice of the tensor.
-        view: The view of the elements of `part`.
-        index: The slice of that view.
-    """
-
-    part: TensorSlice
-    view: tuple[int, ...]
-    index: tuple[slice, ...]
-
-
 def enclosing_slice(
     tensor_slice: TensorSlice, view: tuple[int, ...], shape: tuple[int, ...]
-) -> EnclosingSlice:
-    """Find the smallest slice of a tensor of shape `shape` that contains a slice of its view `view`."""
+) -> tuple[TensorSlice, tuple[int, ...], tuple[slice, ...]]:
+    """Find the smallest slice of a tensor of shape `shape` that contains a slice of its view `view`.
+
+    Returns:
+        The slice of the tensor, the view of its elements, and the slice of that view.
+    """
     ranges = []
     inner_view = list(tensor_slice.shape)
     index = [slice(None)] * len(inner_view)
@@ -191,7 +181,7 @@ def enclosing_slice(
             index[each] = tensor_slice.index[each]
 
     part = TensorSlice(tuple(start for start, _ in ranges), tuple(stop for _, stop in ranges))
-    return EnclosingSlice(part, tuple(inner_view), tuple(index))
+    return part, tuple(inner_view), tuple(index)
 
 
 def in_shape(

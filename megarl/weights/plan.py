@@ -40,12 +40,8 @@ class RankLocation(NamedTuple):
     device: str
 
 
-@dataclass(frozen=True)
-class RankSlices:
-    """The slices that one rank holds or needs."""
-
-    place: RankLocation
-    slices: TensorSlices
+# the location of a rank, and the slices that it holds or needs
+RankSlices = tuple[RankLocation, TensorSlices]
 
 
 @dataclass(frozen=True)
@@ -169,8 +165,7 @@ def plan_repeated(
 
 def _only(names: Collection[str], ranks: Sequence[RankSlices]) -> list[RankSlices]:
     return [
-        RankSlices(rank.place, {name: slices for name, slices in rank.slices.items() if name in names})
-        for rank in ranks
+        (place, {name: listed for name, listed in slices.items() if name in names}) for place, slices in ranks
     ]
 
 
@@ -253,10 +248,10 @@ _Of = tuple[tuple[int, TensorSlice], ...]  # rank and slice
 
 def _by_name(ranks: Sequence[RankSlices]) -> dict[str, _Of]:
     found: dict[str, list[tuple[int, TensorSlice]]] = defaultdict(list)
-    for rank, each in enumerate(ranks):
-        for name, slices in each.slices.items():
-            found[name] += [(rank, tensor_slice) for tensor_slice in slices]
-    return {name: tuple(listed) for name, listed in found.items()}
+    for rank, (_, slices) in enumerate(ranks):
+        for name, listed in slices.items():
+            found[name] += [(rank, tensor_slice) for tensor_slice in listed]
+    return {name: tuple(of_ranks) for name, of_ranks in found.items()}
 
 
 def _cut(
@@ -277,7 +272,7 @@ def _cut(
             cut = ((number, wanted.intersect(piece)) for number, (piece, _) in enumerate(pieces))
             shares[wanted] = [(number, shared) for number, shared in cut if shared is not None]
 
-        place = targets[target].place
+        place, _ = targets[target]
         for number, shared in shares[wanted]:
             if (number, place) not in nearest:
                 nearest[number, place] = _nearest(pieces[number][1], sources, place)
@@ -286,8 +281,9 @@ def _cut(
 
 def _nearest(ranks: Sequence[int], sources: Sequence[RankSlices], place: RankLocation) -> tuple[int, ...]:
     """Return those of `ranks` that are on the device `place`; otherwise those on its node; otherwise all."""
-    on_device = tuple(rank for rank in ranks if sources[rank].place == place)
-    on_node = tuple(rank for rank in ranks if sources[rank].place.node == place.node)
+    places = {rank: sources[rank][0] for rank in ranks}
+    on_device = tuple(rank for rank in ranks if places[rank] == place)
+    on_node = tuple(rank for rank in ranks if places[rank].node == place.node)
     return on_device or on_node or tuple(ranks)
 
 

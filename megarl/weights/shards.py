@@ -50,13 +50,6 @@ class SourceTransform(Protocol):
         ...
 
 
-class Block(NamedTuple):
-    """A part of a piece: its first element in the piece, and its elements."""
-
-    starts: tuple[int, ...]
-    elements: torch.Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shards:
     """The parameters of one rank, with the layout that describes them.
@@ -111,14 +104,20 @@ class Shards:
             ]
             yield self.transform.apply(name, piece, inside, parameter[region])
 
-    def blocks(self, megatron_name: str, piece: Piece, max_numel: int) -> Iterator[Block]:
-        """Yield the elements of a piece in its order, in blocks of at most `max_numel` if transformed."""
+    def blocks(
+        self, megatron_name: str, piece: Piece, max_numel: int
+    ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield the elements of a piece in its order, in blocks of at most `max_numel` if transformed.
+
+        Yields:
+            The position of a block's first element in the piece, and its elements.
+        """
         parameter = self.parameters[megatron_name].detach().view(piece.shard_view)[piece.shard.index]
         if self.transform is None or piece.rearrangement is not None:
-            yield Block((0,) * len(piece.hf.starts), piece.in_hf_order(parameter))
+            yield (0,) * len(piece.hf.starts), piece.in_hf_order(parameter)
             return
         for _, block in contiguous_blocks(tuple(parameter.shape), max_numel):
-            yield Block(
+            yield (
                 block.starts,
                 self.transform.apply(megatron_name, piece, block.index, parameter[block.index]),
             )

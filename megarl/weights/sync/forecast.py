@@ -22,7 +22,6 @@ from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales, with
 from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts
 from megarl.weights.plan import (
     RankLocation,
-    RankSlices,
     TensorSlices,
     TransferPlan,
     message_bytes,
@@ -116,8 +115,8 @@ def forecast_weights(
     # Plan the transfer schedules exactly as a run does.
     plan = plan_transfer(
         {name: shape_in_words(shape, words.get(name, 1)) for name, shape in shapes.items()},
-        list(map(RankSlices, sources, held)),
-        list(map(RankSlices, targets, needed)),
+        list(zip(sources, held, strict=True)),
+        list(zip(targets, needed, strict=True)),
         nbytes // element_bytes,
     )
 

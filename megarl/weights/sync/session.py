@@ -20,7 +20,6 @@ from megarl.models.tensor_table import trained_tensors
 from megarl.weights.message_words import shape_in_words, slices_in_words
 from megarl.weights.plan import (
     RankLocation,
-    RankSlices,
     TensorSlices,
     TransferPlan,
     message_bytes,
@@ -228,13 +227,13 @@ class TransferSession:
             for name, meta in source.manifest.items()
         }
         held = [
-            RankSlices(place, slices_in_words(slices, source.words))
+            (place, slices_in_words(slices, source.words))
             for place, slices in zip(self._trainer_places, source.slices, strict=True)
         ]
         # All replicas read the same files, so those of one are planned.
         is_folder = self._transport is Transport.folder
         wanted = [
-            RankSlices(place, slices_in_words(slices, source.words))
+            (place, slices_in_words(slices, source.words))
             for places in (self._replica_places[:1] if is_folder else self._replica_places)
             for place, slices in zip(places, needed, strict=True)
         ]

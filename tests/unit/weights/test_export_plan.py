@@ -10,7 +10,7 @@ import torch
 
 from megarl.weights.export_plan import ExportPlan, windows_of
 from megarl.weights.hf_folder import FilePlan
-from megarl.weights.plan import RankLocation, RankSlices, one_after_another, plan_transfer, whole_slices
+from megarl.weights.plan import RankLocation, one_after_another, plan_transfer, whole_slices
 from megarl.weights.schedule import Part
 from megarl.weights.shards import held_slices
 from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, range_slices, tiling_fault
@@ -43,10 +43,10 @@ def test_plans_one_after_another() -> None:
     two more to send.
     """
     shapes = {"a": (6,)}
-    sources = [RankSlices(RankLocation("node", f"of {rank}"), whole_slices(shapes)) for rank in range(2)]
+    sources = [(RankLocation("node", f"of {rank}"), whole_slices(shapes)) for rank in range(2)]
     needed = [{"a": (TensorSlice((start,), (stop,)),)} for start, stop in ((0, 4), (4, 6))]
     plans = [
-        plan_transfer(shapes, sources, [RankSlices(RankLocation("node", "of the target"), slices)], 3, [2, 0])
+        plan_transfer(shapes, sources, [(RankLocation("node", "of the target"), slices)], 3, [2, 0])
         for slices in needed
     ]
     assert [plan.num_rounds for plan in plans] == [2, 1]

@@ -18,7 +18,7 @@ from megarl.weights.message_words import (
     slices_in_words,
     word_counts,
 )
-from megarl.weights.plan import RankLocation, RankSlices, plan_transfer, whole_slices
+from megarl.weights.plan import RankLocation, plan_transfer, whole_slices
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import whole_layout
 from megarl.weights.shards import Shards, held_slices
@@ -64,8 +64,8 @@ def send(shards: Shards, received: dict[str, torch.Tensor], message_words: int) 
     held = held_slices(architecture, shards.layout)
     plan = plan_transfer(
         {name: shape_in_words(shape, counts.get(name, 1)) for name, shape in shapes.items()},
-        [RankSlices(RankLocation("node", "trainer"), slices_in_words(held, counts))],
-        [RankSlices(RankLocation("node", "engine"), slices_in_words(needed, counts))],
+        [(RankLocation("node", "trainer"), slices_in_words(held, counts))],
+        [(RankLocation("node", "engine"), slices_in_words(needed, counts))],
         message_words,
     )
 

@@ -34,7 +34,7 @@ WHOLE = whole_slices(SHAPES)
 
 def rank(device: int, slices: TensorSlices, per_node: int = 8) -> RankSlices:
     node = str(device // per_node)
-    return RankSlices(RankLocation(node, f"{node}:{device % per_node}"), slices)
+    return (RankLocation(node, f"{node}:{device % per_node}"), slices)
 
 
 def rows(start: int, stop: int) -> TensorSlices:
@@ -53,7 +53,7 @@ def columns(start: int, stop: int) -> TensorSlices:
 def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int) -> None:
     """Check that each needed element arrives once and that no round is too large for any rank."""
     sends: dict[tuple[int, int], int] = defaultdict(int)
-    for target, each in enumerate(targets):
+    for target, (_, needed) in enumerate(targets):
         coming: dict[str, list[TensorSlice]] = defaultdict(list)
         for number in range(plan.num_rounds):
             received = 0
@@ -65,7 +65,7 @@ def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int)
                 for name, tensor_slice in parts:
                     coming[name].append(tensor_slice)
             assert received <= message_numel
-        for name, slices in each.slices.items():
+        for name, slices in needed.items():
             for tensor_slice in slices:
                 inside = [part for part in coming[name] if part.intersect(tensor_slice)]
                 assert (
@@ -74,7 +74,7 @@ def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int)
                     )
                     is None
                 )
-        assert plan.received(target) == numel_of(each.slices)
+        assert plan.received(target) == numel_of(needed)
 
     assert max(sends.values()) <= message_numel
 

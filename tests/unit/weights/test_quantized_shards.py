@@ -14,7 +14,7 @@ from megarl.models.tensor_table import hf_tensors
 from megarl.weights.checksum import MODULUS, add_checksums, checksum
 from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales, with_own_scales
 from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts
-from megarl.weights.plan import RankLocation, RankSlices, plan_transfer, whole_slices
+from megarl.weights.plan import RankLocation, plan_transfer, whole_slices
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import held_weights, layouts_of, pieces
 from megarl.weights.shards import Shards, held_slices
@@ -114,8 +114,8 @@ def test_bytes_and_scales_equal_those_of_whole_tensors(case: str) -> None:
     layouts = layouts_of(architecture, CASES[case][2])
     held = [with_all_scales(held_slices(architecture, layout), quantized) for layout in layouts]
     needed = with_own_scales(whole_slices(shapes), quantized)
-    sources = [RankSlices(place, slices_in_words(each, counts)) for each in held]
-    target = RankSlices(place, slices_in_words(needed, counts))
+    sources = [(place, slices_in_words(each, counts)) for each in held]
+    target = (place, slices_in_words(needed, counts))
     plan = plan_transfer(in_bytes, sources, [target], 50_001)
 
     received = {name: torch.zeros(shape, dtype=torch.uint8) for name, shape in in_bytes.items()}

@@ -34,7 +34,7 @@ from megarl.models.trunk import TRUNK_ROWS
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
-from megarl.weights.plan import RankLocation, RankSlices, plan_transfer
+from megarl.weights.plan import RankLocation, plan_transfer
 from megarl.weights.shard_layout import ShardLayout, check_coverage, layouts_of, rank_pieces, shard_shapes
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
@@ -249,9 +249,9 @@ def received(
 ) -> dict[str, list[torch.Tensor]]:
     """Send slices from all ranks to one target in small messages."""
     place = RankLocation("node", "device")
-    sources = [RankSlices(place, held_slices(architecture, each.layout)) for each in shards]
+    sources = [(place, held_slices(architecture, each.layout)) for each in shards]
     shapes = {name: meta.shape for name, meta in manifest_of(architecture, torch.float32).items()}
-    plan = plan_transfer(shapes, sources, [RankSlices(place, needed)], message_numel=37)
+    plan = plan_transfer(shapes, sources, [(place, needed)], message_numel=37)
     found = {name: [torch.full(part.shape, torch.nan) for part in parts] for name, parts in needed.items()}
 
     for (source, _), schedule in plan.schedules.items():

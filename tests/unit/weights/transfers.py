@@ -14,7 +14,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import RankLocation, RankSlices, TransferPlan, plan_transfer
+from megarl.weights.plan import RankLocation, TransferPlan, plan_transfer
 from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import layouts_of
@@ -118,11 +118,11 @@ class Case(NamedTuple):
     def plan(self) -> TransferPlan:
         shapes = {name: meta.shape for name, meta in manifest_of(self.architecture, torch.float32).items()}
         sources = [
-            RankSlices(RankLocation("node", f"device-{rank}"), held_slices(self.architecture, layout))
+            (RankLocation("node", f"device-{rank}"), held_slices(self.architecture, layout))
             for rank, layout in enumerate(self.trainer.layouts(self.architecture, self.padded_vocab))
         ]
         targets = [
-            RankSlices(RankLocation("node", self.device(target)), self.needed(target))
+            (RankLocation("node", self.device(target)), self.needed(target))
             for target in range(sum(map(len, self.engine_ranks)))
         ]
 
