@@ -85,9 +85,7 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
     buffers = torch.empty(2, transfers.largest, dtype=dtype, device=shards.device)
     ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
     channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), transfers)
-    is_done = PipelinedTransfer(
-        [channel], transfers.num_rounds, buffers, regions, are_computed=shards.are_computed
-    ).run()
+    is_done = PipelinedTransfer([channel], buffers, regions, are_computed=shards.are_computed).run()
     assert is_done, "there are no peers to wait for"
     # Keep the buffers until here, as in a run, so that the peak of the phase includes them.
     del ipc_buffers

@@ -79,7 +79,6 @@ class PipelinedTransfer(Transfer):
 
     Args:
         channels: The p2p groups to use.
-        num_rounds: The number of rounds.
         buffers: (2, N) pack buffers, used alternately.
         regions: Finds the elements of a part that this rank sends.
         receive_buffer: The receive buffer, if this rank receives.
@@ -91,7 +90,6 @@ class PipelinedTransfer(Transfer):
     def __init__(
         self,
         channels: Sequence[Channel],
-        num_rounds: int,
         buffers: torch.Tensor,
         regions: Regions | None = None,
         receive_buffer: ReceiveBuffer | None = None,
@@ -100,12 +98,14 @@ class PipelinedTransfer(Transfer):
         are_computed: bool = False,
     ) -> None:
         super().__init__(channels, buffers.device, yields_regularly)
-        self._num_rounds = num_rounds
         self._buffers = buffers
         self._regions = regions
         self._are_computed = are_computed
         self._receive_buffer = receive_buffer
 
+        exchanged = [channel.sends for channel in channels]
+        exchanged += [] if receive_buffer is None else [receive_buffer.sources]
+        self._num_rounds = max((each.num_rounds for each in exchanged), default=0)
         own, kept = (0, 0) if receive_buffer is None else (receive_buffer.own_numel, receive_buffer.nbytes)
         numel = own + sum(channel.sends.numel for channel in channels)
         self.planned_bytes = self.sent_bytes = numel * buffers.element_size()

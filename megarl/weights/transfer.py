@@ -78,7 +78,7 @@ class Transfer(ABC):
         planned_bytes: The bytes of all weights that this rank sends.
         sent_bytes: The bytes that were sent; without patches, as many as planned.
         buffer_bytes: The size of all buffers.
-        peak: The peak memory of the pass. Set by `Sender.open`.
+        peak: Measures memory from before the buffers of a sender are allocated.
     """
 
     planned_bytes = 0
@@ -122,7 +122,7 @@ class Transfer(ABC):
         return True
 
     def report(self) -> SendReport:
-        """Return the measurements of a complete pass that a sender opened."""
+        """Return the measurements of a complete pass of a sender."""
         return SendReport(
             packing_s=self.packing.seconds(),
             waiting_s=self.waiting_s,

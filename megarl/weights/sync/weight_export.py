@@ -22,7 +22,7 @@ from megarl.weights.shards import Shards
 from megarl.weights.transfer import SendReport, Transfer
 from megarl.weights.transports.delta import DeltaSender
 from megarl.weights.transports.device import DeviceSender
-from megarl.weights.transports.folder import FolderSender
+from megarl.weights.transports.folder import FolderTransfer
 from megarl.weights.transports.group import GroupEndpoint, GroupSender
 from megarl.weights.transports.interface import Sender, SentShards
 from megarl.weights.transports.patch_folder import PatchFolderSender
@@ -37,8 +37,7 @@ class WeightExport(Worker):
     _sender: Sender | None = None
     _sending: Transfer | None = None
     _listener: socket.socket | None = None
-    _files: FolderSender | None = None
-    _writing: Transfer | None = None
+    _writing: FolderTransfer | None = None
     _trainers: P2PGroup | None = None
     _quantized: QuantizedShards | None = None  # what the last transfer sends
 
@@ -282,10 +281,10 @@ class WeightExport(Worker):
             CheckpointError: A file could not be written. This rank has still received and sent everything.
         """
         if is_first:
-            self._files = FolderSender(self._trainers_p2p(), dist.get_rank(), part, Path(folder), durable)
-            self._writing = self._files.open(self._shards(), ())
+            self._writing = FolderTransfer(
+                self._trainers_p2p(), dist.get_rank(), part, self._shards(), Path(folder), durable
+            )
 
-        assert self._files is not None
         assert self._writing is not None, "no folder was begun"
         has_ended = True
 
@@ -302,5 +301,5 @@ class WeightExport(Worker):
         finally:
             # A transfer that continues in the next call needs its files and connections.
             if has_ended:
-                self._files.close()
-                self._files = self._writing = None
+                self._writing.close()
+                self._writing = None

@@ -133,15 +133,9 @@ class DeviceSender(Sender):
         if receive_buffer is not None:
             receive_buffer.begin(first_round)
         buffers = self._buffers.take(sends.largest, shards.dtype, shards.device)
-        num_rounds = max(sends.num_rounds, 0 if receive_buffer is None else receive_buffer.sources.num_rounds)
         channel = Channel(self._p2p, sends, receives=receive_buffer is not None)
         return PipelinedTransfer(
-            [channel],
-            num_rounds,
-            buffers,
-            shards.regions,
-            receive_buffer,
-            are_computed=shards.are_computed,
+            [channel], buffers, shards.regions, receive_buffer, are_computed=shards.are_computed
         )
 
     def leave(self, replica: int) -> None:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 
+from megarl.machine.usage import PeakMemory
 from megarl.weights.execution import PipelinedTransfer, ReceiveBuffer
 from megarl.weights.export_plan import RankExport, Window
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.schedule import Part, PeerTransfers
+from megarl.weights.shards import Shards
 from megarl.weights.tensors import ChunkMeta, flat_index, row_major_strides
-from megarl.weights.transfer import PATIENCE_S, Channel, Transfer
-from megarl.weights.transports.interface import Sender, SentShards
+from megarl.weights.transfer import PATIENCE_S, Channel
 
 NUM_WINDOWS = 3  # with two, the disk is idle while the next window is filled
 # Outgoing messages, incoming messages, and windows of a writer, each at most the size of one message.
@@ -37,7 +38,7 @@ def folder_message_bytes(bucket_bytes: int, is_cuda: bool) -> int:
     return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)
 
 
-class FolderSender(Sender):
+class FolderTransfer(PipelinedTransfer):
     """Writes files in one pass.
 
     If a file cannot be written, an OSError is raised at the end of the pass. Until then the writer still
@@ -47,44 +48,34 @@ class FolderSender(Sender):
         p2p: The p2p group of the trainers; None if there is only one.
         rank: The rank of this process in it.
         part: This rank's share of the export.
+        shards: The weights of this rank.
         folder: Where the files are written.
         durable: Whether the files must survive a power cut.
     """
 
     def __init__(
-        self, p2p: P2PGroup | None, rank: int, part: RankExport, folder: Path, durable: bool = True
+        self,
+        p2p: P2PGroup | None,
+        rank: int,
+        part: RankExport,
+        shards: Shards,
+        folder: Path,
+        durable: bool = True,
     ) -> None:
-        self._p2p = p2p
-        self._rank = rank
-        self._part = part
+        self.peak = PeakMemory(shards.device)
         self._output = _Output(folder, durable)
-
-    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
-        assert first_round == 0, "a folder has all tensors"
-        part = self._part
-        sends = PeerTransfers(part.sends)
         receive_buffer = (
-            _FolderReceiveBuffer(self._rank, part, self._output, shards.device) if part.windows else None
+            _FolderReceiveBuffer(rank, part, self._output, shards.device) if part.windows else None
         )
-        buffers = torch.empty(2, sends.largest, dtype=part.dtype, device=shards.device)
-        channels = (
-            [] if self._p2p is None else [Channel(self._p2p, sends, receives=receive_buffer is not None)]
-        )
+        sends = PeerTransfers(part.sends)
 
-        return PipelinedTransfer(
-            channels,
-            part.num_rounds,
-            buffers,
+        super().__init__(
+            [] if p2p is None else [Channel(p2p, sends, receives=receive_buffer is not None)],
+            torch.empty(2, sends.largest, dtype=part.dtype, device=shards.device),
             shards.regions,
             receive_buffer,
             are_computed=shards.are_computed,
         )
-
-    def leave(self, replica: int) -> None:
-        """Do nothing: there are no replicas to forget."""
-
-    def release(self) -> None:
-        """Do nothing: the next pass has a sender of its own."""
 
     def close(self) -> None:
         """Stop writing, even in the middle of a pass. Incomplete files stay incomplete."""

@@ -99,9 +99,7 @@ class GroupSender(Sender):
             default=0,
         )
         buffers = self._buffers.take(largest, shards.dtype, shards.device)
-        return PipelinedTransfer(
-            channels, num_rounds, buffers, shards.regions, are_computed=shards.are_computed
-        )
+        return PipelinedTransfer(channels, buffers, shards.regions, are_computed=shards.are_computed)
 
     def leave(self, replica: int) -> None:
         # Abort instead of closing, since messages to the replica may still be in flight.
@@ -129,13 +127,7 @@ class GroupReceiver(TransferReceiver):
         # An engine rank sends nothing, so there is nothing to pack.
         nothing = torch.empty(2, 0, device=self._device)
         channel = Channel(self._p2p, PeerTransfers({}), receives=True)
-        return PipelinedTransfer(
-            [channel],
-            destinations.sources.num_rounds,
-            nothing,
-            receive_buffer=receive_buffer,
-            yields_regularly=True,
-        )
+        return PipelinedTransfer([channel], nothing, receive_buffer=receive_buffer, yields_regularly=True)
 
     def close(self) -> None:
         if self._transfer is None:

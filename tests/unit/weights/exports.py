@@ -19,7 +19,7 @@ from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.shards import Shards
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.folder import FolderSender
+from megarl.weights.transports.folder import FolderTransfer
 from tests.unit.weights.models import HIDDEN, architecture_of, random_model, shards_of, stored_state
 from tests.unit.weights.transfers import Cut
 
@@ -94,15 +94,14 @@ class Written(NamedTuple):
 def write(export: Export, folder: Path, p2p: P2PGroup | None = None) -> SendReport:
     """Write this rank's part; the whole folder without a p2p group."""
     rank = 0 if p2p is None else dist.get_rank()
-    end = FolderSender(p2p, rank, export.plan().of_rank(rank), folder)
+    sending = FolderTransfer(p2p, rank, export.plan().of_rank(rank), export.shards(rank), folder)
 
     try:
-        sending = end.open(export.shards(rank), ())
         while not sending.run():
             pass
         return sending.report()
     finally:
-        end.close()
+        sending.close()
 
 
 def write_all(exports: Sequence[tuple[Export, Path]]) -> list[Written]:

@@ -22,7 +22,7 @@ from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports import folder as folder_transport
-from megarl.weights.transports.folder import NUM_BUFFERS, FolderSender, folder_message_bytes
+from megarl.weights.transports.folder import NUM_BUFFERS, FolderTransfer, folder_message_bytes
 from tests.unit.weights.exports import CPU, Export, Written, differing, small_files_only, write, write_all
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save
 from tests.unit.weights.test_transports import TRAINERS
@@ -127,15 +127,15 @@ class BrokenShards(Shards):
 
 def test_a_pass_that_is_broken_off_closes_its_file(tmp_path: Path) -> None:
     export = Export(Cut(), "qwen2", True, 700)
-    end = FolderSender(None, 0, export.plan().of_rank(0), tmp_path)
     whole = export.shards(0)
     broken = BrokenShards(parameters=whole.parameters, architecture=whole.architecture, layout=whole.layout)
+    sending = FolderTransfer(None, 0, export.plan().of_rank(0), broken, tmp_path)
     threads = threading.active_count()
     with pytest.raises(KeyError):
-        end.open(broken, ()).run()
+        sending.run()
     assert threading.active_count() == threads + 1
     assert opened_below(tmp_path) == ["model.safetensors"]
-    end.close()
+    sending.close()
     assert threading.active_count() == threads
     assert opened_below(tmp_path) == []
 
@@ -151,8 +151,7 @@ def test_a_slow_send_returns_to_the_caller_and_continues(
 ) -> None:
     monkeypatch.setattr(folder_transport, "PATIENCE_S", 0.0)
     export = Export(Cut(), "qwen2", True, 700)
-    end = FolderSender(None, 0, export.plan().of_rank(0), tmp_path)
-    sending = end.open(export.shards(0), ())
+    sending = FolderTransfer(None, 0, export.plan().of_rank(0), export.shards(0), tmp_path)
     num_pauses = 0
     while not sending.run():
         num_pauses += 1
@@ -188,13 +187,12 @@ def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
 
     for number in range(2):
         (own := folder / f"{rank}-{number}").mkdir()
-        end = FolderSender(p2p, rank, plan.of_rank(rank), own, durable=False)
         trim_heap()  # memory that an earlier pass freed must not serve this one
-        sending = end.open(shards, ())
+        sending = FolderTransfer(p2p, rank, plan.of_rank(rank), shards, own, durable=False)
         while not sending.run():
             pass
         reports.append(sending.report())
-        del end, sending
+        del sending
 
     return reports
 

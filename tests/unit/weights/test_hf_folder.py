@@ -27,7 +27,7 @@ from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
-from megarl.weights.transports.folder import FolderSender
+from megarl.weights.transports.folder import FolderTransfer
 from tests.unit.weights.exports import small_files_only
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, config_of, random_model, save
 
@@ -45,13 +45,12 @@ def export(source: Path, target: Path, max_file_bytes: int = 5 * 10**9) -> None:
     )
 
     def write(folder: Path) -> None:
-        end = FolderSender(None, 0, plan.of_rank(0), folder)
+        sending = FolderTransfer(None, 0, plan.of_rank(0), shards, folder)
         try:
-            sending = end.open(shards, ())
             while not sending.run():
                 pass
         finally:
-            end.close()
+            sending.close()
 
     save_hf_folder(write, plan.files, target, source)
 

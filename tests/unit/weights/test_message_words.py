@@ -23,7 +23,7 @@ from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import whole_layout
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.folder import FolderSender
+from megarl.weights.transports.folder import FolderTransfer
 from megarl.weights.transports.interface import DestinationViews
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, shards_of, stored_state
 
@@ -124,7 +124,7 @@ def test_files_have_every_bit(
     plan = plan_export(
         architecture, [shards.layout], ["node"], WORD, message_bytes=message_bytes, max_file_bytes=2**30
     )
-    assert FolderSender(None, 0, plan.of_rank(0), tmp_path, durable=False).open(shards, ()).run()
+    assert FolderTransfer(None, 0, plan.of_rank(0), shards, tmp_path, durable=False).run()
     (file,) = plan.files
     with safe_open(tmp_path / file.name, framework="pt") as opened:
         for name, value in state.items():
