@@ -27,6 +27,7 @@ from megarl.weights.plan import (
     plan_transfer,
 )
 from megarl.weights.receiver import EngineLink
+from megarl.weights.schedule import TransferSchedule
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.sync.weight_import import WeightImport
@@ -251,6 +252,13 @@ class TransferSession:
 
     # ---- joining
 
+    def _link(
+        self,
+        place: GroupEndpoint | DeviceEndpoint | PatchFolderEndpoint,
+        schedules: Mapping[int, TransferSchedule],
+    ) -> EngineLink:
+        return EngineLink(place, schedules, self._source.message_dtype, self._source.words)
+
     def _join_devices(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
         assert self._plan is not None
         devices = [place.device for place in self._trainer_places]
@@ -275,9 +283,7 @@ class TransferSession:
             ]
             # The engine needs the addresses of the buffers, which exist once the calls have returned.
             links = [
-                EngineLink(
-                    DeviceEndpoint(address, device), schedules, self._source.message_dtype, self._source.words
-                )
+                self._link(DeviceEndpoint(address, device), schedules)
                 for address, device, schedules in zip(
                     gather(*serving), targets.values(), sources, strict=True
                 )
@@ -303,13 +309,7 @@ class TransferSession:
             )
         )
         links = [
-            EngineLink(
-                PatchFolderEndpoint(rank),
-                plan.of_target(rank),
-                self._source.message_dtype,
-                self._source.words,
-            )
-            for rank in range(len(self._needed))
+            self._link(PatchFolderEndpoint(rank), plan.of_target(rank)) for rank in range(len(self._needed))
         ]
 
         joining = {
@@ -348,12 +348,7 @@ class TransferSession:
                 for own, (rank, schedules) in enumerate(sends.items())
             ]
             links = [
-                EngineLink(
-                    GroupEndpoint(address, len(sends) + own, self.sends_changes),
-                    schedules,
-                    self._source.message_dtype,
-                    self._source.words,
-                )
+                self._link(GroupEndpoint(address, len(sends) + own, self.sends_changes), schedules)
                 for own, schedules in enumerate(receives)
             ]
             joining[number] = replica.call_rank(0, WeightImport.join_weights, links, name)
