@@ -64,7 +64,10 @@ class AcknowledgedWeights:
 
     Attributes:
         holders: The replicas that have exactly the bits of the copy.
+        replicas: Those that the transfer that is under way goes to.
         num_bytes: The bytes of a full transfer.
+        buffers: Memory for two messages on the device of the weights, (2, capacity) bytes. It may be freed
+            between transfers.
     """
 
     def __init__(self, schedule: TransferSchedule, dtype: torch.dtype) -> None:
@@ -72,6 +75,8 @@ class AcknowledgedWeights:
         self.num_bytes = schedule.numel * dtype.itemsize
         self.capacity = most_message_bytes(schedule, dtype.itemsize)
         self.holders: set[int] = set()
+        self.replicas: tuple[int, ...] = ()
+        self.buffers = torch.empty(2, 0, dtype=torch.uint8)
         self._dtype = dtype
         self._copy: list[torch.Tensor] = []
         self._before: set[int] = set()  # the holders before the transfer that is under way
@@ -82,6 +87,7 @@ class AcknowledgedWeights:
 
     def begin(self, replicas: Collection[int]) -> None:
         """Begin a transfer to these replicas. If some are no holders, all of them get all elements."""
+        self.replicas = tuple(replicas)
         self._before = self.holders
         self._sends_all = not self._before.issuperset(replicas)
         # No replica has the bits of a copy that is updated only in part.

@@ -6,7 +6,6 @@ The messages have no planned size. Each is announced by a header with its bytes 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -27,25 +26,12 @@ from megarl.weights.transports.interface import DestinationViews, SentShards
 _HEADER_BYTES = 16
 
 
-class PatchStream(NamedTuple):
-    """The messages of a pass to all peers with one schedule."""
-
-    weights: AcknowledgedWeights
-    buffers: torch.Tensor
-    replicas: tuple[int, ...]
-
-    def next_message(self, number: int, shards: SentShards) -> PatchMessage:
-        """Return the next message. Its data is valid until the message after the next one is made."""
-        return self.weights.next_message(self.buffers[number % 2], shards.regions, shards.are_computed)
-
-
 class PatchStreams:
-    """Holds the streams of one rank to each replica. Equal schedules share one stream."""
+    """What one rank sends to each replica. Equal schedules share their acknowledged weights."""
 
     def __init__(self) -> None:
         self.schedules: dict[int, dict[int, ScheduleKey]] = {}  # by replica and peer
         self._acknowledged: dict[ScheduleKey, AcknowledgedWeights] = {}
-        self._buffers: dict[ScheduleKey, torch.Tensor] = {}
 
     def join(self, replica: int, schedules: Mapping[int, TransferSchedule], dtype: torch.dtype) -> None:
         self.schedules[replica] = {peer: schedule.key for peer, schedule in schedules.items()}
@@ -53,21 +39,21 @@ class PatchStreams:
             if schedule.key not in self._acknowledged:
                 self._acknowledged[schedule.key] = AcknowledgedWeights(schedule, dtype)
 
-    def begin(self, replicas: Collection[int], device: torch.device) -> dict[ScheduleKey, PatchStream]:
-        """Begin a pass to these replicas."""
+    def begin(
+        self, replicas: Collection[int], device: torch.device
+    ) -> dict[ScheduleKey, AcknowledgedWeights]:
+        """Begin a pass to these replicas, and return the weights that it sends."""
         users: dict[ScheduleKey, list[int]] = {}
         for replica in sorted(self.schedules.keys() & set(replicas)):
             for key in self.schedules[replica].values():
                 users.setdefault(key, []).append(replica)
 
-        streams = {}
-        for key, listed in users.items():
-            weights = self._acknowledged[key]
-            weights.begin(listed)
-            if key not in self._buffers:
-                self._buffers[key] = torch.empty(2, weights.capacity, dtype=torch.uint8, device=device)
-            streams[key] = PatchStream(weights, self._buffers[key], tuple(listed))
-        return streams
+        begun = {key: self._acknowledged[key] for key in users}
+        for key, weights in begun.items():
+            weights.begin(users[key])
+            if not weights.buffers.numel():
+                weights.buffers = torch.empty(2, weights.capacity, dtype=torch.uint8, device=device)
+        return begun
 
     def forget(self, replica: int) -> None:
         """Send everything to the replica the next time, since it no longer has what it acknowledged."""
@@ -82,15 +68,14 @@ class PatchStreams:
         needed = {key for schedules in self.schedules.values() for key in schedules.values()}
         for key in self._acknowledged.keys() - needed:
             del self._acknowledged[key]
-            self._buffers.pop(key, None)
 
     def release(self) -> None:
-        self._buffers = {}
+        for weights in self._acknowledged.values():
+            weights.buffers = weights.buffers.new_empty(2, 0)
 
     def close(self) -> None:
         self.schedules = {}
         self._acknowledged = {}
-        self._buffers = {}
 
 
 class DeltaSender(GroupSender):
@@ -116,13 +101,13 @@ class DeltaSender(GroupSender):
     def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
         assert first_round == 0, "patches are for models that change as a whole"
         channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
-        streams = self._streams.begin(replicas, shards.device)
+        sent = self._streams.begin(replicas, shards.device)
         peers = {
-            channel: {peer: streams[key] for peer, key in self._streams.schedules[channel.replica].items()}
+            channel: {peer: sent[key] for peer, key in self._streams.schedules[channel.replica].items()}
             for channel in channels
             if channel.replica is not None
         }
-        return _PatchSends(peers, list(streams.values()), shards)
+        return _PatchSends(peers, list(sent.values()), shards)
 
     def leave(self, replica: int) -> None:
         self._streams.leave(replica)
@@ -138,58 +123,56 @@ class DeltaSender(GroupSender):
 
 
 class _PatchSends(Transfer):
-    """Sends each stream's messages to its peers. One message is made while the previous one travels.
+    """Sends what changed to the peers. One message is made while the previous one travels.
 
     Args:
-        peers: By channel, the stream that each peer gets.
-        streams: All streams.
+        peers: By channel, the weights that each peer gets.
+        sent: All of these weights.
         shards: The current weights.
     """
 
     def __init__(
         self,
-        peers: Mapping[Channel, Mapping[int, PatchStream]],
-        streams: list[PatchStream],
+        peers: Mapping[Channel, Mapping[int, AcknowledgedWeights]],
+        sent: list[AcknowledgedWeights],
         shards: SentShards,
     ) -> None:
         super().__init__(list(peers), shards.device)
         self._peers = peers
-        self._streams = streams
+        self._sent = sent
         self._shards = shards
-        self.planned_bytes = sum(
-            stream.weights.num_bytes for own in peers.values() for stream in own.values()
-        )
-        self.buffer_bytes = sum(stream.buffers.nbytes for stream in streams)
+        self.planned_bytes = sum(weights.num_bytes for own in peers.values() for weights in own.values())
+        self.buffer_bytes = sum(weights.buffers.nbytes for weights in sent)
 
     def _work(self) -> Iterator[None]:
         number = 0
-        while unfinished := [stream for stream in self._streams if not stream.weights.is_complete]:
+        while unfinished := [weights for weights in self._sent if not weights.is_complete]:
             # There are two buffers, so the message before the previous one must have arrived.
             yield from self._arrival(number - 2)
-            self._send({stream.weights: self._message(stream, number) for stream in unfinished}, number)
+            self._send({weights: self._message(weights, number) for weights in unfinished}, number)
             number += 1
 
         yield from self._arrival(number - 2)
         yield from self._arrival(number - 1)
-        for weights, _, replicas in self._streams:
-            weights.end([replica for replica in replicas if replica not in self.lost])
+        for weights in self._sent:
+            weights.end([replica for replica in weights.replicas if replica not in self.lost])
 
-    def _message(self, stream: PatchStream, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the header and the data of a stream's next message."""
+    def _message(self, weights: AcknowledgedWeights, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the header and the data of the next message."""
         with self.packing:
-            data, num_patches = stream.next_message(number, self._shards)
+            data, num_patches = weights.next_message(
+                weights.buffers[number % 2], self._shards.regions, self._shards.are_computed
+            )
         return torch.tensor([len(data), num_patches], device=data.device), data
 
     def _send(
         self, messages: Mapping[AcknowledgedWeights, tuple[torch.Tensor, torch.Tensor]], number: int
     ) -> None:
-        for channel, streams in self._peers.items():
+        for channel, peers in self._peers.items():
             if self._is_lost(channel):
                 continue
             sends = [
-                (peer, tensor)
-                for peer, stream in streams.items()
-                for tensor in messages.get(stream.weights, ())
+                (peer, tensor) for peer, weights in peers.items() for tensor in messages.get(weights, ())
             ]
             if sends:
                 self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)

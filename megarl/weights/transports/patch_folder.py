@@ -19,11 +19,17 @@ from typing import BinaryIO, NamedTuple
 
 import torch
 
-from megarl.weights.acknowledged import PatchMessage, most_message_bytes, patch_chunks, read_message
+from megarl.weights.acknowledged import (
+    AcknowledgedWeights,
+    PatchMessage,
+    most_message_bytes,
+    patch_chunks,
+    read_message,
+)
 from megarl.weights.schedule import ScheduleKey, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import Transfer
-from megarl.weights.transports.delta import PatchStream, PatchStreams
+from megarl.weights.transports.delta import PatchStreams
 from megarl.weights.transports.interface import (
     DestinationViews,
     Sender,
@@ -77,12 +83,12 @@ class PatchFolderSender(Sender):
 
     def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
         assert first_round == 0, "patches are for models that change as a whole"
-        streams = self._streams.begin(replicas, shards.device)
+        sent = self._streams.begin(replicas, shards.device)
         # Every replica reads the same files, and equal schedules have equal files.
-        files: dict[ScheduleKey, list[Path]] = {key: [] for key in streams}
+        files: dict[ScheduleKey, list[Path]] = {key: [] for key in sent}
         for target, key in self._streams.schedules[next(iter(replicas))].items():
             files[key].append(patch_file(self.folder, self._rank, target))
-        return _PatchWrites([(streams[key], paths) for key, paths in files.items()], shards)
+        return _PatchWrites([(sent[key], paths) for key, paths in files.items()], shards)
 
     def leave(self, replica: int) -> None:
         self._streams.leave(replica)
@@ -98,31 +104,35 @@ class _PatchWrites(Transfer):
     """Writes the files of one pass. Each appears under its name when it is complete.
 
     Args:
-        writes: The streams, with the files that each is written to.
+        writes: The weights, with the files that they are written to.
         shards: The current weights.
     """
 
-    def __init__(self, writes: Sequence[tuple[PatchStream, Sequence[Path]]], shards: SentShards) -> None:
+    def __init__(
+        self, writes: Sequence[tuple[AcknowledgedWeights, Sequence[Path]]], shards: SentShards
+    ) -> None:
         super().__init__([], shards.device)
         self._writes = writes
         self._shards = shards
-        self.planned_bytes = sum(stream.weights.num_bytes * len(paths) for stream, paths in writes)
-        self.buffer_bytes = sum(stream.buffers.nbytes for stream, _ in writes)
+        self.planned_bytes = sum(weights.num_bytes * len(paths) for weights, paths in writes)
+        self.buffer_bytes = sum(weights.buffers.nbytes for weights, _ in writes)
 
     def _work(self) -> Iterator[None]:
-        for stream, paths in self._writes:
+        for weights, paths in self._writes:
             partials = [path.with_suffix(".partial") for path in paths]
             with ExitStack() as stack:
-                self._write(stream, [stack.enter_context(partial.open("wb")) for partial in partials])
+                self._write(weights, [stack.enter_context(partial.open("wb")) for partial in partials])
             for partial, path in zip(partials, paths, strict=True):
                 os.replace(partial, path)
-            stream.weights.end(stream.replicas)
+            weights.end(weights.replicas)
         yield from ()
 
-    def _write(self, stream: PatchStream, files: Sequence[BinaryIO]) -> None:
-        while not stream.weights.is_complete:
+    def _write(self, weights: AcknowledgedWeights, files: Sequence[BinaryIO]) -> None:
+        while not weights.is_complete:
             with self.packing:
-                data, num_patches = stream.next_message(0, self._shards)
+                data, num_patches = weights.next_message(
+                    weights.buffers[0], self._shards.regions, self._shards.are_computed
+                )
                 content = data.cpu().numpy()
             header = _HEADER.pack(content.nbytes, num_patches, zlib.crc32(content))
             for file in files:
