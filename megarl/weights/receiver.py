@@ -67,12 +67,15 @@ class EngineLink:
         return {
             "transport": self._transport,
             "place": self.place,
-            "schedules": {
-                source: [(name, encode_slice(tensor_slice)) for name, tensor_slice in schedule.parts]
+            "schedules": [
+                (
+                    source,
+                    [(name, encode_slice(tensor_slice)) for name, tensor_slice in schedule.parts],
+                    schedule.num_rounds,
+                    schedule.bounds,
+                )
                 for source, schedule in self.schedules.items()
-            },
-            "num_rounds": {source: schedule.num_rounds for source, schedule in self.schedules.items()},
-            "bounds": {source: schedule.bounds for source, schedule in self.schedules.items()},
+            ],
             "dtype": str(self.dtype).removeprefix("torch."),
             "words": dict(self.words),
         }
@@ -82,14 +85,9 @@ class EngineLink:
         place, address, _ = _TRANSPORTS[encoded["transport"]]
         own = encoded["place"] if address is None else [address(*encoded["place"][0]), *encoded["place"][1:]]
 
-        # JSON turns integer keys into strings.
         schedules = {
-            int(source): TransferSchedule(
-                [Part(name, decode_slice(corners)) for name, corners in parts],
-                encoded["num_rounds"][source],
-                encoded["bounds"][source],
-            )
-            for source, parts in encoded["schedules"].items()
+            source: TransferSchedule([Part(name, decode_slice(corners)) for name, corners in parts], *rounds)
+            for source, parts, *rounds in encoded["schedules"]
         }
 
         dtype = getattr(torch, encoded["dtype"])
