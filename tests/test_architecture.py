@@ -490,7 +490,7 @@ PRIVATE_ACCESSES = {
         "the server of a worker, and the runner of a rollout",
     ),
     "tests/unit/rollout/driver/test_buffered_rollout.py": (2, "the buffer of a rollout"),
-    "tests/unit/rollout/driver/test_scheduler.py": (3, "methods of the test's own scene"),
+    "tests/unit/rollout/driver/test_scheduler.py": (1, "a method of the test's own scene"),
     # Other packages, which offer no public way.
     "tests/conftest.py": (1, "pytest-xdist's schedule by scope, which is extended by overriding it"),
     "tests/gpu/test_weights.py": (1, "torch: keep the device busy"),

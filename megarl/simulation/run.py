@@ -24,10 +24,9 @@ from megarl.config.schema import Late, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
-from megarl.rollout.driver.rollout import Deliver
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer
 from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
-from megarl.rollout.driver.scheduler import OnFailure, RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
 from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
@@ -242,12 +241,10 @@ class Simulation:
         prompts: DataProto,
         rows: Sequence[int],
         requests: Sequence[GenerationRequest],
-        deliver: Deliver,
+        delivers: Sequence[Deliver[RolloutOutput]],
         on_failure: OnFailure,
     ) -> Callable[[], None]:
-        numbers = self.scheduler.add(
-            requests, lambda replica, finished: deliver(replica, *finished), on_failure=on_failure
-        )
+        numbers = self.scheduler.add(requests, delivers, on_failure=on_failure)
         return lambda: self.scheduler.cancel(numbers)
 
     @property

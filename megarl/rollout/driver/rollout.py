@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple, cast
 
@@ -25,7 +26,7 @@ from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
 from megarl.rollout.driver.replicas import ExclusiveAccess, Replicas
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.sample_check import EngineFaultError
-from megarl.rollout.driver.scheduler import OnFailure, RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler, RolloutLimits
 from megarl.rollout.driver.scheduler_state import ReplicaState, RequestState, SchedulerTotals
 from megarl.rollout.interface import (
     FinishedRequest,
@@ -35,8 +36,6 @@ from megarl.rollout.interface import (
     plan_requests,
 )
 from megarl.tracking.timeline import Span
-
-Deliver = Callable[[int, int, RolloutOutput], None]  # replica, the request's id, and its output
 
 
 class _Reported(NamedTuple):
@@ -196,7 +195,7 @@ class Rollout:
         prompts: DataProto,
         rows: Sequence[int],
         requests: Sequence[GenerationRequest],
-        deliver: Deliver,
+        delivers: Sequence[Deliver[RolloutOutput]],
         on_failure: OnFailure | None = None,
         *,
         first: bool = False,
@@ -207,19 +206,13 @@ class Rollout:
             prompts: The prompts.
             rows: Row of each sample's prompt.
             requests: Requests of the samples.
-            deliver: Called with each sample during a call of `poll`, under the request's id.
-            on_failure: See RequestScheduler.add.
+            delivers, on_failure: See RequestScheduler.add.
             first: Whether these requests have priority over others.
 
         Returns:
             A function that cancels the missing samples.
         """
-        numbers = self.scheduler.add(
-            requests,
-            lambda replica, finished: deliver(replica, *finished),
-            on_failure=on_failure,
-            first=first,
-        )
+        numbers = self.scheduler.add(requests, delivers, on_failure=on_failure, first=first)
         return lambda: self.scheduler.cancel(numbers)
 
     def poll(self, wait_s: float = math.inf) -> None:
@@ -248,13 +241,17 @@ class Rollout:
         `prompts` has one row per request.
         """
         arrived: list[tuple[int, int, RolloutOutput]] = []
+
+        def deliver(request_id: int, replica: int, output: RolloutOutput) -> None:
+            arrived.append((replica, request_id, output))
+
         with self._replicas.exclusive():
             # These requests have priority: the trainer waits for them, but not for those generated ahead.
             cancel = self.begin(
                 prompts,
                 range(len(requests)),
                 requests,
-                lambda replica, request_id, output: arrived.append((replica, request_id, output)),
+                [partial(deliver, request.request_id) for request in requests],
                 first=True,
             )
             missing = len(requests)

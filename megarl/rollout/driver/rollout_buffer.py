@@ -18,7 +18,7 @@ from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError
 from megarl.machine.wording import counted
 from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
-from megarl.rollout.driver.rollout import Deliver, check_versions
+from megarl.rollout.driver.rollout import check_versions
 from megarl.rollout.driver.sample_groups import (
     GREEDY,
     DrawnPrompts,
@@ -28,7 +28,7 @@ from megarl.rollout.driver.sample_groups import (
     requests_by_prompt,
     rows_of,
 )
-from megarl.rollout.driver.scheduler import OnFailure
+from megarl.rollout.driver.scheduler import Deliver, OnFailure
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 
@@ -61,7 +61,7 @@ class Requests(Protocol):
         prompts: DataProto,
         rows: Sequence[int],
         requests: Sequence[GenerationRequest],
-        deliver: Deliver,
+        delivers: Sequence[Deliver[RolloutOutput]],
         on_failure: OnFailure,
     ) -> Callable[[], None]: ...
 
@@ -181,11 +181,11 @@ class RolloutBuffer:
                 # Admit before the request starts: the callbacks need the number of the group.
                 number = staleness.admit(version)
                 self._groups[number] = group = Group(prompts, place, version)
-                deliver = partial(self._deliver, number)
-                on_failure = partial(self._fail, number)
                 requests = prompts.requests[place]
+                delivers = [partial(self._deliver, number, index) for index in range(len(requests))]
+                on_failure = partial(self._fail, number)
                 group.cancel = self._rollout.begin(
-                    prompts.rows, [place] * len(requests), requests, deliver, on_failure
+                    prompts.rows, [place] * len(requests), requests, delivers, on_failure
                 )
 
     def score(self) -> None:
@@ -368,12 +368,12 @@ class RolloutBuffer:
 
         return DrawnPrompts(rows, serial, position, requests)
 
-    def _deliver(self, number: int, replica: int, place: int, sample: RolloutOutput) -> None:
+    def _deliver(self, number: int, index: int, replica: int, sample: RolloutOutput) -> None:
         # A sample may span several weight syncs, but never weights older than its start or not yet synced.
         group = self._groups[number]
         check_versions(replica, sample, oldest=group.version, newest=self._weights.version)
 
-        group.samples[place] = sample
+        group.samples[index] = sample
         if self._is_whole(group):
             self._finish(number)
 

@@ -27,14 +27,14 @@ from megarl.rollout.driver.scheduler_state import (
     SchedulerTotals,
     SpeculativeTotals,
 )
-from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest
+from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample
 from megarl.rollout.router import RequestRouter
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 
 _MOST_SHOWN = 5
 _WAIT_S = 5.0  # A replica without a finished sample returns after this time, which shows that it is alive.
 
-Deliver = Callable[[int, FinishedRequest], None]  # replica and sample
+type Deliver[Output] = Callable[[int, Output], None]  # receives the replica, and its sample or episode
 OnFailure = Callable[[str], None]  # the reason
 
 
@@ -56,7 +56,7 @@ class RolloutLimits:
 
 class _PendingRequest(NamedTuple):
     request: GenerationRequest
-    deliver: Deliver
+    deliver: Deliver[Sample]
     on_failure: OnFailure | None
     since_s: float  # by the scheduler's clock
 
@@ -139,7 +139,7 @@ class RequestScheduler:
     def add(
         self,
         requests: Sequence[GenerationRequest],
-        deliver: Deliver,
+        delivers: Sequence[Deliver[Sample]],
         *,
         on_failure: OnFailure | None = None,
         first: bool = False,
@@ -149,7 +149,7 @@ class RequestScheduler:
 
         Args:
             requests: The requests.
-            deliver: Called with each sample, under the request's own id, during a call of `poll`.
+            delivers: For each request, the function that is called with its sample during a call of `poll`.
             on_failure: Called for each sample that the engine cannot generate. Without it, such a failure
                 ends the run.
             first: Whether the requests have priority over all others in the queue.
@@ -164,8 +164,8 @@ class RequestScheduler:
 
         # Register before queueing: a snapshot by another thread must find every queued request.
         self._pending |= {
-            new.request_id: _PendingRequest(old, deliver, on_failure, now_s)
-            for old, new in zip(requests, numbered, strict=True)
+            request.request_id: _PendingRequest(request, deliver, on_failure, now_s)
+            for request, deliver in zip(numbered, delivers, strict=True)
         }
         self._queue.add(((request.request_id, request) for request in numbered), first=first, prefer=prefer)
 
@@ -449,7 +449,7 @@ class RequestScheduler:
         self._last_sample_s[replica] = self._clock()
         self._num_tokens[replica] += len(sample.token_ids)
         self._speculative = self._speculative.plus(sample)
-        deliver(replica, finished._replace(request_id=request.request_id))
+        deliver(replica, sample)
 
 
 def _is_lost(start: WorkerFuture[Any]) -> bool:

@@ -19,15 +19,13 @@ from megarl.agents.episode import (
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.machine.errors import RunError
-from megarl.rollout.driver.scheduler import OnFailure, RequestScheduler
+from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler
 from megarl.rollout.driver.scheduler_state import RequestState
 from megarl.rollout.episodes.environments import Environments
-from megarl.rollout.interface import FinishedRequest, GenerationRequest
+from megarl.rollout.interface import GenerationRequest, Sample
 from megarl.rollout.worker.environment import TurnOrder, TurnReport
 
 _TURN_S = 0.02  # the longest wait for engines while environments work, and vice versa
-
-End = Callable[[int, Trajectory], None]  # the replica of the last turn, and the trajectory
 
 
 @dataclass
@@ -38,7 +36,7 @@ class _RunningEpisode:
         episode: State of the episode.
         request: Request of its first turn.
         task: Task for its environment.
-        end: Called when it has ended.
+        deliver: Called with the replica of the last turn and the trajectory when it has ended.
         on_failure: Called if it cannot be finished.
         is_first: Whether its first turn has priority over other requests.
         begun_s: When it began.
@@ -51,7 +49,7 @@ class _RunningEpisode:
     episode: Episode
     request: GenerationRequest
     task: Task
-    end: End
+    deliver: Deliver[Trajectory]
     on_failure: OnFailure | None
     is_first: bool
     begun_s: float
@@ -94,7 +92,7 @@ class EpisodeRunner:
         self,
         requests: Sequence[GenerationRequest],
         tasks: Sequence[Task],
-        ends: Sequence[End],
+        delivers: Sequence[Deliver[Trajectory]],
         *,
         on_failure: OnFailure | None = None,
         first: bool = False,
@@ -108,11 +106,11 @@ class EpisodeRunner:
             Numbers by which the episodes can be cancelled.
         """
         numbers = []
-        for request, task, end in zip(requests, tasks, ends, strict=True):
+        for request, task, deliver in zip(requests, tasks, delivers, strict=True):
             number = next(self._numbers)
             episode = Episode(request.prompt, request.sampling.seed, self._limits)
             self._running[number] = _RunningEpisode(
-                episode, request, task, end, on_failure, first, self._clock()
+                episode, request, task, deliver, on_failure, first, self._clock()
             )
             numbers.append(number)
             self._advance(number)
@@ -193,10 +191,13 @@ class EpisodeRunner:
         if isinstance(step, WriteTurn):
             sampling = replace(running.request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
             turn = running.request._replace(prompt=step.token_ids, sampling=sampling)
-            deliver = partial(self._wrote, number, step.place)
             # Prefer the replica of the last turn, whose prefix cache contains the episode so far.
             (running.request_number,) = self._scheduler.add(
-                [turn], deliver, on_failure=running.on_failure, first=running.is_first, prefer=running.replica
+                [turn],
+                [partial(self._wrote, number, step.place)],
+                on_failure=running.on_failure,
+                first=running.is_first,
+                prefer=running.replica,
             )
         elif isinstance(step, AnswerTurn):
             running.waits_since_s = self._clock()
@@ -210,11 +211,10 @@ class EpisodeRunner:
             self._waited_s += running.waited_s
             self._played_s += self._clock() - running.begun_s
             assert running.replica is not None, "the model has written"
-            running.end(running.replica, running.episode.trajectory)
+            running.deliver(running.replica, running.episode.trajectory)
 
-    def _wrote(self, number: int, place: TurnPosition, replica: int, finished: FinishedRequest) -> None:
+    def _wrote(self, number: int, place: TurnPosition, replica: int, sample: Sample) -> None:
         running = self._running[number]
-        sample = finished.sample
         running.request_number = None
         running.replica = replica
 

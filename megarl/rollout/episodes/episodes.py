@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import cast
 
 import torch
@@ -19,8 +18,8 @@ from megarl.batch.branches import BRANCH, FAILURE
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.rollout.driver.finished_groups import RolloutOutput
-from megarl.rollout.driver.rollout import Deliver, Rollout, RolloutSetup
-from megarl.rollout.driver.scheduler import OnFailure
+from megarl.rollout.driver.rollout import Rollout, RolloutSetup
+from megarl.rollout.driver.scheduler import Deliver, OnFailure
 from megarl.rollout.driver.scheduler_state import ReplicaState, RequestState
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import EpisodeRunner
@@ -72,14 +71,13 @@ class EpisodeRollout(Rollout):
         prompts: DataProto,
         rows: Sequence[int],
         requests: Sequence[GenerationRequest],
-        deliver: Deliver,
+        delivers: Sequence[Deliver[RolloutOutput]],
         on_failure: OnFailure | None = None,
         *,
         first: bool = False,
     ) -> Callable[[], None]:
         tasks = [_task(prompts, row, request) for row, request in zip(rows, requests, strict=True)]
-        ends = [partial(_deliver, deliver, request.request_id) for request in requests]
-        numbers = self._runner.begin(requests, tasks, ends, on_failure=on_failure, first=first)
+        numbers = self._runner.begin(requests, tasks, delivers, on_failure=on_failure, first=first)
 
         return lambda: self._runner.cancel(numbers)
 
@@ -127,10 +125,6 @@ def _task(prompts: DataProto, row: int, request: GenerationRequest) -> Task:
         name: prompts.non_tensor_batch[name][row] for name in ("messages", "reward_model", "extra_info")
     }
     return Task(seed=request.sampling.seed, **of_row)
-
-
-def _deliver(deliver: Deliver, request_id: int, replica: int, trajectory: Trajectory) -> None:
-    deliver(replica, request_id, trajectory)
 
 
 def batch_of_trajectories(

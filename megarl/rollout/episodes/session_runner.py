@@ -20,15 +20,13 @@ from megarl.endpoint.session_messages import (
     SessionOrder,
 )
 from megarl.machine.errors import RunError
-from megarl.rollout.driver.scheduler import OnFailure, RequestScheduler
+from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler
 from megarl.rollout.driver.scheduler_state import RequestState
 from megarl.rollout.episodes.environments import Environments
-from megarl.rollout.interface import FinishedRequest, GenerationRequest
+from megarl.rollout.interface import GenerationRequest, Sample
 
 _TURN_S = 0.02  # the longest wait for engines while programs run, and vice versa
 _log = logging.getLogger(__name__)
-
-End = Callable[[int, Trajectory], None]  # the replica of the last turn, and the trajectory
 
 
 @dataclass
@@ -38,7 +36,7 @@ class _RunningSession:
     Attributes:
         request: The request of the sample: its prompt, sampling and seed.
         task: What the episode is about.
-        end: Called when it has ended.
+        deliver: Called with the replica of the last turn and the trajectory when it has ended.
         on_failure: Called if it cannot be finished.
         is_first: Whether its turns have priority over other requests.
         begun_s: When it began.
@@ -51,7 +49,7 @@ class _RunningSession:
 
     request: GenerationRequest
     task: Task
-    end: End
+    deliver: Deliver[Trajectory]
     on_failure: OnFailure | None
     is_first: bool
     begun_s: float
@@ -95,18 +93,18 @@ class SessionRunner:
         self,
         requests: Sequence[GenerationRequest],
         tasks: Sequence[Task],
-        ends: Sequence[End],
+        delivers: Sequence[Deliver[Trajectory]],
         *,
         on_failure: OnFailure | None = None,
         first: bool = False,
     ) -> list[int]:
         """Start one program per request; see EpisodeRunner.begin."""
         numbers = []
-        for request, task, end in zip(requests, tasks, ends, strict=True):
+        for request, task, deliver in zip(requests, tasks, delivers, strict=True):
             number = next(self._numbers)
             now_s = self._clock()
             self._running[number] = _RunningSession(
-                request, task, end, on_failure, first, now_s, idle_since_s=now_s
+                request, task, deliver, on_failure, first, now_s, idle_since_s=now_s
             )
             self._environments.order(SessionOrder(number, task, request.prompt))
             numbers.append(number)
@@ -177,16 +175,13 @@ class SessionRunner:
         # Prefer the replica of the last turn, whose prefix cache contains the episode so far.
         (running.turns[asked.request],) = self._scheduler.add(
             [turn],
-            partial(self._wrote, running, asked),
+            [partial(self._wrote, running, asked)],
             on_failure=running.on_failure,
             first=running.is_first,
             prefer=running.replica,
         )
 
-    def _wrote(
-        self, running: _RunningSession, asked: SampleRequest, replica: int, finished: FinishedRequest
-    ) -> None:
-        sample = finished.sample
+    def _wrote(self, running: _RunningSession, asked: SampleRequest, replica: int, sample: Sample) -> None:
         running.replica = replica
         self._ended_turn(running, asked.request)
         written = SampledTurn(sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason)
@@ -218,7 +213,7 @@ class SessionRunner:
                 ended.trajectory.failure,
                 ended.why,
             )
-        running.end(-1 if running.replica is None else running.replica, ended.trajectory)
+        running.deliver(-1 if running.replica is None else running.replica, ended.trajectory)
 
     def _restart(self, number: int) -> None:
         running = self._running[number]

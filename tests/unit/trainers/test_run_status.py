@@ -54,7 +54,7 @@ class Scene:
         requests = [
             GenerationRequest(number, [length], sampling, uid) for number, (length, uid) in enumerate(lengths)
         ]
-        self.scheduler.add(requests, lambda replica, finished: None)
+        self.scheduler.add(requests, [lambda replica, sample: None] * len(requests))
 
     def look_at(self, second: float) -> RunStatus:
         while self.scheduler.num_unfinished and self.clock.now_s < second:

@@ -19,9 +19,10 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import RolloutOutput
-from megarl.rollout.driver.rollout import Deliver, batch_of_samples
+from megarl.rollout.driver.rollout import batch_of_samples
 from megarl.rollout.driver.rollout_buffer import NoSignalError
 from megarl.rollout.driver.sample_groups import GroupRules
+from megarl.rollout.driver.scheduler import Deliver
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.rollout.staleness import StalenessController
 from megarl.trainers.sampling import Samples, Sampling
@@ -54,7 +55,7 @@ class FakeRollout:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, SamplingConfig, int, int]] = []
-        self._waiting: list[tuple[GenerationRequest, Deliver]] = []
+        self._waiting: list[tuple[GenerationRequest, Deliver[RolloutOutput]]] = []
 
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
@@ -71,10 +72,10 @@ class FakeRollout:
         prompts: DataProto,
         rows: Sequence[int],
         requests: Sequence[GenerationRequest],
-        deliver: Deliver,
+        delivers: Sequence[Deliver[RolloutOutput]],
         on_failure: Callable[[str], None] | None = None,
     ) -> Callable[[], None]:
-        self._waiting += [(request, deliver) for request in requests]
+        self._waiting += zip(requests, delivers, strict=True)
         return lambda: None
 
     @property
@@ -86,7 +87,7 @@ class FakeRollout:
         self._waiting = []
         for request, deliver in waiting:
             length = request.sampling.max_new_tokens
-            deliver(0, request.request_id, plain_sample([7] * length, [-0.5] * length, "length", 1))
+            deliver(0, plain_sample([7] * length, [-0.5] * length, "length", 1))
 
     def assemble(self, prompts: DataProto, samples: Sequence[Any], version: int) -> DataProto:
         return batch_of_samples(prompts, samples, version, pad_token_id=0)

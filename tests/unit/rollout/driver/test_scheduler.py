@@ -3,11 +3,13 @@ pauses."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters
+from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
 from megarl.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
 
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
@@ -38,11 +40,14 @@ class Scene:
     def add(self, *lengths: int, first: bool = False) -> list[int]:
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         return self.scheduler.add(
-            [GenerationRequest(length, [length], sampling) for length in lengths], self._deliver, first=first
+            [GenerationRequest(length, [length], sampling) for length in lengths],
+            [partial(self.deliver, length) for length in lengths],
+            first=first,
         )
 
-    def _deliver(self, replica: int, finished: FinishedRequest) -> None:
-        self.came.append((round(self.clock.now_s), finished.request_id))
+    def deliver(self, length: int, replica: int, sample: Sample) -> None:
+        assert len(sample.token_ids) == length  # each request gets its own sample
+        self.came.append((round(self.clock.now_s), length))
 
     def run(self) -> list[tuple[float, int]]:
         while self.scheduler.num_unfinished:
@@ -122,11 +127,11 @@ def test_a_sample_that_cannot_be_written_ends_the_run_or_is_given_up() -> None:
     scene = Scene(1)
     failed = list[str]()
     request = GenerationRequest(7, [0], SamplingParameters(max_new_tokens=200, seed=0), "a")
-    scene.scheduler.add([request], scene._deliver, on_failure=failed.append)
+    scene.scheduler.add([request], [partial(scene.deliver, 7)], on_failure=failed.append)
     scene.add(20)
     assert scene.run() == [(20, 20)]
     assert failed == ["scripted"]
-    scene.scheduler.add([request], scene._deliver)
+    scene.scheduler.add([request], [partial(scene.deliver, 7)])
     with pytest.raises(RunError, match="rollout replica 0 cannot write a sample of prompt a: scripted"):
         scene.run()
 

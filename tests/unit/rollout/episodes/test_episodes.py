@@ -8,7 +8,7 @@ import json
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -54,12 +54,12 @@ from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import unshared
 from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
-from megarl.rollout.driver.scheduler import RolloutLimits
+from megarl.rollout.driver.scheduler import Deliver, RolloutLimits
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import EpisodeRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout, batch_of_trajectories
 from megarl.rollout.episodes.session_runner import SessionRunner
-from megarl.rollout.interface import FinishedRequest, GenerationRequest
+from megarl.rollout.interface import GenerationRequest, Sample
 from megarl.rollout.worker.environment import EnvironmentServer, EnvironmentWorker, TurnOrder, TurnReport
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
 from tests.fake_engine import plain_sample
@@ -367,7 +367,7 @@ class Writing:
 
     def __init__(self, end_token_id: int) -> None:
         self._end = end_token_id
-        self._waiting = list[tuple[GenerationRequest, Callable[[int, FinishedRequest], None]]]()
+        self._waiting = list[tuple[GenerationRequest, Deliver[Sample]]]()
         self.seen: list[GenerationRequest] = []
         self.orders: list[TurnOrder] = []  # that were sent to environment processes
 
@@ -376,20 +376,18 @@ class Writing:
     def add(
         self,
         requests: Sequence[GenerationRequest],
-        deliver: Callable[[int, FinishedRequest], None],
+        delivers: Sequence[Deliver[Sample]],
         **how: Any,
     ) -> list[int]:
-        self._waiting += [(request, deliver) for request in requests]
+        self._waiting += zip(requests, delivers, strict=True)
         self.seen += requests
         return [len(self.seen)]
 
     def poll(self, wait_s: float) -> None:
         waiting = self._waiting
         self._waiting = []
-        for request, deliver in waiting:
-            deliver(
-                0, FinishedRequest(request.request_id, plain_sample([7, self._end], [-1.0, -2.0], "stop", 3))
-            )
+        for _, deliver in waiting:
+            deliver(0, plain_sample([7, self._end], [-1.0, -2.0], "stop", 3))
 
     def cancel(self, numbers: Collection[int]) -> None: ...
 
