@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import batched
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +26,6 @@ from megarl.rollout.driver.sample_groups import (
     Group,
     GroupRules,
     StepGroups,
-    requests_by_prompt,
     rows_of,
 )
 from megarl.rollout.driver.scheduler import Deliver, OnFailure
@@ -359,12 +359,12 @@ class RolloutBuffer:
             count = staleness.prompts_per_step - place
 
         rows = self._loader.take(count)
-        n = rules.sampling.n
-        requests = requests_by_prompt(self._rollout.requests(rows, rules.sampling, step, **seeds), n)
+        sampled = self._rollout.requests(rows, rules.sampling, step, **seeds)
+        requests = list(batched(sampled, rules.sampling.n))
         if rules.greedy:
-            # The greedy response takes the index after the n samples.
+            # The greedy response comes after the n samples.
             greedy = self._rollout.requests(rows, GREEDY, step, **seeds)
-            requests = [[*own, one._replace(request_id=n)] for own, one in zip(requests, greedy, strict=True)]
+            requests = [(*own, one) for own, one in zip(requests, greedy, strict=True)]
 
         return DrawnPrompts(rows, serial, position, requests)
 

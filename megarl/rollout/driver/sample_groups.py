@@ -82,13 +82,13 @@ class DrawnPrompts:
         rows: The prompts.
         serial: The position of the first prompt, counted from the beginning of the data.
         position: The position of the loader before they were drawn.
-        requests: The requests of each prompt.
+        requests: The requests of each prompt, in the order of the samples in its group.
     """
 
     rows: DataProto
     serial: int
     position: Any
-    requests: list[list[GenerationRequest]]
+    requests: Sequence[Sequence[GenerationRequest]]
 
 
 @dataclass
@@ -123,12 +123,6 @@ class Group:
     def first_samples(self, count: int) -> list[RolloutOutput]:
         """Return the samples at indices 0 to `count` - 1, which must exist."""
         return [self.samples[place] for place in range(count)]
-
-
-def requests_by_prompt(requests: Sequence[GenerationRequest], n: int) -> list[list[GenerationRequest]]:
-    """Returns the requests of each prompt. Their ids become indices in the group."""
-    numbered = [request._replace(request_id=index % n) for index, request in enumerate(requests)]
-    return [numbered[start : start + n] for start in range(0, len(numbered), n)]
 
 
 def rows_of(groups: Sequence[Group]) -> DataProto:

@@ -158,7 +158,7 @@ class RequestScheduler:
         Returns:
             Numbers by which the requests can be cancelled.
         """
-        # The caller's ids may repeat between batches, so each request gets a number of its own.
+        # The ids of a plan repeat in the next one. From here to the engine, a request has one number.
         numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
         now_s = self._clock()
 
