@@ -133,8 +133,8 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
             else:
                 assert isinstance(step, AnswerTurn)
                 report = await server.answer(TurnOrder(number, Task(), step))
-                assert report.answer is not None
-                of_one.answered(report.place, report.answer)
+                assert report.reply is not None
+                of_one.answered(report.place, report.token_ids, report.reply)
 
         return of_one.trajectory.call_errors
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megarl.agents.protocol import CallError
+from megarl.agents.protocol import Reply
 from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory
 
 
@@ -59,23 +59,6 @@ class AnswerTurn(NamedTuple):
     is_last: bool
 
 
-class TurnAnswer(NamedTuple):
-    """The reply of the environment to a turn.
-
-    Attributes:
-        token_ids: The tokens between the end of the turn and the start of the next one. Empty when the
-            episode is done.
-        reward, is_done, num_calls, errors, tool_s: See Reply.
-    """
-
-    token_ids: Sequence[int]
-    reward: float = 0.0
-    is_done: bool = False
-    num_calls: int = 0
-    errors: Sequence[CallError] = ()
-    tool_s: float = 0.0
-
-
 class EpisodeDroppedError(RuntimeError):
     """The environment of an episode was lost `max_attempts` times."""
 
@@ -93,6 +76,16 @@ class Episode:
 
     Attributes:
         attempt: Number of restarts so far.
+
+    Example::
+
+        episode = Episode(prompt, seed, EpisodeLimits(max_turns=3, max_tokens=1000))
+        while (step := episode.next) is not None:
+            if isinstance(step, WriteTurn):
+                episode.wrote(step.place, *sample(step))
+            else:
+                episode.answered(step.place, *await responder.answer(step))
+        episode.trajectory.end
     """
 
     def __init__(self, prompt: Sequence[int], seed: int, limits: EpisodeLimits) -> None:
@@ -160,29 +153,33 @@ class Episode:
 
         return True
 
-    def answered(self, place: TurnPosition, answer: TurnAnswer) -> bool:
+    def answered(self, place: TurnPosition, token_ids: Sequence[int], reply: Reply) -> bool:
         """Record the environment's answer to a turn.
 
         The episode ends before the answer if the answer and one more token do not fit.
+
+        Args:
+            token_ids: The tokens between the end of the turn and the start of the next one. Empty when the
+                episode is done.
         """
         awaited = self.next
         if not isinstance(awaited, AnswerTurn) or awaited.place != place:
             return False
 
         written = self.trajectory
-        written.turn_rewards[-1] = answer.reward
-        written.num_calls += answer.num_calls
-        written.call_errors.update(error.kind for error in answer.errors)
-        written.tool_s += answer.tool_s
+        written.turn_rewards[-1] = reply.reward
+        written.num_calls += reply.num_calls
+        written.call_errors.update(error.kind for error in reply.errors)
+        written.tool_s += reply.tool_s
 
-        if answer.is_done:
+        if reply.is_done:
             written.end = EpisodeEnd.done
         elif awaited.is_last:
             written.end = EpisodeEnd.turns
-        elif self._num_tokens + len(answer.token_ids) >= self._limits.max_tokens:
+        elif self._num_tokens + len(token_ids) >= self._limits.max_tokens:
             written.end = EpisodeEnd.length
         else:
-            self._add(Segment.of_environment(answer.token_ids))
+            self._add(Segment.of_environment(token_ids))
 
         return True
 

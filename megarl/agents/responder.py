@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Protocol
 
-from megarl.agents.episode import AnswerTurn, TurnAnswer
+from megarl.agents.episode import AnswerTurn
 from megarl.agents.protocol import CallError, Environment, Message, Reply, Task, ToolCall, Turn
 from megarl.machine.errors import RunError
 from megarl.machine.unicode_text import replace_surrogates
@@ -59,8 +59,8 @@ class Responder:
         with self._explained("start"):
             await self._environment.start(self._task)
 
-    async def answer(self, turn: AnswerTurn) -> tuple[TurnAnswer, Reply]:
-        """Return the tokens of the answer, and the reply that they encode."""
+    async def answer(self, turn: AnswerTurn) -> tuple[list[int], Reply]:
+        """Return the tokens of the answer (see Episode.answered), and the reply that they encode."""
         text = self._tokens.read(turn.token_ids)
         with self._explained(f"respond, in turn {turn.place.turn + 1}"):
             reply = await self._environment.respond(
@@ -75,9 +75,7 @@ class Responder:
                 raise ValueError("the reply has no message and is_done is False")
             bridge = self._tokens.bridge_from(turn.token_ids, reply.messages) if goes_on else []
 
-        return TurnAnswer(
-            bridge, reply.reward, reply.is_done, reply.num_calls, reply.errors, reply.tool_s
-        ), reply
+        return bridge, reply
 
     async def close(self) -> None:
         """Close the environment, waiting at most _CLOSE_S seconds."""

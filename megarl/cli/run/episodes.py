@@ -153,9 +153,9 @@ async def _play(
                     sample.finish_reason,
                 )
             else:
-                answer, reply = await responder.answer(step)
+                token_ids, reply = await responder.answer(step)
                 say(reply.messages)
-                episode.answered(step.place, answer)
+                episode.answered(step.place, token_ids, reply)
     finally:
         # Close after an error too, because the environment may hold resources.
         await responder.close()

@@ -151,8 +151,8 @@ class EpisodeRunner:
             # A late answer of an earlier attempt does not advance the episode.
             if (
                 episode.timed_out(report.place)
-                if report.answer is None
-                else episode.answered(report.place, report.answer)
+                if report.reply is None
+                else episode.answered(report.place, report.token_ids, report.reply)
             ):
                 self._advance(report.episode)
 

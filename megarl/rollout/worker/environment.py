@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.episode import AnswerTurn, TurnAnswer, TurnPosition
-from megarl.agents.protocol import Task
+from megarl.agents.episode import AnswerTurn, TurnPosition
+from megarl.agents.protocol import Reply, Task
 from megarl.agents.responder import Responder
 from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig
@@ -49,11 +49,17 @@ class TurnOrder(NamedTuple):
 
 
 class TurnReport(NamedTuple):
-    """The answer to a turn; None if it took too long."""
+    """The answer to a turn.
+
+    Attributes:
+        token_ids: The tokens of the answer, see Episode.answered.
+        reply: The reply without its messages. None if the answer took too long.
+    """
 
     episode: int
     place: TurnPosition
-    answer: TurnAnswer | None
+    token_ids: Sequence[int] = ()
+    reply: Reply | None = None
 
     is_final = True
 
@@ -86,10 +92,11 @@ class EnvironmentServer:
         self._waiting.add(order.episode)
         # The time limit starts once the turn has a slot, so queueing does not count.
         async with self._semaphore:
-            answer: TurnAnswer | None = None
+            token_ids: Sequence[int] = ()
+            reply: Reply | None = None
             # An episode that was closed in the meantime must not get another environment.
             if order.episode not in self._waiting:
-                return TurnReport(order.episode, order.turn.place, None)
+                return TurnReport(order.episode, order.turn.place)
             self._waiting.remove(order.episode)
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -97,14 +104,16 @@ class EnvironmentServer:
                         assert order.task is not None, "the first turn has the task"
                         self._responders[order.episode] = self._make(order.task)
                         await self._responders[order.episode].start()
-                    answer, _ = await self._responders[order.episode].answer(order.turn)
+                    token_ids, reply = await self._responders[order.episode].answer(order.turn)
             except TimeoutError:
                 pass
             finally:
                 # No turn can follow, or the answer took too long: the environment is no longer usable.
-                if answer is None or answer.is_done or order.turn.is_last:
+                if reply is None or reply.is_done or order.turn.is_last:
                     await self.close(order.episode)
-            return TurnReport(order.episode, order.turn.place, answer)
+            # The driver has the tokens of the messages, but not the user's module with a subclass of Reply.
+            reported = None if reply is None else Reply((), *reply[1:])
+            return TurnReport(order.episode, order.turn.place, token_ids, reported)
 
     async def close(self, episode: int) -> None:
         """Close the environment of an episode, if it has one. Raises EnvironmentFailedError."""

@@ -13,11 +13,10 @@ from megarl.agents.episode import (
     Episode,
     EpisodeDroppedError,
     EpisodeLimits,
-    TurnAnswer,
     TurnPosition,
     WriteTurn,
 )
-from megarl.agents.protocol import CallError, CallErrorKind
+from megarl.agents.protocol import CallError, CallErrorKind, Reply
 from megarl.agents.trajectory import EpisodeEnd
 
 PROMPT = [1, 2, 3]
@@ -41,7 +40,7 @@ def write(of: Episode, token_ids: list[int], finish_reason: str = "stop", versio
 def answer(of: Episode, token_ids: list[int], **more: object) -> bool:
     step = of.next
     assert isinstance(step, AnswerTurn)
-    return of.answered(step.place, TurnAnswer(token_ids, **more))  # type: ignore[arg-type]
+    return of.answered(step.place, token_ids, Reply(**more))  # type: ignore[arg-type]
 
 
 def test_tokens_with_their_authors_log_probs_versions_and_rewards() -> None:
@@ -133,7 +132,7 @@ def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up
     assert late is not None
     assert played.lost_environment(0)
     assert not played.lost_environment(0)  # a duplicate
-    assert not played.answered(late.place, TurnAnswer([20]))  # from the lost environment
+    assert not played.answered(late.place, [20], Reply())  # from the lost environment
     assert played.next == WriteTurn(TurnPosition(1, 0), PROMPT, limits.max_tokens, seeds[0])
     with pytest.raises(EpisodeDroppedError, match="lost 2 times, in turn 0"):
         played.lost_environment(1)
@@ -156,7 +155,7 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
             if event == "late" and past:
                 place = draw.choice(past)
                 empty = np.zeros(0)
-                assert not played.answered(place, TurnAnswer([99]))
+                assert not played.answered(place, [99], Reply())
                 assert not played.wrote(place, empty, empty, empty, "stop")
                 assert played.trajectory.token_ids.tolist() == before
             elif event == "time" and draw.random() < 0.2:

@@ -252,10 +252,10 @@ def answered(environment: Environment, text: str, template: str = CHATML) -> str
     async def play() -> str:
         await responder.start()
         written = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        answer, reply = await responder.answer(AnswerTurn(TurnPosition(0, 0), written, is_last=False))
+        token_ids, reply = await responder.answer(AnswerTurn(TurnPosition(0, 0), written, is_last=False))
         assert str(reply.messages).encode()  # it can be encoded
         await responder.close()
-        return str(tokenizer.decode(answer.token_ids))
+        return str(tokenizer.decode(token_ids))
 
     return asyncio.run(play())
 

@@ -74,7 +74,7 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
             )
             step = episode.next
             assert isinstance(step, AnswerTurn)
-            episode.answered(step.place, (await responder.answer(step))[0])
+            episode.answered(step.place, *await responder.answer(step))
 
         return episode.trajectory
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.agents.episode import EpisodeLimits, TurnAnswer
+from megarl.agents.episode import EpisodeLimits
+from megarl.agents.protocol import Reply
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
@@ -101,16 +102,15 @@ class ScriptedEnvironments:
         if order.task is not None:
             self._seeds[number] = order.task.seed
         prompt = self._seeds[number]
-        answer = TurnAnswer(
-            TOLD, 0.25, is_done=place.turn + 1 == turns_of(self.prompts[prompt]), num_calls=1, tool_s=0.5
-        )
+        is_done = place.turn + 1 == turns_of(self.prompts[prompt])
+        reply = Reply(reward=0.25, is_done=is_done, num_calls=1, tool_s=0.5)
         seconds = SLOW_S if self.prompts[prompt] == SLOW else 0.03 * (1 + number % 3)
 
         def report() -> None:
             if number in mine and self._episodes[number % 2] is mine:
                 # A late answer to an earlier attempt leaves the order of the later one open.
                 self._unanswered = [each for each in self._unanswered if each is not order]
-                self._reports.append(TurnReport(number, place, answer))
+                self._reports.append(TurnReport(number, place, TOLD, reply))
 
         self._clock.at(self._clock.now_s + seconds, report)
 

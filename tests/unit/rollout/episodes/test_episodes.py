@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, TurnAnswer, TurnPosition, WriteTurn
+from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, TurnPosition, WriteTurn
 from megarl.agents.function_tool import FunctionTool
-from megarl.agents.protocol import CallError, CallErrorKind, Task
+from megarl.agents.protocol import CallError, CallErrorKind, Reply, Task
 from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
 from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
@@ -83,7 +83,8 @@ def played(*turns: tuple[list[int], list[int]], reward: float = 0.0, error: bool
         errors = [CallError(CallErrorKind.timed_out, "slow")] if error else []
         episode.answered(
             step.place,
-            TurnAnswer(told, reward, not told, int(bool(told)), errors if told else [], 0.5 * bool(told)),
+            told,
+            Reply((), reward, not told, int(bool(told)), errors if told else [], 0.5 * bool(told)),
         )
 
     return episode.trajectory
@@ -311,9 +312,9 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
                     step.place, ids, -np.ones(len(ids), np.float32), np.full(len(ids), 4, np.int32), "stop"
                 )
             else:
-                answer, _ = await responder.answer(step)
-                bridge += answer.token_ids
-                episode.answered(step.place, answer)
+                token_ids, reply = await responder.answer(step)
+                bridge += token_ids
+                episode.answered(step.place, token_ids, reply)
 
         await responder.close()
         return bridge
@@ -608,6 +609,9 @@ def test_a_task_is_sent_once_to_each_process_of_its_episode(tmp_path: Path, deat
 def test_an_episode_that_ends_while_its_turn_waits_gets_no_environment() -> None:
     made = list[str]()
 
+    class ReplyOfUser(Reply):
+        """A class that the driver cannot import."""
+
     class Slow:
         def __init__(self, name: str) -> None:
             self._name = name
@@ -615,9 +619,9 @@ def test_an_episode_that_ends_while_its_turn_waits_gets_no_environment() -> None
 
         async def start(self) -> None: ...
 
-        async def answer(self, turn: AnswerTurn) -> tuple[TurnAnswer, None]:
+        async def answer(self, turn: AnswerTurn) -> tuple[list[int], Reply]:
             await asyncio.sleep(0.05)
-            return TurnAnswer([1]), None
+            return [1], ReplyOfUser([{"role": "user", "content": "on"}], reward=0.5)
 
         async def close(self) -> None: ...
 
@@ -639,7 +643,9 @@ def test_an_episode_that_ends_while_its_turn_waits_gets_no_environment() -> None
 
     reports = asyncio.run(play())
     assert made == ["c", "a"]
-    assert [report.answer is None for report in reports] == [False, True, True]
+    assert [report.reply for report in reports] == [Reply(reward=0.5), None, None]
+    assert type(reports[0].reply) is Reply  # without the messages, whose tokens are in the report
+    assert [report.token_ids for report in reports] == [[1], (), ()]
 
 
 def test_of_one_turn_the_requests_are_those_without_an_environment(tmp_path: Path) -> None:
