@@ -38,6 +38,10 @@ class StalenessController:
         step_pushes: Returns whether weights are synced at the end of a step.
         in_order: Whether groups are trained in the order of the prompts, as they always are at
             `max_staleness` 0.
+
+    Attributes:
+        runs_ahead: Whether groups of later steps may be started before a step is taken. Otherwise each step
+            is generated in rounds.
     """
 
     def __init__(
@@ -51,8 +55,9 @@ class StalenessController:
         step_pushes: Callable[[int], bool],
         in_order: bool = True,
     ) -> None:
-        self.in_order = in_order or max_staleness == 0
-        self.max_staleness = max_staleness
+        self._max_staleness = max_staleness
+        self.runs_ahead = max_staleness > 0
+        self.in_order = in_order or not self.runs_ahead
         self.prompts_per_step = prompts_per_step
         self._total_steps = total_steps
         self._step_pushes = step_pushes
@@ -64,7 +69,7 @@ class StalenessController:
         self._dropped: list[int] = []  # since the last taken group, in order
         self._num_admitted = 0
 
-        # at max_staleness 0, for the next step
+        # the rounds of the next step, if no other step runs ahead of it
         self.num_rounds = 1
         self._num_wanted = prompts_per_step  # number of groups over all its rounds
 
@@ -85,17 +90,17 @@ class StalenessController:
 
     def may_admit(self, version: int) -> bool:
         """Return whether weights of `version` may start the next group."""
-        if self.max_staleness == 0:
+        if not self.runs_ahead:
             step = self.next_step
             has_room = self.num_missing > 0
         else:
             step = self.next_step + len(self._live) // self.prompts_per_step  # step that would train it
-            has_room = len(self._live) < (self.max_staleness + 1) * self.prompts_per_step
+            has_room = len(self._live) < (self._max_staleness + 1) * self.prompts_per_step
         if not has_room or step > self._total_steps:
             return False
 
         # Dropped groups only move later ones forward, so this step gives the largest possible age.
-        return self.trained_version(step) - version <= self.max_staleness
+        return self.trained_version(step) - version <= self._max_staleness
 
     def trained_version(self, step: int) -> int:
         """Return the version of the weights that `step` trains. `step` must not be before `next_step`."""
@@ -123,7 +128,7 @@ class StalenessController:
     def is_ready(self) -> bool:
         """Whether all groups of the next step are finished."""
         first = self._next()
-        if self.max_staleness == 0:
+        if not self.runs_ahead:
             return len(first) == self.prompts_per_step and not self._is_open
         return len(first) == self.prompts_per_step and all(self._live[group][1] for group in first)
 
@@ -131,7 +136,7 @@ class StalenessController:
     def num_dropped(self) -> int:
         """Number of groups that were dropped among or before the groups of the next step."""
         first = self._next()
-        if self.max_staleness == 0 or len(first) < self.prompts_per_step:
+        if not self.runs_ahead or len(first) < self.prompts_per_step:
             return len(self._dropped)
         return bisect_left(self._dropped, first[-1])
 
@@ -144,10 +149,10 @@ class StalenessController:
         Raises:
             RunError: It synced weights more often, so that groups for this step may be too old.
         """
-        if self.max_staleness and version > self._next_version:
+        if self.runs_ahead and version > self._next_version:
             raise RunError(
                 f"step {self.next_step} would train weights of version {version}, but its samples were begun "
-                f"for version {self._next_version}: with rollout.max_staleness={self.max_staleness} push "
+                f"for version {self._next_version}: with rollout.max_staleness={self._max_staleness} push "
                 f"weights once per step, or use max_staleness=0"
             )
         self._next_version = version
@@ -165,10 +170,10 @@ class StalenessController:
 
         for group in groups:
             age = version - self._live.pop(group)[0]
-            assert 0 <= age <= (self.max_staleness if self.in_order else age), (group, age)
+            assert 0 <= age <= (self._max_staleness if self.in_order else age), (group, age)
 
         # At staleness 0, remaining groups would be too old for the next step.
-        if self.max_staleness == 0:
+        if not self.runs_ahead:
             self._live.clear()
             self.num_rounds = 1
             self._num_wanted = self.prompts_per_step
@@ -193,7 +198,7 @@ class StalenessController:
 
     def _extend_round(self) -> None:
         """Begin another round when all groups of this one are decided and too few remain."""
-        if self.max_staleness == 0 and not self._is_open and len(self._live) < self.prompts_per_step:
+        if not self.runs_ahead and not self._is_open and len(self._live) < self.prompts_per_step:
             self.num_rounds += 1
             num_decided = len(self._live) + len(self._dropped)
             self._num_wanted += _num_to_replace(self.prompts_per_step, len(self._live), num_decided)

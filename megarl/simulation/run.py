@@ -271,7 +271,7 @@ class Simulation:
 
         while True:
             self.buffer.score()
-            if is_awaited or self._script.max_staleness:
+            if is_awaited or self.buffer.staleness.runs_ahead:
                 self.buffer.begin()
             if is_enough() or self.clock.now_s >= end_s:
                 return

@@ -223,7 +223,7 @@ class BufferedRollout:
             self._buffer = buffer = self._make_buffer(self._weights.version)
             buffer.restore(self._stored, self._trained)
             self._stored = {}
-            if buffer.staleness.max_staleness:
+            if buffer.staleness.runs_ahead:
                 self._thread = GenerationThread(self._rollout, buffer, self._on_update)
                 self._rollout.share_through(self._thread.exclusive)
         return self._buffer

@@ -195,8 +195,8 @@ class RolloutBuffer:
         """
         scoring = self._scoring
 
-        # At staleness 0 the step's scores are requested as soon as generation is idle.
-        is_early = self.staleness.max_staleness > 0 or self._rollout.is_at_work
+        # If nothing runs ahead, the step's scores are requested as soon as generation is idle.
+        is_early = self.staleness.runs_ahead or self._rollout.is_at_work
         if self._unscored and (is_early or self._awaiting_scores) and scoring.may_begin:
             # A group may have been taken or dropped since it was finished.
             unscored = [self._groups[number] for number in self._unscored if number in self._groups]
@@ -227,12 +227,12 @@ class RolloutBuffer:
         taken = set(staleness.take(self._weights.version))
         last = max(taken)
 
-        # Dropped groups among the taken ones leave with them and remain visible in the step's metrics. At
-        # staleness 0, no group is left for the next step.
+        # Dropped groups among the taken ones leave with them and remain visible in the step's metrics. If
+        # nothing runs ahead, no group is left for the next step.
         gone = [
             number
             for number, group in self._groups.items()
-            if number in taken or staleness.max_staleness == 0 or (group.is_dropped and number < last)
+            if number in taken or not staleness.runs_ahead or (group.is_dropped and number < last)
         ]
         groups = {number: self._groups.pop(number) for number in gone}
 
@@ -341,22 +341,22 @@ class RolloutBuffer:
         return self._prompts, self._place - 1
 
     def _draw(self) -> DrawnPrompts:
-        """Draw prompts up to the end of a step (at staleness 0, of a round), and plan their requests."""
+        """Draw prompts up to the end of a step, or of a round, and plan their requests."""
         staleness = self.staleness
         rules = self._rules
         position = self._loader.position
         serial = self._loader.num_served
 
         # A request has the seed of its position in the data, as if no prompt were dropped, or in the round.
-        if staleness.max_staleness == 0:
-            step = staleness.next_step
-            seeds = {"generation": staleness.num_rounds - 1, "first": 0}
-            count = staleness.num_missing
-        else:
+        if staleness.runs_ahead:
             steps_before, place = divmod(serial, staleness.prompts_per_step)
             step = steps_before + 1
             seeds = {"generation": 0, "first": place}
             count = staleness.prompts_per_step - place
+        else:
+            step = staleness.next_step
+            seeds = {"generation": staleness.num_rounds - 1, "first": 0}
+            count = staleness.num_missing
 
         rows = self._loader.take(count)
         sampled = self._rollout.requests(rows, rules.sampling, step, **seeds)
