@@ -1,4 +1,15 @@
-"""Rollout buffer: groups (a prompt with its samples) from their admission to the step that trains them."""
+"""Rollout buffer: groups (a prompt with its samples) from their admission to the step that trains them.
+
+    generating -> unscored -> finished -> taken with its step
+        |            |           ^
+        |            v           |
+        |     waits_for_scores --+   if samples of equal score are dropped (DAPO)
+        |            |
+        +------------+-> dropped     an engine cannot generate a sample, or the scores are equal
+
+Without early scores, a group with all its samples is finished at once: it is scored with its step. Early
+scores delay a step only if they decide which groups it trains; otherwise it may also take unscored groups.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +36,7 @@ from megarl.rollout.driver.sample_groups import (
     DrawnPrompts,
     Group,
     GroupRules,
+    GroupState,
     StepGroups,
     rows_of,
 )
@@ -100,6 +112,17 @@ class RolloutBuffer:
     One thread at a time uses the buffer, calling `score`, `begin` and the rollout's `poll` in turn until the
     next step `is_ready`. The seeds of a prompt's samples depend on its position in the data. If no group is
     dropped, they are those of a run that generates each step's prompts when the step is due.
+
+    Example::
+
+        buffer = RolloutBuffer(rollout, weights, prompts, scoring, rules, staleness)
+        buffer.restore(stored, trained)
+        buffer.expect_step()
+        while not buffer.is_ready:
+            buffer.score()
+            buffer.begin()
+            rollout.poll()
+        groups = buffer.take()
     """
 
     def __init__(
@@ -122,12 +145,8 @@ class RolloutBuffer:
 
         # Groups by number in the staleness controller, until their step is taken.
         self._groups: dict[int, Group] = {}
-        self._unscored: list[int] = []  # finished, but not yet sent for scoring
         self._failures: list[str] = []  # reasons of the failures since the last step was taken
         self.num_failed = 0
-
-        # Groups by uid whose scores decide whether they are trained.
-        self._awaiting_scores: dict[str, int] = {}
         self._scores: list[float] = []  # scores that have decided since the last step was taken
         self._stored: dict[str, FinishedGroup] = {}  # by uid, from the checkpoint that the run resumed from
 
@@ -143,7 +162,7 @@ class RolloutBuffer:
     @property
     def awaits_scores(self) -> bool:
         """Whether finished groups may still be dropped because of their scores."""
-        return bool(self._awaiting_scores)
+        return bool(self._undecided())
 
     def expect_step(self) -> None:
         """Prepare for the next step, which trains the current weights. See StalenessController.expect."""
@@ -170,11 +189,9 @@ class RolloutBuffer:
             stored = self._stored.pop(uid, None)
             if stored is not None and (staleness.may_admit(stored.version) or not staleness.in_order):
                 number = staleness.admit(stored.version)
-                self._groups[number] = Group(
-                    prompts, place, stored.version, dict(enumerate(stored.samples)), stored.is_dropped
-                )
+                self._groups[number] = Group(prompts, place, stored.version, dict(enumerate(stored.samples)))
                 if stored.is_dropped:
-                    staleness.drop(number)
+                    self._drop(number)
                 else:
                     self._finish(number)
             else:
@@ -194,25 +211,25 @@ class RolloutBuffer:
         Call this repeatedly.
         """
         scoring = self._scoring
+        unscored = [group for group in self._groups.values() if group.state is GroupState.unscored]
 
         # If nothing runs ahead, the step's scores are requested as soon as generation is idle.
-        is_early = self.staleness.runs_ahead or self._rollout.is_at_work
-        if self._unscored and (is_early or self._awaiting_scores) and scoring.may_begin:
-            # A group may have been taken or dropped since it was finished.
-            unscored = [self._groups[number] for number in self._unscored if number in self._groups]
-            self._unscored = []
-            if unscored:
-                scoring.begin(self._training_rows(unscored))
+        is_early = self.staleness.runs_ahead or self._rollout.is_at_work or self._is_filtered
+        if unscored and is_early and scoring.may_begin:
+            for group in unscored:
+                group.state = GroupState.waits_for_scores if self._is_filtered else GroupState.finished
+            scoring.begin(self._training_rows(unscored))
 
-        if not self._awaiting_scores:
+        undecided = self._undecided()
+        if not undecided:
             return
 
         # A reward model may need the engines' devices, so it scores when no group is being generated.
         if not scoring.scores_rounds:
-            self._filter(scoring.scored())
-        elif all(self._is_whole(group) or group.is_dropped for group in self._groups.values()):
-            of_round = [self._groups[number] for number in sorted(self._awaiting_scores.values())]
-            self._filter(scoring.score_round(self._training_rows(of_round)))
+            self._filter(scoring.scored(), undecided)
+        elif all(group.state is not GroupState.generating for group in self._groups.values()):
+            of_round = [self._groups[number] for number in undecided.values()]
+            self._filter(scoring.score_round(self._training_rows(of_round)), undecided)
 
     def take(self) -> StepGroups:
         """Return the groups of the next step, which must be ready.
@@ -232,7 +249,9 @@ class RolloutBuffer:
         gone = [
             number
             for number, group in self._groups.items()
-            if number in taken or not staleness.runs_ahead or (group.is_dropped and number < last)
+            if number in taken
+            or not staleness.runs_ahead
+            or (group.state is GroupState.dropped and number < last)
         ]
         groups = {number: self._groups.pop(number) for number in gone}
 
@@ -253,7 +272,10 @@ class RolloutBuffer:
             [group.first_samples(self._rules.size) for group in whole.values()],
             [group.version for group in whole.values()],
             [number in taken for number in whole],
-            num_surplus=sum(number not in taken and not group.is_dropped for number, group in whole.items()),
+            num_surplus=sum(
+                number not in taken and group.state is not GroupState.dropped
+                for number, group in whole.items()
+            ),
             num_rounds=num_rounds,
         )
 
@@ -290,7 +312,12 @@ class RolloutBuffer:
     def finished(self) -> list[FinishedGroup]:
         """Returns the finished groups that wait for their step."""
         return [
-            FinishedGroup(group.uid, group.version, group.first_samples(self._rules.size), group.is_dropped)
+            FinishedGroup(
+                group.uid,
+                group.version,
+                group.first_samples(self._rules.size),
+                group.state is GroupState.dropped,
+            )
             for group in self._groups.values()
             if self._is_whole(group)
         ]
@@ -382,8 +409,7 @@ class RolloutBuffer:
         # Cancel the other samples of the group, since an incomplete group cannot be trained.
         group = self._groups[number]
         group.cancel()
-        group.is_dropped = True
-        self.staleness.drop(number)
+        self._drop(number)
         self._failures.append(f"prompt {group.uid}: {why}")
         self.num_failed += 1
         _log.warning("dropped: %s", self._failures[-1])
@@ -398,27 +424,40 @@ class RolloutBuffer:
             )
 
     def _finish(self, number: int) -> None:
-        is_filtered = self._rules.max_without_signal is not None
-        if is_filtered or self._rules.scores_early:
-            self._unscored.append(number)
+        is_scored_early = self._is_filtered or self._rules.scores_early
+        self._groups[number].state = GroupState.unscored if is_scored_early else GroupState.finished
 
-        # With a filter the group is finished only when its scores show a signal.
-        if is_filtered:
-            self._awaiting_scores[self._groups[number].uid] = number
-        else:
+        # With a filter the step may train the group only when its scores show a signal.
+        if not self._is_filtered:
             self.staleness.finish(number)
 
-    def _filter(self, scored: Mapping[str, Sequence[float]]) -> None:
+    def _drop(self, number: int) -> None:
+        self._groups[number].state = GroupState.dropped
+        self.staleness.drop(number)
+
+    @property
+    def _is_filtered(self) -> bool:
+        """Whether scores decide which groups are trained."""
+        return self._rules.max_without_signal is not None
+
+    def _undecided(self) -> dict[str, int]:
+        """Return the groups by uid, in order, whose scores decide whether they are trained."""
+        if not self._is_filtered:
+            return {}
+        states = (GroupState.unscored, GroupState.waits_for_scores)
+        return {group.uid: number for number, group in self._groups.items() if group.state in states}
+
+    def _filter(self, scored: Mapping[str, Sequence[float]], undecided: Mapping[str, int]) -> None:
         for uid, scores in scored.items():
-            number = self._awaiting_scores.pop(uid)
+            number = undecided[uid]
             self._scores += scores
             values = torch.tensor(scores, dtype=torch.float64)
             if bool(rows_with_signal(values, np.full(len(scores), uid)).any()):
+                self._groups[number].state = GroupState.finished
                 self.staleness.finish(number)
             else:
                 # Later groups move up: the step trains the next group that has a signal.
-                self._groups[number].is_dropped = True
-                self.staleness.drop(number)
+                self._drop(number)
 
     def _explain(self) -> str:
         staleness = self.staleness

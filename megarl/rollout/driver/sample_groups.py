@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -91,6 +92,24 @@ class DrawnPrompts:
     requests: Sequence[Sequence[GenerationRequest]]
 
 
+class GroupState(Enum):
+    """State of a group in the rollout buffer, whose docstring has the transitions.
+
+    Attributes:
+        generating: Samples are missing.
+        unscored: It has all samples, and has not been sent for scoring.
+        waits_for_scores: It has been sent, and its scores decide whether it is trained.
+        finished: It waits for its step. Its scores may still be missing.
+        dropped: It is excluded from training.
+    """
+
+    generating = auto()
+    unscored = auto()
+    waits_for_scores = auto()
+    finished = auto()
+    dropped = auto()
+
+
 @dataclass
 class Group:
     """A prompt and its samples so far.
@@ -100,7 +119,6 @@ class Group:
         place: Its index among them.
         version: Version of the weights that started it.
         samples: Its samples by their index in the group.
-        is_dropped: Whether it is excluded from training.
         cancel: Cancels the missing samples.
     """
 
@@ -108,7 +126,7 @@ class Group:
     place: int
     version: int
     samples: dict[int, RolloutOutput] = field(default_factory=dict)
-    is_dropped: bool = False
+    state: GroupState = GroupState.generating
     cancel: Callable[[], None] = lambda: None
 
     @property
