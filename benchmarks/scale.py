@@ -59,7 +59,7 @@ from megarl.roles.models import ABSENT, Actor, Critic, Scorer
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.rollout import batch_of_samples
 from megarl.rollout.driver.sample_groups import StepGroups
-from megarl.rollout.driver.scheduler_state import SchedulerTotals, SpeculativeTotals
+from megarl.rollout.driver.scheduler import SchedulerTotals
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position
 from megarl.trainers.ppo import PPOTrainer
@@ -216,7 +216,7 @@ class Generating:
         return self
 
     def totals(self) -> SchedulerTotals:
-        return SchedulerTotals((0,), SpeculativeTotals(), (0.0,), 0, 0.0, 0.0)
+        return SchedulerTotals((0,), 0, 0, (0.0,), 0, 0.0, 0.0)
 
 
 class Weights:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megarl.config.schema import PPOConfig
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
-from megarl.rollout.driver.scheduler_state import ReplicaState, RequestState, SchedulerTotals
+from megarl.rollout.driver.scheduler import ReplicaState, RequestState, SchedulerTotals
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
 from megarl.trainers.monitor import WAIT, Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery

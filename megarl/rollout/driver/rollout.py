@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,8 +26,14 @@ from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
 from megarl.rollout.driver.replicas import ExclusiveAccess, Replicas
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.sample_check import EngineFaultError
-from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler, RolloutLimits
-from megarl.rollout.driver.scheduler_state import ReplicaState, RequestState, SchedulerTotals
+from megarl.rollout.driver.scheduler import (
+    Deliver,
+    OnFailure,
+    ReplicaState,
+    RequestScheduler,
+    RequestState,
+    RolloutLimits,
+)
 from megarl.rollout.interface import (
     FinishedRequest,
     GenerationRequest,
@@ -36,11 +42,6 @@ from megarl.rollout.interface import (
     plan_requests,
 )
 from megarl.tracking.timeline import Span
-
-
-class _Reported(NamedTuple):
-    num_restarts: int
-    scheduler: SchedulerTotals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class Rollout:
         self.scheduler = RequestScheduler(
             setup.replicas, weights.readmit, setup.limits, can_readmit=weights.can_readmit
         )
-        self._reported = _Reported(0, self.scheduler.totals())
+        self._reported = 0, self.scheduler.totals()  # the restarts and totals until `drain_metrics` last ran
 
     @property
     def replicas(self) -> Sequence[RoleGroup]:
@@ -284,31 +285,30 @@ class Rollout:
         """
         with self._replicas.exclusive():
             # The scheduler counts from the start of the run, so report the difference.
-            before = self._reported
-            now = _Reported(self._replicas.num_restarts, self.scheduler.totals())
-            self._reported = now
+            restarts_before, before = self._reported
+            num_restarts = self._replicas.num_restarts
+            now = self.scheduler.totals()
+            self._reported = num_restarts, now
             metrics = {
-                "rollout/num_restarts": float(now.num_restarts - before.num_restarts),
-                "rollout/num_resent": float(now.scheduler.num_resent - before.scheduler.num_resent),
+                "rollout/num_restarts": float(num_restarts - restarts_before),
+                "rollout/num_resent": float(now.num_resent - before.num_resent),
             }
             # Two calls at the same instant leave no time to relate the idle time to.
-            if seconds := now.scheduler.now_s - before.scheduler.now_s:
-                metrics["perf/engines_idle"] = 1 - (
-                    sum(now.scheduler.busy_s) - sum(before.scheduler.busy_s)
-                ) / (seconds * len(self._replicas))
-            if generating_s := now.scheduler.generating_s - before.scheduler.generating_s:
+            if seconds := now.now_s - before.now_s:
+                metrics["perf/engines_idle"] = 1 - (sum(now.busy_s) - sum(before.busy_s)) / (
+                    seconds * len(self._replicas)
+                )
+            if generating_s := now.generating_s - before.generating_s:
                 # The number of replicas may have changed between the two counts.
                 written = [
                     last - first
-                    for first, last in zip_longest(
-                        before.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0
-                    )
+                    for first, last in zip_longest(before.num_tokens, now.num_tokens, fillvalue=0)
                 ]
                 for replica, num_tokens in enumerate(written[: len(self._replicas)]):
                     metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / generating_s
-            drafted = now.scheduler.speculative.since(before.scheduler.speculative)
-            if drafted.num_verifications:
-                metrics["rollout/spec_accept_length"] = drafted.num_tokens / drafted.num_verifications
+            if num_verifications := now.num_verifications - before.num_verifications:
+                num_tokens = now.num_speculative_tokens - before.num_speculative_tokens
+                metrics["rollout/spec_accept_length"] = num_tokens / num_verifications
             return metrics
 
     def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:

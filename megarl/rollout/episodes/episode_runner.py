@@ -19,8 +19,7 @@ from megarl.agents.episode import (
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.machine.errors import RunError
-from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler
-from megarl.rollout.driver.scheduler_state import RequestState
+from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler, RequestState
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.interface import GenerationRequest, Sample
 from megarl.rollout.worker.environment import TurnOrder, TurnReport

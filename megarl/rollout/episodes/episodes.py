@@ -19,8 +19,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.rollout.driver.finished_groups import RolloutOutput
 from megarl.rollout.driver.rollout import Rollout, RolloutSetup
-from megarl.rollout.driver.scheduler import Deliver, OnFailure
-from megarl.rollout.driver.scheduler_state import ReplicaState, RequestState
+from megarl.rollout.driver.scheduler import Deliver, OnFailure, ReplicaState, RequestState
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import EpisodeRunner
 from megarl.rollout.episodes.session_runner import SessionRunner

@@ -20,8 +20,7 @@ from megarl.endpoint.session_messages import (
     SessionOrder,
 )
 from megarl.machine.errors import RunError
-from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler
-from megarl.rollout.driver.scheduler_state import RequestState
+from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler, RequestState
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.interface import GenerationRequest, Sample
 

@@ -25,8 +25,7 @@ from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
 from megarl.rollout.driver.sample_groups import GroupRules
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
-from megarl.rollout.driver.scheduler_state import RequestState
+from megarl.rollout.driver.scheduler import RequestScheduler, RequestState, RolloutLimits
 from megarl.rollout.episodes.episode_runner import EpisodeRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
