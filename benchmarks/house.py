@@ -38,12 +38,13 @@ LIMITS = {
     "places that ask for a kind of layer": 20,
 }
 
-# The attributes of `Architecture` that say which kinds of layers a model has, and the module that declares them.
+# The attributes of `Architecture` that say which kinds of layers a model has, and the modules that declare
+# them and have the table of kinds.
 KIND_ATTRIBUTES = (
     *("experts", "sparse_layers", "num_dense_layers", "delta_net", "delta_layers", "num_attention_layers"),
     *("has_several_kinds_of_layers", "latent", "windows", "has_sinks", "vision"),
 )
-KIND_TABLE = "megarl.models.architecture"
+KIND_TABLE = {"megarl.models.architecture", "megarl.models.layers"}
 
 RECORD_DECORATORS = {"attrs", "dataclass", "define", "frozen"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -133,7 +134,7 @@ class Tree:
 
     def _places_of_kinds(self) -> Iterator[str]:
         """Yield the module of each place that reads an attribute of a kind of layer."""
-        for name in self.nodes.keys() - {KIND_TABLE}:
+        for name in self.nodes.keys() - KIND_TABLE:
             for node in self.nodes[name] if name.startswith("megarl.") else ():
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                     yield from [name] if node.attr in KIND_ATTRIBUTES else []

@@ -15,6 +15,7 @@ from megarl.config.speculation import without_speculation
 from megarl.machine.errors import EngineDeadError
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
+from megarl.models.layers import cached_numbers
 from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, SamplingParameters
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loop import LoopThread
@@ -57,7 +58,7 @@ def decode_sweep(request: CalibrationRequest, rollout: RolloutConfig, memory_byt
         times=times,
         num_layers=num_layers,
         weight_bytes=num_active_parameters(architecture) * element_bytes,
-        cache_bytes=_cache_bytes(architecture) * element_bytes,
+        cache_bytes=cached_numbers(architecture, range(architecture.num_hidden_layers), 1) * element_bytes,
     )
 
 
@@ -108,13 +109,3 @@ def _payload(number: int, num_tokens: int, prompt: int, sampling: SamplingParame
     tokens = [1 + (number + place) % 8 for place in range(prompt)]
     request = GenerationRequest(number, tokens, sampling)
     return generation_payload(request, (), f"calibrate-{number}-{num_tokens}-{time.monotonic_ns()}")
-
-
-def _cache_bytes(architecture: Architecture) -> int:
-    """Return the numbers that the cache keeps of a token in all layers."""
-    latent = architecture.latent
-    if latent is not None:
-        of_layer = latent.kv_lora_rank + latent.qk_rope_head_dim
-    else:
-        of_layer = architecture.num_key_value_heads * (architecture.head_dim + architecture.value_dim)
-    return architecture.num_attention_layers * of_layer

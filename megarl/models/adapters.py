@@ -25,6 +25,7 @@ _LATENT = "q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj"
 _LINEAR = re.compile(rf"(.+\.linear_(?:qkv|proj|fc1|fc2|{_LATENT}))\.weight")
 _WITH_SHARDED_OUTPUTS = (Cut.column, Cut.qkv, Cut.gated)
 _SUFFIX = ".weight"
+ADAPTER = ".lora."  # in Megatron's names, between the linear layer's and the projection's
 
 # The projections whose adapters an engine can apply itself.
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -64,7 +65,7 @@ def parameter_names(linear: str, projection: str) -> AdapterNames:
         projection: The Hugging Face name of the projection's weight.
     """
     module = projection.removesuffix(_SUFFIX).rpartition(".")[2]
-    prefix = f"{linear.removesuffix(_SUFFIX)}.lora.{module}"
+    prefix = f"{linear.removesuffix(_SUFFIX)}{ADAPTER}{module}"
     return AdapterNames(f"{prefix}.a", f"{prefix}.b")
 
 

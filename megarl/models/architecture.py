@@ -118,6 +118,14 @@ class Experts:
     has_shared_gate: bool = False
     clamp: float | None = None
 
+    def letters(self, num_heads: int) -> dict[str, int]:
+        return {
+            "E": self.num_experts,
+            "e": self.num_experts_per_tok,
+            "M": self.intermediate_size,
+            "S": self.shared_intermediate_size,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
@@ -143,6 +151,15 @@ class LatentAttention:
     v_head_dim: int
     rope_interleave: bool
     norm_eps: float
+
+    def letters(self, num_heads: int) -> dict[str, int]:
+        return {
+            "A": self.q_lora_rank or 0,
+            "C": self.kv_lora_rank,
+            "B": self.kv_lora_rank + self.qk_rope_head_dim,
+            "I": self.qk_rope_head_dim,
+            "U": num_heads * (self.qk_nope_head_dim + self.v_head_dim),
+        }
 
 
 class Activation(str, Enum):
@@ -215,6 +232,17 @@ class DeltaNet:
         """The size of all values."""
         return self.num_value_heads * self.value_head_dim
 
+    def letters(self, num_heads: int) -> dict[str, int]:
+        return {
+            "J": self.num_key_heads,
+            "L": self.num_value_heads // self.num_key_heads,
+            "T": self.num_value_heads,
+            "X": self.key_head_dim,
+            "Y": self.value_head_dim,
+            "Z": self.value_dim,
+            "W": self.conv_kernel_dim,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
@@ -235,6 +263,9 @@ class LoRA:
     alpha: float
     targets: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
+
+    def letters(self, num_heads: int) -> dict[str, int]:
+        return {"r": self.rank}
 
     @property
     def scale(self) -> float:
@@ -344,6 +375,12 @@ class Architecture:
         if self.latent is not None:
             return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def parts(self) -> tuple[Experts | LatentAttention | DeltaNet | LoRA, ...]:
+        """The parts that only some models have, each with the letters of its sizes (see mapping.py)."""
+        parts = (self.experts, self.latent, self.delta_net, self.lora)
+        return tuple(part for part in parts if part is not None)
 
     @property
     def num_experts(self) -> int:

@@ -13,13 +13,14 @@ from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
+from megarl.models.part_kind import MIXER, PartKind
 from megarl.models.tensor_part import TensorPart
 from megarl.models.trunk import ATTENTION_ROWS
 
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
 _HF = HF_LAYER + "linear_attn."
-_MEGATRON = MEGATRON_LAYER + "self_attention."
+_MEGATRON = MEGATRON_LAYER + MIXER
 MTP = {"mtp.": "the layers that predict further tokens"}
 # The sizes of all queries, keys and values.
 _QKV = ("J X", "J X", "Z")
@@ -33,6 +34,16 @@ def has_delta_net(architecture: Architecture, layer: int | None) -> bool:
 def _has_attention(architecture: Architecture, layer: int | None) -> bool:
     return layer not in architecture.delta_layers
 
+
+DELTA_NET = PartKind(
+    name="gated delta nets",
+    prefix=MIXER,
+    applies=has_delta_net,
+    recurrence="3 Z X",  # the state is read by the key, changed, and read by the query
+    summed="Y",
+    splits_heads=True,
+    state="Z X",
+)
 
 # A head's rows of the query projection are its query, then its gate. Megatron has the queries of a query
 # group before its gates.

@@ -9,7 +9,10 @@ from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, ExpertGroups, Experts, RouterScore
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
+from megarl.models.part_kind import FEED_FORWARD, PartKind
 from megarl.models.tensor_part import TensorPart
+
+EXPERTS = PartKind(name="experts", prefix=FEED_FORWARD, applies=is_sparse, routes_tokens=True)
 
 
 def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
 from megarl.models.families import FAMILIES
+from megarl.models.layers import pair_products, token_products
 from megarl.models.tensor_part import TensorPart
 from megarl.models.vision import Vision
 
@@ -54,18 +54,8 @@ def training_flops(
         rows: (prompt tokens, response tokens) of each row.
         with_value_head: Whether the output layer is a value head.
     """
-    hidden = architecture.hidden_size
-    heads = architecture.num_attention_heads
-    # Multiply-adds of a pair of tokens in a layer: the score, and the weighted sum of the values.
-    of_pair = heads * (architecture.head_dim + architecture.value_dim)
-
-    # Multiply-adds of one token in all layers: attention projections and the feed-forward.
-    layers = (
-        architecture.num_attention_layers * _projections(architecture)
-        + len(architecture.delta_layers) * _delta_net(architecture)
-        + _feed_forward(architecture)
-    )
-    output = hidden * (1 if with_value_head else architecture.vocab_size)
+    layers = token_products(architecture)
+    output = architecture.hidden_size * (1 if with_value_head else architecture.vocab_size)
     lora = architecture.lora
     adapters = 0 if lora is None else _adapters(architecture)
     trained_output = with_value_head or architecture.trains_fully(OUTPUT_MODULE)
@@ -74,7 +64,7 @@ def training_flops(
     for prompt, response in rows:
         length = prompt + response
         products += length * ((3 if lora is None else 2) * layers + 3 * adapters)
-        products += 3 * _pairs(architecture, length) * of_pair
+        products += 3 * _pair_products(architecture, length)
         products += (3 if trained_output else 2) * response * output
 
     return 2 * products
@@ -167,63 +157,11 @@ def pairs_of_block(vision: Vision, block: int, height: int, width: int) -> int:
     return squares[0] * squares[1]
 
 
-def _pairs(architecture: Architecture, length: int) -> int:
-    """Return the pairs of tokens of a row that the masks of all layers leave."""
-    pairs = 0
-    for window, num_layers in _layers_by_window(architecture).items():
+def _pair_products(architecture: Architecture, length: int) -> int:
+    """Return the multiply-adds for the pairs of tokens of a row that the masks of all layers leave."""
+    products = 0
+    for window, of_pair in pair_products(architecture).items():
         # A token sees those before it and itself, at most as many as the window has.
         growing = min(length, window or length)
-        pairs += num_layers * (growing * (growing + 1) // 2 + (length - growing) * growing)
-    return pairs
-
-
-@lru_cache(maxsize=32)
-def _layers_by_window(architecture: Architecture) -> Mapping[int, int]:
-    """Return the number of layers with each window; 0 means full attention."""
-    return Counter(architecture.windows or (0,) * architecture.num_attention_layers)
-
-
-def _projections(architecture: Architecture) -> int:
-    """Return the multiply-adds of one token in the attention projections of a layer."""
-    hidden = architecture.hidden_size
-    query = architecture.num_attention_heads * architecture.head_dim
-    key_value = architecture.num_key_value_heads * architecture.head_dim
-    latent = architecture.latent
-    if latent is None:
-        return hidden * ((2 + architecture.has_output_gate) * query + 2 * key_value)
-
-    # Queries directly or through their latent vector, keys and values through theirs, and the output.
-    heads = architecture.num_attention_heads
-    rank = latent.q_lora_rank
-    queries = hidden * query if rank is None else rank * (hidden + query)
-    shared = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
-    keys_values = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    return queries + shared + keys_values + heads * latent.v_head_dim * hidden
-
-
-def _delta_net(architecture: Architecture) -> int:
-    """Return the multiply-adds of one token in a gated delta net layer."""
-    delta = architecture.delta_net
-    if delta is None:
-        return 0
-
-    # Queries, keys, values and gates, two numbers per value head, and the output.
-    channels = 2 * delta.key_dim + delta.value_dim
-    projections = architecture.hidden_size * (channels + 2 * delta.value_dim + 2 * delta.num_value_heads)
-    # The state is read by the key, changed, and read by the query.
-    recurrence = 3 * delta.value_dim * delta.key_head_dim
-    return projections + channels * delta.conv_kernel_dim + recurrence
-
-
-def _feed_forward(architecture: Architecture) -> int:
-    """Return the multiply-adds of one token in the feed-forward of all layers."""
-    dense = architecture.num_dense_layers * 3 * architecture.intermediate_size
-    experts = architecture.experts
-    sparse = 0
-
-    if experts is not None:
-        # Three projections per expert, the router, and the gate of a shared expert.
-        met = experts.num_experts_per_tok * experts.intermediate_size + experts.shared_intermediate_size
-        sparse = len(experts.layers) * (3 * met + experts.num_experts + experts.has_shared_gate)
-
-    return architecture.hidden_size * (dense + sparse)
+        products += of_pair * (growing * (growing + 1) // 2 + (length - growing) * growing)
+    return products

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.config_reader import ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
+from megarl.models.part_kind import MIXER, PartKind
 
 # transformers' norms of latent vectors, and those of the published model code, ignore `rms_norm_eps`.
 _NORM_EPS = 1e-6
@@ -18,6 +19,17 @@ def _has_latent_queries(architecture: Architecture, layer: int | None) -> bool:
 def _has_direct_queries(architecture: Architecture, layer: int | None) -> bool:
     return not _has_latent_queries(architecture, layer)
 
+
+# Engines keep the latent vector and the shared key of each token, on every rank.
+LATENT_ATTENTION = PartKind(
+    name="latent attention",
+    prefix=MIXER,
+    applies=lambda architecture, layer: architecture.latent is not None,
+    of_pair=("Q", "O"),
+    gathered="I",
+    cached="B",
+    cached_at_least="B",
+)
 
 # The down projections are replicated: their outputs are small, and every head needs all of them.
 LATENT_ROWS = (

@@ -3,11 +3,12 @@
 Loading, weight sync, conversion, export and parameter counts all read these rows, so a mistake here makes
 every parity test fail. Names have placeholders for global layer and expert numbers. Dimensions are letters:
     V vocabulary   H hidden   F feed-forward   Q all query heads   K all key (or value) heads
-    D one head   1 one   E experts   M feed-forward of an expert   S feed-forward of the shared expert
+    D one head   1 one   E experts   e experts of a token   M feed-forward of an expert
+    S feed-forward of the shared expert
     N query heads   G key-value heads   R query heads of a key-value head
 With latent attention:
     A latent vector of queries   C latent vector of keys and values   B the same with the shared rotated key
-    U keys without positions and values of all heads   O values of all heads
+    I the shared rotated key   U keys without positions and values of all heads   O values of all heads
 With a gated delta net:
     J key heads   L value heads of a key head   T value heads   X one key   Y one value   Z all values
     W the tokens that the convolution sees
@@ -73,7 +74,8 @@ def num_row_axes(cut: Cut) -> int:
     return _ROW_AXES.get(cut, 1)
 
 
-def _always(architecture: Architecture, layer: int | None) -> bool:
+def always(architecture: Architecture, layer: int | None) -> bool:
+    """Return whether every layer has it: yes."""
     return True
 
 
@@ -111,7 +113,7 @@ class MappingRow:
     place: StagePlacement
     cut: Cut
     tensors: tuple[tuple[str, str] | TensorPart, ...]
-    applies: Callable[[Architecture, int | None], bool] = _always
+    applies: Callable[[Architecture, int | None], bool] = always
     is_copy: bool = False
     dtype: Literal["float32"] | None = None
     trains: bool = True

@@ -16,6 +16,8 @@ from megarl.models.tensor_part import PartGeometry, TensorPart, part_geometry, s
 
 Head = Literal["lm", "value"]
 
+_OF_KINDS = "EeMSACBIUJLTXYZWr"  # the letters of sizes that some kinds of layers have, and of adapters
+
 OUTPUT_LAYER = "output_layer.weight"
 VALUE_HEAD_TENSOR = "score.weight"
 VALUE_BIAS_TENSOR = "score.bias"  # in ...ForTokenClassification of transformers; must be zero in megarl
@@ -113,7 +115,7 @@ def _tied_head(rows: tuple[MappingRow, ...]) -> MappingRow:
 def embedding_tensor(architecture: Architecture) -> str:
     """Return the Hugging Face name of the embedding."""
     (embedding,) = (row for row in FAMILIES[architecture.model_type].rows if row.megatron == EMBEDDING)
-    return _name(embedding.tensors[0])
+    return name_of(embedding.tensors[0])
 
 
 @lru_cache(maxsize=32)
@@ -184,7 +186,7 @@ def _as_stored(
         return row
 
     own, others = (
-        [_name(entry).format(layer=layer, expert=0) for entry in entries]
+        [name_of(entry).format(layer=layer, expert=0) for entry in entries]
         for entries in (row.tensors, row.alternative)
     )
     if own == others:
@@ -196,7 +198,8 @@ def _as_stored(
     return replace(row, tensors=row.alternative) if is_other else row
 
 
-def _name(entry: tuple[str, str] | TensorPart) -> str:
+def name_of(entry: tuple[str, str] | TensorPart) -> str:
+    """Return the Hugging Face name of a tensor, or of the tensor that a part belongs to."""
     return entry.name if isinstance(entry, TensorPart) else entry[0]
 
 
@@ -235,7 +238,7 @@ def _expand(
             key = entry, row.cut, own
             if key not in geometries:
                 geometries[key] = _geometry(entry, row.cut, architecture, own)
-            tensors.append(HFTensor(_name(entry).format(layer=layer, expert=expert), *geometries[key]))
+            tensors.append(HFTensor(name_of(entry).format(layer=layer, expert=expert), *geometries[key]))
         yield Weight(
             megatron_name=row.megatron.format(layer=layer, expert=expert),
             place=place,
@@ -261,6 +264,14 @@ def _geometry(
     return shape, _view(cut, shape, architecture.num_key_value_heads), None
 
 
+def block_of(
+    entry: tuple[str, str] | TensorPart, row: MappingRow, architecture: Architecture
+) -> tuple[int, ...]:
+    """Return the shape in which a row joins and shards a tensor, or a part, of a layer or of one expert."""
+    is_taken = row.place is StagePlacement.expert and isinstance(entry, TensorPart) and entry.takes_expert
+    return HFTensor("", *_geometry(entry, row.cut, architecture, 0 if is_taken else None)).block
+
+
 def entry_size(entry: tuple[str, str] | TensorPart, sizes: dict[str, int], place: StagePlacement) -> int:
     """Return the number of elements that a tensor, or a part, contributes to one parameter."""
     if not isinstance(entry, TensorPart):
@@ -272,12 +283,8 @@ def entry_size(entry: tuple[str, str] | TensorPart, sizes: dict[str, int], place
 @lru_cache(maxsize=32)
 def dimension_sizes(architecture: Architecture) -> dict[str, int]:
     """Return the size of each dimension by its letter. Sizes of parts that the model lacks are zero."""
-    experts = architecture.experts
-    latent = architecture.latent
-    delta = architecture.delta_net
     heads = architecture.num_attention_heads
-
-    return {
+    sizes = dict.fromkeys(_OF_KINDS, 0) | {
         "V": architecture.vocab_size,
         "H": architecture.hidden_size,
         "F": architecture.intermediate_size,
@@ -285,26 +292,14 @@ def dimension_sizes(architecture: Architecture) -> dict[str, int]:
         "K": architecture.num_key_value_heads * architecture.head_dim,
         "D": architecture.head_dim,
         "1": 1,
-        "N": architecture.num_attention_heads,
+        "N": heads,
         "G": architecture.num_key_value_heads,
-        "R": architecture.num_attention_heads // architecture.num_key_value_heads,
-        "E": architecture.num_experts,
-        "M": experts.intermediate_size if experts else 0,
-        "S": experts.shared_intermediate_size if experts else 0,
-        "A": (latent.q_lora_rank or 0) if latent else 0,
-        "C": latent.kv_lora_rank if latent else 0,
-        "B": latent.kv_lora_rank + latent.qk_rope_head_dim if latent else 0,
-        "U": heads * (latent.qk_nope_head_dim + latent.v_head_dim) if latent else 0,
+        "R": heads // architecture.num_key_value_heads,
         "O": heads * architecture.value_dim,
-        "J": delta.num_key_heads if delta else 0,
-        "L": delta.num_value_heads // delta.num_key_heads if delta else 0,
-        "T": delta.num_value_heads if delta else 0,
-        "X": delta.key_head_dim if delta else 0,
-        "Y": delta.value_head_dim if delta else 0,
-        "Z": delta.value_dim if delta else 0,
-        "W": delta.conv_kernel_dim if delta else 0,
-        "r": architecture.lora.rank if architecture.lora else 0,
     }
+    for part in architecture.parts:
+        sizes |= part.letters(heads)
+    return sizes
 
 
 def _view(cut: Cut, shape: tuple[int, ...], num_groups: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from megarl.models.mapping import (
     StagePlacement,
     is_dense,
 )
+from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
 from megarl.models.rope import has_rope_by_layer_type, read_rope, read_ropes_by_layer_type
 from megarl.models.tensor_part import TensorPart
 from megarl.models.windows import check_sliding_window
@@ -33,6 +34,15 @@ _EMBEDDING_ROW = MappingRow(
     tensors=(("model.embed_tokens.weight", "V H"),),
 )
 
+# Each query has a product with a key and one with a value. A rank of an engine has at least one whole head.
+ATTENTION = PartKind(
+    name="attention",
+    prefix=MIXER,
+    of_pair=("Q", "O"),
+    cached="2 K",
+    cached_at_least="2 D",
+)
+MLP = PartKind(name="dense feed-forwards", prefix=FEED_FORWARD)
 
 ATTENTION_ROWS = (
     MappingRow(

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
+from megarl.models.tensor_part import size_of
+from megarl.models.tensor_table import dimension_sizes
 from megarl.placement.activation_widths import Kernels
 
 _CHUNK = 64  # tokens that the kernels process at a time
@@ -37,19 +39,17 @@ def delta_layer(
         element_bytes: The size of an element of the weights' dtype.
         repeats: The tokens of all rows, each with its whole prompt, per token of the micro-batch.
     """
-    delta = architecture.delta_net
-    if delta is None:
-        return DeltaLayer(0, 0, 0)
+    sizes = dimension_sizes(architecture)
     cut = parallel.tensor_parallel_size
-    key = delta.key_dim // cut
-    value = delta.value_dim // cut
-    heads = delta.num_value_heads // cut
-    shared = heads * delta.key_head_dim  # the keys of all value heads
+    key = size_of("J X", sizes) // cut
+    value = sizes["Z"] // cut
+    heads = sizes["T"] // cut
+    shared = heads * sizes["X"]  # the keys of all value heads
     number = 4 / element_bytes  # a float32 value, in elements
     inputs = 2 * (key + value + heads)
 
     # In chunks, a token has float32 products with all tokens of its chunk, and its part of the states.
-    chunk = heads * number * (_CHUNK + delta.key_head_dim * delta.value_head_dim / _CHUNK)
+    chunk = heads * number * (_CHUNK + size_of("X Y", sizes) / _CHUNK)
 
     # Torch saves the inputs and the output, and computes everything between them again: queries, keys and
     # values, several times in float32, and several products with the tokens of a chunk.

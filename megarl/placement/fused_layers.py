@@ -6,7 +6,8 @@ from enum import Enum
 
 from megarl.config.layers import trains_adapters
 from megarl.config.schema import CPCommType, Device, DType, Layers, ParallelConfig, RunConfig
-from megarl.models.architecture import Architecture, LatentAttention
+from megarl.models.architecture import Architecture
+from megarl.models.layers import linears_of
 from megarl.placement.windowed_activations import has_own_attention
 
 # The workspace of cuBLAS on Hopper. A grouped product runs on four streams with one each.
@@ -52,43 +53,8 @@ def placeholder_elements(architecture: Architecture, parallel: ParallelConfig) -
     Weight gradients are added to Megatron's buffer directly. For autograd there is one tensor of each shape
     that a weight of the rank has, which remains allocated from the first backward pass on.
     """
-    cut = parallel.tensor_parallel_size
-    hidden = architecture.hidden_size
-    query = architecture.num_attention_heads * architecture.head_dim // cut
-    key = architecture.num_key_value_heads * architecture.head_dim // cut
+    tensor = parallel.tensor_parallel_size
+    expert_tensor = parallel.expert_tensor_parallel_size
+    held = (matrix.on_rank(tensor, expert_tensor) for matrix in linears_of(architecture))
     # Weights of one shape share a tensor.
-    shapes = {((1 + architecture.has_output_gate) * query + 2 * key, hidden), (hidden, query)}
-    if architecture.latent is not None:
-        shapes = _latent_shapes(architecture, architecture.latent, cut)
-
-    if (delta := architecture.delta_net) is not None:
-        inputs = 2 * (delta.key_dim + delta.value_dim + delta.num_value_heads)
-        shapes |= {(inputs // cut, hidden), (hidden, delta.value_dim // cut)}
-
-    # The intermediate size of each kind of MLP on the rank.
-    inner = {architecture.intermediate_size // cut} if architecture.num_dense_layers else set()
-    if (experts := architecture.experts) is not None:
-        inner.add(experts.intermediate_size // parallel.expert_tensor_parallel_size)
-        if experts.shared_intermediate_size:
-            inner.add(experts.shared_intermediate_size // cut)
-    for size in inner:
-        shapes |= {(2 * size, hidden), (hidden, size)}
-
-    return sum(rows * columns for rows, columns in shapes)
-
-
-def _latent_shapes(architecture: Architecture, latent: LatentAttention, cut: int) -> set[tuple[int, int]]:
-    """Return the shapes of the weights of latent attention on a rank. Down projections are replicated."""
-    hidden = architecture.hidden_size
-    heads = architecture.num_attention_heads // cut
-    query = heads * architecture.head_dim
-    down = {(latent.kv_lora_rank + latent.qk_rope_head_dim, hidden)}
-    up = {(heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)}
-
-    if latent.q_lora_rank is None:
-        up.add((query, hidden))
-    else:
-        down.add((latent.q_lora_rank, hidden))
-        up.add((query, latent.q_lora_rank))
-
-    return down | up | {(hidden, heads * latent.v_head_dim)}
+    return sum(rows * columns for rows, columns in {(matrix.outputs, matrix.inputs) for matrix in held})

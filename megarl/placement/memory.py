@@ -38,6 +38,7 @@ from megarl.models.counts import (
 from megarl.models.draft import DraftModel, read_draft_if_there
 from megarl.models.engine_stages import engine_stages, stage_shares
 from megarl.models.fp8 import model_bytes
+from megarl.models.layers import cached_numbers, state_bytes
 from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.expert_activations import layers_of_stage
@@ -422,28 +423,9 @@ def stage_row_cache(config: PPOConfig, policy: Architecture, stage: int) -> int:
     draft = _draft(config)
     of_draft = numbers * draft.cached_numbers(config.rollout.tensor_parallel_size) if draft else 0
     layers = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage].layers
-    tokens = numbers * (len(layers) - len(set(policy.delta_layers) & set(layers)))
-    # SGLang stores the latent vector and the shared key of each token, on every rank.
-    if (latent := policy.latent) is not None:
-        return of_draft + tokens * (latent.kv_lora_rank + latent.qk_rope_head_dim)
-
-    # With more ranks than key-value heads, each rank still holds one whole head.
-    heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
-    return of_draft + tokens * 2 * heads * policy.head_dim + _state_bytes(config, policy)
-
-
-def _state_bytes(config: PPOConfig, policy: Architecture) -> int:
-    """Return the bytes of a row's states in gated delta nets, which do not grow with the row.
-
-    SGLang has them in float32, and the last inputs of the convolutions in the dtype of the model.
-    """
-    delta = policy.delta_net
-    if delta is None:
-        return 0
-    state = _FLOAT32 * delta.value_dim * delta.key_head_dim
-    channels = 2 * delta.key_dim + delta.value_dim
-    convolution = channels * (delta.conv_kernel_dim - 1) * weight_bytes(config.model.dtype)
-    return len(delta.layers) * (state + convolution) // config.rollout.tensor_parallel_size
+    ranks = config.rollout.tensor_parallel_size
+    states = state_bytes(policy, weight_bytes(config.model.dtype)) // ranks
+    return of_draft + numbers * cached_numbers(policy, layers, ranks) + states
 
 
 def engine_share(config: PPOConfig) -> int | None:

@@ -9,6 +9,7 @@ from megarl.config.roles import TEACHER, ModelRole
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, Recomputation
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
+from megarl.models.layers import layers_of
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.memory import RoleMemory, role_memory
 from megarl.search.space import Space, Unit, roles_of
@@ -78,25 +79,16 @@ def memory_by_stage(config: PPOConfig, role: ModelRole, architecture: Architectu
     """
     known: dict[object, RoleMemory] = {}
     stages = role.parallel.pipeline_parallel_size
+    layers = layers_of(architecture)
     found = []
     for stage in range(stages):
-        kind = (stage == 0, stage == stages - 1, _kinds_of_layers(architecture, role.parallel, stage))
+        held = layers_of_stage(architecture, role.parallel, stage)
+        parts = tuple((part.kind, part.window) for number in held for part in layers[number])
+        kind = (stage == 0, stage == stages - 1, parts)
         if kind not in known:
             known[kind] = role_memory(config, role, architecture, stage)
         found.append(known[kind])
     return tuple(found)
-
-
-def _kinds_of_layers(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[object, ...]:
-    """Return what distinguishes the layers of a stage: experts, delta nets and windows."""
-    if architecture.experts is None and not architecture.delta_layers and not architecture.windows:
-        return ()
-    sparse = frozenset(architecture.experts.layers) if architecture.experts else frozenset()
-    windows = architecture.windows
-    return tuple(
-        (layer in sparse, layer in architecture.delta_layers, windows[layer] if windows else None)
-        for layer in layers_of_stage(architecture, parallel, stage)
-    )
 
 
 def describe(choice: Choice) -> str:

@@ -1,45 +1,29 @@
-"""Forward and backward passes of one layer on one rank: attention, gated delta net, MLP or experts. Pure."""
+"""Forward and backward passes of one layer on one rank: the sum over its parts and their matrices. Pure."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from megarl.config.schema import ParallelConfig
-from megarl.models.architecture import Architecture, DeltaNet, Experts, LatentAttention
-from megarl.models.mapping import EXPERT
+from megarl.models.architecture import Architecture
+from megarl.models.layers import LayerPart
+from megarl.models.mapping import Cut
+from megarl.models.part_kind import MIXER
+from megarl.models.tensor_part import size_of
+from megarl.models.tensor_table import dimension_sizes
 from megarl.step_time.collectives import call
 from megarl.step_time.counts import NOTHING, Counts, total
-from megarl.step_time.linears import Linears, linears_of, mlp_work
+from megarl.step_time.linears import matrix_work
 from megarl.step_time.packed_batch import KeyExchange, PackedBatch
-from megarl.step_time.work import IDLE, Edge, PassCounts, joined, linear
-
-_QKV = "self_attention.linear_qkv"
-_OUTPUT = "self_attention.linear_proj"
-_LATENT = "self_attention.linear_"
-
-
-class LayerTraits(NamedTuple):
-    """The properties that distinguish the layers of a model.
-
-    Attributes:
-        window: The number of tokens that a token sees; 0 means all.
-        is_delta: Whether it has a gated delta net instead of attention.
-        is_sparse: Whether it has experts.
-        drops_tokens: Whether it keeps only the tokens that predict another one after its attention.
-    """
-
-    window: int = 0
-    is_delta: bool = False
-    is_sparse: bool = False
-    drops_tokens: bool = False
+from megarl.step_time.work import IDLE, Edge, PassCounts, joined
 
 
 class LayerWork(NamedTuple):
     """The parts of a layer.
 
     Attributes:
-        mixer: The linear layers of attention, with their calls, or a whole gated delta net.
-        core: Attention without its linear layers.
+        mixer: What mixes the tokens of a row, with its matrices and their calls, except attention itself.
+        core: Attention without its matrices.
         feed_forward: The MLP or the experts, with their calls.
     """
 
@@ -48,100 +32,77 @@ class LayerWork(NamedTuple):
     feed_forward: PassCounts
 
 
-def traits_of(architecture: Architecture, layer: int) -> LayerTraits:
-    """Return the traits of a layer, given by its number in the whole model."""
-    return LayerTraits(
-        window=architecture.windows[layer] if architecture.windows else 0,
-        is_delta=layer in architecture.delta_layers,
-        is_sparse=layer in architecture.sparse_layers,
-        drops_tokens=layer == architecture.num_hidden_layers - 1 and not architecture.sparse_layers,
-    )
-
-
 def layer_work(
-    architecture: Architecture, parallel: ParallelConfig, traits: LayerTraits, batch: PackedBatch, dtype: str
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    layer: tuple[LayerPart, ...],
+    batch: PackedBatch,
+    dtype: str,
 ) -> LayerWork:
     """Return the work of a layer for a micro-batch."""
     edge = Edge(parallel, batch.tokens, architecture.hidden_size, dtype)
-    linears = linears_of(architecture)
-
-    if traits.is_sparse:
-        assert architecture.experts is not None
-        feed_forward = expert_work(architecture.experts, linears, edge)
-    else:
-        after = edge._replace(tokens=batch.kept) if traits.drops_tokens else edge
-        feed_forward = mlp_work(linears, "mlp", after, architecture.intermediate_size)
-
-    if traits.is_delta:
-        assert architecture.delta_net is not None
-        return LayerWork(delta_net_work(architecture.delta_net, edge, batch), IDLE, feed_forward)
+    mixers = [part for part in layer if part.kind.prefix == MIXER]
     return LayerWork(
-        projections(architecture, edge),
-        core(architecture, parallel, traits.window, batch, dtype),
-        feed_forward,
+        joined(_part_work(part, architecture, edge, batch) for part in mixers),
+        joined(_core(part, architecture, edge, batch) for part in mixers),
+        joined(_part_work(part, architecture, edge, batch) for part in layer if part not in mixers),
     )
 
 
-def projections(architecture: Architecture, edge: Edge) -> PassCounts:
-    """Return the work of the linear layers before and after attention."""
-    linears = linears_of(architecture)
-    shards = edge.parallel.tensor_parallel_size
-    query = architecture.num_attention_heads * architecture.head_dim // shards
-    if architecture.latent is not None:
-        values = architecture.num_attention_heads * architecture.value_dim // shards
-        inputs = _latent_inputs(linears, architecture, architecture.latent, edge)
-        return joined((inputs, linears.row_parallel(_OUTPUT, values, edge)))
+def _part_work(part: LayerPart, architecture: Architecture, edge: Edge, batch: PackedBatch) -> PassCounts:
+    """Return the work of the matrices of a part, its recurrence, and the calls that its kind needs."""
+    if part.has_predictors_only:
+        edge = edge._replace(tokens=batch.kept)
+    parallel = edge.parallel
+    sizes = dimension_sizes(architecture)
+    kind = part.kind
 
-    key = architecture.num_key_value_heads * architecture.head_dim // shards
-    # The gate of the output is as wide as the queries.
-    columns = (1 + architecture.has_output_gate) * query + 2 * key
-    return joined((linears.column_parallel(_QKV, edge, columns), linears.row_parallel(_OUTPUT, query, edge)))
-
-
-def _latent_inputs(
-    linears: Linears, architecture: Architecture, latent: LatentAttention, edge: Edge
-) -> PassCounts:
-    """Return the work of the projections of multi-head latent attention before its core.
-
-    Every rank computes the latent vectors of its own tokens. Queries, keys and values of its heads follow
-    from the latent vectors of all tokens, as do the rotated parts of keys.
-    """
-    heads = architecture.num_attention_heads // edge.parallel.tensor_parallel_size
-    rank = latent.q_lora_rank
-    query = heads * architecture.head_dim
-    key_value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
-    latents = edge._replace(width=latent.kv_lora_rank)
-
-    parts = [
-        linears.replicated(f"{_LATENT}kv_down_proj", edge, latent.kv_lora_rank + latent.qk_rope_head_dim),
-        edge._replace(width=latent.qk_rope_head_dim).entered(trains=False),
-        linears.column_parallel(f"{_LATENT}kv_up_proj", latents, key_value),
-    ]
-    if rank is None:
-        parts.append(linears.column_parallel(f"{_LATENT}q_proj", edge, query))
-    else:
-        parts += [
-            linears.replicated(f"{_LATENT}q_down_proj", edge, rank),
-            linears.column_parallel(f"{_LATENT}q_up_proj", edge._replace(width=rank), query),
-        ]
-
-    return joined(parts)
+    # A recurrence has twice as many products in the backward pass.
+    ranks = parallel.tensor_parallel_size * parallel.context_parallel_size
+    flops = 2 * batch.tokens_with_prompts * size_of(kind.recurrence, sizes) // ranks
+    # Each rank's heads contribute to the gradient of the norm of heads.
+    summed = call(parallel, "all_reduce", "tensor", size_of(kind.summed, sizes), edge.dtype)
+    gathered = edge._replace(width=size_of(kind.gathered, sizes)).entered(trains=False)
+    return joined(
+        (
+            *(matrix_work(matrix, edge) for matrix in part.matrices),
+            PassCounts(Counts((), flops, flops), Counts((), 2 * flops, 2 * flops)),
+            PassCounts(NOTHING, summed if kind.summed else NOTHING),
+            gathered if kind.gathered else IDLE,
+            _heads_for_tokens(part, edge, batch),
+            _exchanges(part, edge),
+        )
+    )
 
 
-def core(
-    architecture: Architecture, parallel: ParallelConfig, window: int, batch: PackedBatch, dtype: str
-) -> PassCounts:
-    """Return the attention of all heads of a rank.
+def _heads_for_tokens(part: LayerPart, edge: Edge, batch: PackedBatch) -> PassCounts:
+    """Return the calls by which context-parallel ranks exchange their tokens for heads, and back."""
+    if not part.kind.splits_heads:
+        return IDLE
+    held = (matrix.on_rank(edge.parallel.tensor_parallel_size, 1) for matrix in part.matrices)
+    # The outputs of the matrices before the recurrence, and the inputs of the one after it.
+    widths = (each.inputs if each.cut is Cut.row else each.outputs for each in held if each.is_linear)
+    exchanged = total(
+        call(edge.parallel, "all_to_all", "context", batch.tokens * width, edge.dtype) for width in widths
+    )
+    return PassCounts(exchanged, exchanged)
+
+
+def _core(part: LayerPart, architecture: Architecture, edge: Edge, batch: PackedBatch) -> PassCounts:
+    """Return the attention of all heads of a rank; nothing for a part without pairs of tokens.
 
     The forward pass has two products per pair of a query and a key: one with the key, one with the value. The
     backward pass has the gradients of both inputs of both, and fused kernels, which do not save the first
     product, repeat it. With latent attention, values are padded to the size of keys.
     """
+    if not part.kind.of_pair:
+        return IDLE
+    parallel = edge.parallel
     product = 2 * architecture.num_attention_heads // parallel.tensor_parallel_size * architecture.head_dim
     forward = 2 * product
-    backward = (4 if dtype == "float32" else 5) * product
+    backward = (4 if edge.dtype == "float32" else 5) * product
     pairs = batch.share * sum(each.queries * each.keys for each in batch.attention)
-    masked = batch.share * sum(each.pairs(window) for each in batch.attention)
+    masked = batch.share * sum(each.pairs(part.window) for each in batch.attention)
 
     return joined(
         (
@@ -149,7 +110,7 @@ def core(
                 Counts(attention_flops=forward * pairs, masked_attention_flops=forward * masked),
                 Counts(attention_flops=backward * pairs, masked_attention_flops=backward * masked),
             ),
-            _key_exchange(architecture, parallel, batch, dtype),
+            _key_exchange(architecture, parallel, batch, edge.dtype),
         )
     )
 
@@ -166,9 +127,8 @@ def _key_exchange(
     if ranks == 1:
         return IDLE
 
-    # With latent attention, every head has its own keys and values.
-    heads = architecture.num_attention_heads if architecture.latent else architecture.num_key_value_heads
-    held = heads // parallel.tensor_parallel_size * 2 * architecture.head_dim * batch.tokens
+    heads = architecture.num_key_value_heads // parallel.tensor_parallel_size
+    held = heads * 2 * architecture.head_dim * batch.tokens
 
     if batch.key_exchange is KeyExchange.gather:
         gathered, reduced = (
@@ -183,64 +143,19 @@ def _key_exchange(
     return PassCounts(passed(ranks - 1, ranks - 1), passed(ranks, 2 * (ranks - 1)))
 
 
-def delta_net_work(delta: DeltaNet, edge: Edge, batch: PackedBatch) -> PassCounts:
-    """Return the work of a gated delta net, whose heads are distributed over tensor and context ranks."""
-    shards = edge.parallel.tensor_parallel_size
-    channels = (2 * delta.key_dim + delta.value_dim) // shards
-    values = delta.value_dim // shards
-    columns = channels + values + 2 * delta.num_value_heads // shards
-
-    # The recurrence has three products per token and head, and twice as many in the backward pass.
-    context = edge.parallel.context_parallel_size
-    rule = 2 * 3 * batch.tokens_with_prompts * values // context * delta.key_head_dim
-    exchanged = total(
-        call(edge.parallel, "all_to_all", "context", batch.tokens * width, edge.dtype)
-        for width in (columns, values)
-    )
-    # Each rank's heads contribute to the gradient of the norm of heads.
-    of_norm = call(edge.parallel, "all_reduce", "tensor", delta.value_head_dim, edge.dtype)
-    return joined(
-        (
-            edge.entered(),
-            linear(edge.tokens, edge.width, columns),
-            PassCounts(exchanged, exchanged),
-            PassCounts(Counts((), rule, rule), Counts((), 2 * rule, 2 * rule)),
-            PassCounts(NOTHING, of_norm),
-            linear(edge.tokens, values, edge.width),
-            edge.left(),
-        )
-    )
-
-
-def expert_work(experts: Experts, linears: Linears, edge: Edge) -> PassCounts:
-    """Return the work of router, dispatch, experts and the shared expert.
-
-    Args:
-        edge: The hidden states.
-    """
-    tokens = edge.own_tokens
-    gate = linear(tokens, edge.width, 1, trains=not linears.is_frozen) if experts.has_shared_gate else IDLE
-    return joined(
-        (
-            linear(tokens, edge.width, experts.num_experts),  # Megatron's router has both gradients always
-            _exchanges(experts, edge, tokens),
-            _experts(experts, linears, edge, tokens),
-            mlp_work(linears, "mlp.shared_experts", edge, experts.shared_intermediate_size),
-            gate,
-        )
-    )
-
-
-def _exchanges(experts: Experts, edge: Edge, tokens: int) -> PassCounts:
-    """Return the calls that bring tokens to their experts and back.
+def _exchanges(part: LayerPart, edge: Edge) -> PassCounts:
+    """Return the calls that bring tokens to their experts and back; nothing for a part without experts.
 
     The ranks tell each other how many tokens come, which the backward pass knows. Then they send tokens and
     the weights of their experts, and the results. The backward pass sends as much the other way.
     """
+    routed = next((matrix for matrix in part.matrices if matrix.num_experts), None)
+    if routed is None:
+        return IDLE
     parallel = edge.parallel
-    sent = tokens * experts.num_experts_per_tok
+    sent = edge.own_tokens * routed.num_met
     ranks = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size
-    counted = call(parallel, "all_gather", "expert_stage", ranks * experts.num_experts, "int64")
+    counted = call(parallel, "all_gather", "expert_stage", ranks * routed.num_experts, "int64")
     both_ways = total(
         (
             call(parallel, "all_to_all", "expert", sent * edge.width, edge.dtype, 2),
@@ -271,20 +186,5 @@ def _shared_inputs(edge: Edge, sent: int) -> PassCounts:
             PassCounts(
                 moved("reduce_scatter", edge.width, "float32"), moved("all_gather", edge.width, "float32")
             ),
-        )
-    )
-
-
-def _experts(experts: Experts, linears: Linears, edge: Edge, tokens: int) -> PassCounts:
-    """Return the products of this rank's experts. All ranks that have a part of an expert get its tokens."""
-    shards = edge.parallel.expert_tensor_parallel_size
-    held = experts.num_experts // edge.parallel.expert_parallel_size
-    rows = tokens * experts.num_experts_per_tok * shards / held
-    size = experts.intermediate_size // shards
-    return joined(
-        (
-            linears.of_experts(f"{EXPERT}linear_fc1", rows, edge.width, 2 * size, shards, held),
-            linears.of_experts(f"{EXPERT}linear_fc2", rows, size, edge.width, 1, held),
-            linears.replicated_of_experts(edge, held),
         )
     )

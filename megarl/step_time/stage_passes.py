@@ -14,10 +14,11 @@ from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.flops import pairs_of_block, tower_matrices
+from megarl.models.layers import LayerPart, layers_of, routes_tokens
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.step_time.collectives import call
 from megarl.step_time.counts import NOTHING, Counts, product, total
-from megarl.step_time.layer_work import LayerTraits, LayerWork, layer_work, traits_of
+from megarl.step_time.layer_work import LayerWork, layer_work
 from megarl.step_time.packed_batch import PackedBatch
 from megarl.step_time.work import IDLE, Edge, PassCounts, joined, linear
 
@@ -56,11 +57,11 @@ class StagePasses:
 
         dtype = dtype_of(config)
         self._edge = Edge(role.parallel, self._batch.tokens, architecture.hidden_size, dtype)
-        self._numbers = _traits_of_chunks(architecture, self._chunks)
+        self._numbers = _layers_of_chunks(architecture, self._chunks)
 
         self._layers = {
-            traits: layer_work(architecture, role.parallel, traits, self._batch, dtype)
-            for traits in self._numbers
+            layer: layer_work(architecture, role.parallel, layer, self._batch, dtype)
+            for layer in self._numbers
         }
 
         self._trains_tower = architecture.lora is None and not role.freeze_vision
@@ -85,8 +86,8 @@ class StagePasses:
 
     def _body(self, of: Callable[[PassCounts], Counts]) -> Iterator[Counts]:
         """Yield the counts of the layers, and of what is before them on the first stage."""
-        for traits, layer in self._layers.items():
-            yield total(map(of, layer)).times(self._numbers[traits])
+        for layer, work in self._layers.items():
+            yield total(map(of, work)).times(self._numbers[layer])
         if self._is_first:
             yield of(embedding_work(self._edge, trains=self._architecture.trains_fully(EMBEDDING_MODULE)))
             yield from map(of, self._tower)
@@ -94,7 +95,7 @@ class StagePasses:
     def _head(self, num_scores: int) -> PassCounts:
         if not (self._is_last and num_scores):
             return IDLE
-        drops_tokens = not self._architecture.sparse_layers
+        drops_tokens = not routes_tokens(self._architecture)
         edge = self._edge._replace(tokens=self._batch.kept) if drops_tokens else self._edge
         return head_work(self._config, self._role, self._architecture, edge, self._batch, num_scores)
 
@@ -103,13 +104,13 @@ class StagePasses:
         how, modules, num_layers = self._role.recomputation
         if how is Recompute.full:
             chunks = tuple(chunk[:num_layers] for chunk in self._chunks)
-            for traits, number in _traits_of_chunks(self._architecture, chunks).items():
-                yield total(part.forward for part in self._layers[traits]).times(number)
+            for layer, number in _layers_of_chunks(self._architecture, chunks).items():
+                yield total(part.forward for part in self._layers[layer]).times(number)
             # All blocks of a tower are recomputed, whatever the number of layers.
             yield self._tower[0].forward if self._trains_tower else NOTHING
         if how is Recompute.selective:
-            for traits, number in self._numbers.items():
-                yield total(_repeated(self._layers[traits], modules)).times(number)
+            for layer, number in self._numbers.items():
+                yield total(_repeated(self._layers[layer], modules)).times(number)
 
     def _messages(self, *, is_backward: bool) -> Counts:
         """Return the messages of activations, or of gradients, each after a message of its shape."""
@@ -133,9 +134,12 @@ def _repeated(layer: LayerWork, modules: Sequence[RecomputeModule]) -> Iterator[
 
 
 @lru_cache(maxsize=256)
-def _traits_of_chunks(architecture: Architecture, chunks: tuple[range, ...]) -> Counter[LayerTraits]:
-    """Return the number of layers with each traits."""
-    return Counter(traits_of(architecture, layer) for chunk in chunks for layer in chunk)
+def _layers_of_chunks(
+    architecture: Architecture, chunks: tuple[range, ...]
+) -> Counter[tuple[LayerPart, ...]]:
+    """Return how many layers are equal, by their parts."""
+    layers = layers_of(architecture)
+    return Counter(layers[number] for chunk in chunks for number in chunk)
 
 
 def embedding_work(edge: Edge, *, trains: bool) -> PassCounts:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, RunConfig
 from megarl.config.violation import Violation, Violations
-from megarl.models.architecture import Architecture, LatentAttention
+from megarl.models.architecture import Architecture
+from megarl.models.layers import linears_of
 
 # Transformer Engine multiplies in FP8 only if both dimensions of a weight are multiples of it
 # (`assert_dim_for_fp8_exec`).
 MULTIPLE = 16
+# Whose modules matrices with these names are, where the names of the modules do not say it.
+_OWNERS = {"mlp.experts.": "an expert's ", "mlp.shared_experts.": "the shared experts' "}
 _DELAYED = "delayed"  # Megatron's default
 
 
@@ -38,11 +38,11 @@ def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
     """Check that a rank's part of every projection has sizes that Transformer Engine multiplies in FP8."""
     if not role.megatron.transformer.get("fp8"):
         return
-    refused = [width for width in _widths(role, architecture) if width.size % MULTIPLE]
-    if not refused:
+    widths = _widths(role, architecture)
+    sizes = ", ".join(f"{size:g} {where}" for size, where in widths.items() if size % MULTIPLE)
+    if not sizes:
         return
 
-    sizes = ", ".join(f"{width.size:g} {width.dimension}" for width in refused)
     yield Violation(
         (f"{role.megatron_key}.transformer.fp8", role.parallel_key),
         f"is {role.megatron.transformer['fp8']}, but a rank of {role.path} would have {sizes}, and FP8 needs "
@@ -50,37 +50,14 @@ def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
     )
 
 
-class _Width(NamedTuple):
-    dimension: str
-    size: float
-
-
-def _widths(role: ModelRole, architecture: Architecture) -> Iterator[_Width]:
-    """Yield the sizes of the rows and columns of a rank's projections."""
-    size = role.parallel.tensor_parallel_size
-    yield _Width("numbers of a hidden state", architecture.hidden_size)
-
-    if (latent := architecture.latent) is not None:
-        yield from _latent_widths(latent, architecture.num_attention_heads / size)
-    else:
-        heads = architecture.num_attention_heads / size * architecture.head_dim
-        keys = architecture.num_key_value_heads / size * architecture.head_dim
-        yield _Width("rows of queries, keys and values", heads + 2 * keys)
-        yield _Width("columns of o_proj", heads)
-
-    if architecture.num_dense_layers:
-        yield _Width("columns of down_proj", architecture.intermediate_size / size)
-    if (experts := architecture.experts) is not None:
-        ranks = role.parallel.expert_tensor_parallel_size
-        yield _Width("columns of an expert's down_proj", experts.intermediate_size / ranks)
-        yield _Width("columns of the shared experts' down_proj", experts.shared_intermediate_size / size)
-
-
-def _latent_widths(latent: LatentAttention, heads: float) -> Iterator[_Width]:
-    if latent.q_lora_rank is not None:
-        yield _Width("rows of q_a_proj", latent.q_lora_rank)
-    yield _Width("rows of queries", heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim))
-    yield _Width("rows of kv_a_proj_with_mqa", latent.kv_lora_rank + latent.qk_rope_head_dim)
-    yield _Width("columns of kv_b_proj", latent.kv_lora_rank)
-    yield _Width("rows of kv_b_proj", heads * (latent.qk_nope_head_dim + latent.v_head_dim))
-    yield _Width("columns of o_proj", heads * latent.v_head_dim)
+def _widths(role: ModelRole, architecture: Architecture) -> dict[float, str]:
+    """Return the sizes of the rows and columns of a rank's linear layers, each with one that has it."""
+    parallel = role.parallel
+    widths: dict[float, str] = {architecture.hidden_size: "numbers of a hidden state"}
+    for matrix in linears_of(architecture):
+        owner = next((owner for prefix, owner in _OWNERS.items() if matrix.name.startswith(prefix)), "")
+        modules = owner + ", ".join(matrix.modules)
+        rows, columns = matrix.shards(parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size)
+        widths.setdefault(matrix.inputs / columns, f"columns of {modules}")
+        widths.setdefault(matrix.outputs / rows, f"rows of {modules}")
+    return widths

@@ -34,6 +34,8 @@ from megarl.config.schema import (
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 from tests.families import example_architecture
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 from tests.unit.config.rules.test_experts import EXPERTS
@@ -170,6 +172,12 @@ def test_scales_of_earlier_batches_are_refused(ppo: str, given: str) -> None:
         ("qwen3", {}, {"tensor_parallel_size": 4}, "24 columns of down_proj"),
         ("qwen3", {"head_dim": 10}, {"tensor_parallel_size": 2}, "40 columns of o_proj"),
         ("qwen3_moe", {"moe_intermediate_size": 24}, {}, "24 columns of an expert's down_proj"),
+        (
+            "qwen3_5_moe",
+            {},
+            {"tensor_parallel_size": 2},
+            "200 rows of in_proj_qkv, in_proj_z, in_proj_b, in_proj_a",
+        ),
         ("deepseek_v3", {}, {}, "24 rows of q_a_proj, 28 rows of kv_a_proj_with_mqa, 20 columns of kv_b"),
     ],
 )
@@ -177,6 +185,23 @@ def test_sizes_that_are_not_multiplied_in_fp8_are_refused(
     family: str, changes: dict[str, int], parallel: dict[str, int], expected: str
 ) -> None:
     """Evidence for the number is in Transformer Engine's source."""
+    architecture = example_architecture(family, **changes)
+    found = refused_sizes(architecture, parallel)
+    assert len(found) == bool(expected)
+    assert all(expected in message for message in found)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, None), (2, None), (4, 4120), (8, 2060)])
+def test_the_input_projection_of_a_gated_delta_net_counts_as_a_whole(size: int, rows: int | None) -> None:
+    """Qwen3.6-27B has 16,480 rows: 2 x 16 x 128 of queries and keys, 2 x 48 x 128 of values and gates, 2 x 48."""
+    architecture = read_architecture(str(CONFIGS_DIR / "models" / "Qwen3.6-27B"))
+    found = refused_sizes(architecture, {"tensor_parallel_size": size})
+    assert len(found) == (rows is not None)
+    assert all(f"would have {rows} rows of in_proj_qkv, in_proj_z" in message for message in found)
+
+
+def refused_sizes(architecture: Architecture, parallel: dict[str, int]) -> list[str]:
+    """Return what the rule says about training in FP8. Without FP8 it says nothing."""
     fp8 = MegatronConfig(transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"})
     config = ParallelConfig(**parallel)
     role = ModelRole(
@@ -188,11 +213,8 @@ def test_sizes_that_are_not_multiplied_in_fp8_are_refused(
         optim=None,
         megatron=fp8,
     )
-    architecture = example_architecture(family, **changes)
-    found = [violation.message for violation in fit_model(role, architecture)]
-    assert len(found) == bool(expected)
-    assert all(expected in message for message in found)
     assert list(fit_model(replace(role, megatron=MegatronConfig()), architecture)) == []
+    return [violation.message for violation in fit_model(role, architecture)]
 
 
 def test_the_multiple_is_transformer_engines() -> None:
