@@ -132,7 +132,7 @@ def _layer_kinds(
             drop_norms_before_blocks(kind, _column_parallel_linear(layers))
 
     # Neither Megatron's attention nor Transformer Engine's has sinks and windows for shared prompts.
-    if architecture.has_sinks or any(architecture.windows):
+    if architecture.has_own_attention:
         for kind in kinds.values():
             attention = submodules_of(kind).self_attention.submodules
             attention.core_attention = partial(SinkAttention, architecture=architecture)

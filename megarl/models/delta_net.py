@@ -43,6 +43,7 @@ DELTA_NET = PartKind(
     summed="Y",
     splits_heads=True,
     state="Z X",
+    has_fp8_engine=False,
 )
 
 # A head's rows of the query projection are its query, then its gate. Megatron has the queries of a query

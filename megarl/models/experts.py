@@ -12,7 +12,9 @@ from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, Mapping
 from megarl.models.part_kind import FEED_FORWARD, PartKind
 from megarl.models.tensor_part import TensorPart
 
-EXPERTS = PartKind(name="experts", prefix=FEED_FORWARD, applies=is_sparse, routes_tokens=True)
+EXPERTS = PartKind(
+    name="experts", prefix=FEED_FORWARD, applies=is_sparse, routes_tokens=True, serves_adapters=False
+)
 
 
 def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:

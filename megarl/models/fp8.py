@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.models.architecture import Architecture
+from megarl.models.layers import kinds_of
 from megarl.models.quantization import BLOCK, BLOCK_FP8
 from megarl.models.tensor_table import Weight, weights_of
 
@@ -53,12 +54,11 @@ def quantized_tensors(architecture: Architecture) -> Mapping[str, tuple[int, ...
 
 def unsupported_parts(architecture: Architecture) -> list[str]:
     """Return the parts of a model that cannot be quantized."""
-    parts = {
-        "a vision tower": architecture.vision is not None,
-        "gated delta nets": architecture.delta_net is not None,
-        "experts with biases": architecture.linear_bias,
-    }
-    return [name for name, is_there in parts.items() if is_there]
+    return [
+        *(["a vision tower"] if architecture.vision is not None else []),
+        *(kind.name for kind in kinds_of(architecture) if not kind.has_fp8_engine),
+        *(["experts with biases"] if architecture.linear_bias else []),
+    ]
 
 
 def folder_field(architecture: Architecture) -> dict[str, Any]:

@@ -29,6 +29,7 @@ LATENT_ATTENTION = PartKind(
     gathered="I",
     cached="B",
     cached_at_least="B",
+    serves_adapters=False,
 )
 
 # The down projections are replicated: their outputs are small, and every head needs all of them.

@@ -120,10 +120,23 @@ def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
     return tuple(layers)
 
 
+@lru_cache(maxsize=64)
+def kinds_of(architecture: Architecture) -> tuple[PartKind, ...]:
+    """Return the kinds of the parts of a model's layers, in the order of the table."""
+    found = {part.kind for layer in layers_of(architecture) for part in layer}
+    return tuple(kind for kind in KINDS if kind in found)
+
+
+def num_routing_layers(architecture: Architecture, layers: Iterable[int]) -> int:
+    """Return how many of the layers send tokens to the ranks that have their experts."""
+    kinds = [kind for kind in KINDS if kind.routes_tokens]
+    return sum(kind.applies(architecture, layer) for kind in kinds for layer in layers)
+
+
+@lru_cache(maxsize=64)
 def routes_tokens(architecture: Architecture) -> bool:
     """Return whether some layers send tokens to the ranks that have their experts."""
-    layers = range(architecture.num_hidden_layers)
-    return any(kind.applies(architecture, layer) for kind in KINDS if kind.routes_tokens for layer in layers)
+    return num_routing_layers(architecture, range(architecture.num_hidden_layers)) > 0
 
 
 @lru_cache(maxsize=64)

@@ -37,6 +37,8 @@ class PartKind:
         cached_at_least: The numbers of a token that every rank of an engine keeps, however many there are.
         state: The float32 numbers that an engine keeps of a row.
         routes_tokens: Whether tokens are sent to the ranks that have their experts.
+        has_fp8_engine: Whether SGLang has its matrices in block-scaled FP8.
+        serves_adapters: Whether SGLang applies adapters of its matrices.
     """
 
     name: str
@@ -51,3 +53,5 @@ class PartKind:
     cached_at_least: str = "0"
     state: str = "0"
     routes_tokens: bool = False
+    has_fp8_engine: bool = True
+    serves_adapters: bool = True

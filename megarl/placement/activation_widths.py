@@ -36,6 +36,20 @@ class LayerWidths(NamedTuple):
     squares: int
 
 
+class PartMemory(NamedTuple):
+    """The memory of a part of a layer without its norms, in elements of the weights' dtype per token.
+
+    Attributes:
+        kept: Saved activations.
+        backward: The peak of the backward pass in addition to saved activations.
+        scoring: The peak of a forward pass that saves nothing, in addition to hidden states.
+    """
+
+    kept: int = 0
+    backward: int = 0
+    scoring: int = 0
+
+
 def kernels_of(config: RunConfig) -> Kernels:
     """Return the kernels of a run. `device: auto` counts as a GPU."""
     if config.device is Device.cpu:

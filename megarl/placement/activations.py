@@ -29,7 +29,16 @@ from megarl.config.schema import DType, PPOConfig, Recompute, RecomputeModule, R
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
-from megarl.placement.activation_widths import Kernels, chunks_under_way, kernels_of, widths_of
+from megarl.models.latent import LATENT_ATTENTION
+from megarl.models.layers import kinds_of, layers_of, routes_tokens
+from megarl.models.part_kind import MIXER, PartKind
+from megarl.placement.activation_widths import (
+    Kernels,
+    PartMemory,
+    chunks_under_way,
+    kernels_of,
+    widths_of,
+)
 from megarl.placement.delta_activations import delta_layer
 from megarl.placement.expert_activations import layers_of_stage, sparse_layer
 from megarl.placement.fused_layers import (
@@ -42,7 +51,7 @@ from megarl.placement.fused_layers import (
 )
 from megarl.placement.latent_activations import latent_kept
 from megarl.placement.vision_activations import tower_bytes
-from megarl.placement.windowed_activations import OwnAttention, has_own_attention, own_attention
+from megarl.placement.windowed_activations import own_attention
 
 _FLOAT32 = 4
 _ID = 4  # of a token, in batches
@@ -158,7 +167,7 @@ def sharing_is_another_way(config: RunConfig, role: ModelRole, architecture: Arc
     return (
         role.parallel.context_parallel_size > 1
         and kernels_of(config) is Kernels.flash
-        and not has_own_attention(architecture)
+        and not architecture.has_own_attention
         and fullest_with_shared_prompt(config, role, architecture, trains=False) is not None
     )
 
@@ -211,7 +220,7 @@ class _Work:
         # Whether rows of this micro-batch share a prompt without copies of it, and whether context-parallel
         # ranks pass keys and values on in a ring.
         kind = LayerKind.fused if self._is_fused else LayerKind.local
-        has_pieces = self.kernels is not Kernels.flash or has_own_attention(architecture)
+        has_pieces = self.kernels is not Kernels.flash or architecture.has_own_attention
         self._is_shared = shares_a_prompt(config, role, rows) and not has_pieces
         self._always_gathers = has_pieces or always_gathers(config, architecture, kind)
         self._is_ring = self._context > 1 and not (self._is_shared or self._always_gathers)
@@ -227,13 +236,18 @@ class _Work:
             architecture, parallel, self.kernels, self._element, self._tokens_with_prompts(rows)
         )
 
-        # For each layer of the stage, by virtual stages: whether it has a gated delta net.
-        self._is_delta = [
-            layer in architecture.delta_layers for layer in layers_of_stage(architecture, parallel, stage)
-        ] or [False]
+        # The mixer of each layer of the stage, by virtual stages.
+        layers = layers_of(architecture)
+        self._mixers = [
+            part.kind
+            for number in layers_of_stage(architecture, parallel, stage)
+            for part in layers[number]
+            if part.kind.prefix == MIXER
+        ] or [kind for kind in kinds_of(architecture) if kind.of_pair]
+        self._routes_tokens = routes_tokens(architecture)
 
-        self._own_attention: OwnAttention | None = None
-        if has_own_attention(architecture) and self.kernels is Kernels.flash:
+        self._own_attention: PartMemory | None = None
+        if architecture.has_own_attention and self.kernels is Kernels.flash:
             copies = self._shares_prompts or self._context > 1
             self._own_attention = own_attention(
                 architecture,
@@ -338,7 +352,7 @@ class _Work:
             self._layers_keep(tokens, trains)
             + tokens * received * self._element
             + angles
-            + counted * (self._architecture.experts is not None)
+            + counted * self._routes_tokens
         )
 
     def _layers_keep(self, tokens: int, trains: bool) -> int:
@@ -349,7 +363,7 @@ class _Work:
         product if it is installed, also with local layers.
         """
         local = tokens * self._widths.whole * self._parallel.sequence_parallel * trains * self._element
-        if self._architecture.experts is not None and self.kernels is not Kernels.cpu:
+        if self._routes_tokens and self.kernels is not Kernels.cpu:
             local += WORKSPACE_BYTES
         fused = workspace_bytes(self._architecture) + trains * self._element * placeholder_elements(
             self._architecture, self._parallel
@@ -475,12 +489,12 @@ class _Work:
     @property
     def _kept_of_largest_layer(self) -> int:
         """Elements per token of the saved activations of the stage's layer that saves most."""
-        return max(map(self._kept_of_layer, set(self._is_delta)))
+        return max(map(self._kept_of_layer, set(self._mixers)))
 
-    def _kept_of_layer(self, is_delta: bool) -> int:
-        """Return the elements per token of a layer's saved activations."""
-        mixer = self._delta.kept if is_delta else self._kept_of_attention
-        return self._kept_of_norms + mixer + self._kept_of_mlp
+    def _kept_of_layer(self, mixer: PartKind) -> int:
+        """Return the elements per token of the saved activations of a layer with this mixer."""
+        kept = self._kept_of_attention if mixer.of_pair else self._delta.kept
+        return self._kept_of_norms + kept + self._kept_of_mlp
 
     @property
     def _kept_of_norms(self) -> int:
@@ -509,7 +523,7 @@ class _Work:
         if self.kernels is Kernels.cpu:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
 
-        if self.kernels is Kernels.flash and self._architecture.latent is not None:
+        if self.kernels is Kernels.flash and LATENT_ATTENTION in self._mixers:
             return latent_kept(
                 self._architecture,
                 self._parallel,
@@ -558,8 +572,7 @@ class _Work:
 
         In Transformer Engine's dense MLPs, the norm before it is a part of the first product.
         """
-        is_dense = self._architecture.experts is None
-        return self._kept_of_mlp + self._widths.part * (self._is_fused and is_dense)
+        return self._kept_of_mlp + self._widths.part * (self._is_fused and not self._routes_tokens)
 
     @property
     def _mlp_is_computed_again(self) -> bool:
@@ -575,10 +588,10 @@ class _Work:
         # Megatron recomputes the first layers of a virtual stage. Of several, the fullest one counts.
         chunk = self._layers_again * self._widths.part + max(
             sum(
-                self._kept_of_layer(is_delta) - mlp_again
-                for is_delta in self._is_delta[first + self._layers_again : first + self._layers]
+                self._kept_of_layer(mixer) - mlp_again
+                for mixer in self._mixers[first + self._layers_again : first + self._layers]
             )
-            for first in range(0, max(1, len(self._is_delta)), max(1, self._layers))
+            for first in range(0, max(1, len(self._mixers)), max(1, self._layers))
         )
 
         if self.kernels is Kernels.cpu:
@@ -608,7 +621,7 @@ class _Work:
                 * (
                     again
                     + gradients
-                    + max(3 * width.gate, self._sparse.transient, self._delta.transient)
+                    + max(3 * width.gate, self._sparse.backward, self._delta.backward)
                     + 2 * width.whole
                 )
                 * self._element
@@ -627,8 +640,8 @@ class _Work:
             tokens * (width.whole + width.part - width.gate) + first,
             tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
             tokens * (self._backward_of_attention_apart - 3 * width.gate),
-            tokens * self._sparse.transient,
-            tokens * self._delta.transient,
+            tokens * self._sparse.backward,
+            tokens * self._delta.backward,
         )
 
         return (tokens * (again + gradients) + inside + self._gradient_of_tied) * self._element

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import dimension_sizes
-from megarl.placement.activation_widths import Kernels
+from megarl.placement.activation_widths import Kernels, PartMemory
 
 _CHUNK = 64  # tokens that the kernels process at a time
 
 
-class DeltaLayer(NamedTuple):
-    """Elements per token of a layer, without its norms and its feed-forward.
-
-    Attributes:
-        kept: Saved activations.
-        transient: The peak of the backward pass in addition to saved activations.
-        scoring: The peak of a forward pass that saves nothing.
-    """
-
-    kept: int
-    transient: int
-    scoring: int
-
-
 def delta_layer(
     architecture: Architecture, parallel: ParallelConfig, kernels: Kernels, element_bytes: int, repeats: float
-) -> DeltaLayer:
+) -> PartMemory:
     """Return the elements per token; all zero for a model without gated delta nets.
 
     Args:
@@ -56,7 +41,7 @@ def delta_layer(
     if kernels is not Kernels.flash:
         again = number * (2 * key + value + 8 * shared + 8 * value) + 4 * chunk
         wide = ceil(repeats * (inputs + again))
-        return DeltaLayer(ceil(repeats * inputs + value), 2 * wide, wide)
+        return PartMemory(ceil(repeats * inputs + value), 2 * wide, wide)
 
     # The kernels save the input of the convolution; its output; normalized queries and keys, also as all
     # value heads see them; values; decay and strength; a product of each token with its chunk; the outputs
@@ -64,4 +49,4 @@ def delta_layer(
     kept = inputs + (2 * key + value) + 2 * key + 2 * shared + value + heads * (number + 1 + _CHUNK) + value
     # Gradients of all of these, and the states of all chunks.
     transient = kept + chunk + 2 * number * value
-    return DeltaLayer(ceil(repeats * kept + value), ceil(repeats * transient), ceil(repeats * (kept + chunk)))
+    return PartMemory(ceil(repeats * kept + value), ceil(repeats * transient), ceil(repeats * (kept + chunk)))

@@ -7,29 +7,15 @@ once to each selected expert, and sorts the tokens that it receives by expert. P
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Activation, Architecture, Experts
-
-
-class SparseLayer(NamedTuple):
-    """Elements per token.
-
-    Attributes:
-        kept: Saved activations of router, dispatch and experts.
-        transient: The peak in addition to saved activations.
-        scoring: The peak of a forward pass that saves nothing.
-    """
-
-    kept: int
-    transient: int
-    scoring: int
+from megarl.placement.activation_widths import PartMemory
 
 
 def sparse_layer(
     architecture: Architecture, parallel: ParallelConfig, element_bytes: int, *, uneven: bool
-) -> SparseLayer:
+) -> PartMemory:
     """Return the elements per token on the rank that holds expert 0; all zero for a dense model.
 
     Args:
@@ -38,7 +24,7 @@ def sparse_layer(
     """
     experts = architecture.experts
     if experts is None:
-        return SparseLayer(0, 0, 0)
+        return PartMemory()
     hidden = architecture.hidden_size
     cut = parallel.expert_tensor_parallel_size
 
@@ -74,7 +60,7 @@ def sparse_layer(
     # product and of gate and up, two temporaries, and the gradients of the expert's output and the product.
     inner = experts.intermediate_size / cut
     backward = met * (hidden + inner * (1 + 5 * number)) * (architecture.activation is Activation.silu)
-    return SparseLayer(ceil(kept), ceil(max(transient, backward)), ceil(transient + routing + met * hidden))
+    return PartMemory(ceil(kept), ceil(max(transient, backward)), ceil(transient + routing + met * hidden))
 
 
 def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:

@@ -7,8 +7,7 @@ from enum import Enum
 from megarl.config.layers import trains_adapters
 from megarl.config.schema import CPCommType, Device, DType, Layers, ParallelConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.models.layers import linears_of
-from megarl.placement.windowed_activations import has_own_attention
+from megarl.models.layers import linears_of, routes_tokens
 
 # The workspace of cuBLAS on Hopper. A grouped product runs on four streams with one each.
 WORKSPACE_BYTES = 32 * 1024**2 + 1024
@@ -39,12 +38,12 @@ def always_gathers(config: RunConfig, architecture: Architecture, kind: LayerKin
     """
     asked = config.engine.cp_comm_type is CPCommType.all_gather
     is_local = kind is LayerKind.local or trains_adapters(config)
-    return is_local or asked or has_own_attention(architecture)
+    return is_local or asked or architecture.has_own_attention
 
 
 def workspace_bytes(architecture: Architecture) -> int:
     """Return the bytes of workspaces, which remain allocated from the first pass on."""
-    return WORKSPACE_BYTES * (1 + _GROUPED_STREAMS * (architecture.experts is not None))
+    return WORKSPACE_BYTES * (1 + _GROUPED_STREAMS * routes_tokens(architecture))
 
 
 def placeholder_elements(architecture: Architecture, parallel: ParallelConfig) -> int:

@@ -9,27 +9,26 @@ from math import ceil
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import dimension_sizes
 
 
 def latent_kept(
     architecture: Architecture, parallel: ParallelConfig, *, keys_of_token: float, core_again: bool
 ) -> int:
-    """Return the elements per token that latent attention saves on CUDA; 0 for a model without it.
+    """Return the elements per token that latent attention saves on CUDA.
 
     Args:
         keys_of_token: The keys and values that are saved per token, relative to the rank's own.
         core_again: Whether the core of attention is computed again in the backward pass.
     """
-    latent = architecture.latent
-    if latent is None:
-        return 0
+    sizes = dimension_sizes(architecture)
     cut = parallel.tensor_parallel_size
     part = cut if parallel.sequence_parallel else 1
-    query = architecture.num_attention_heads * architecture.head_dim // cut
-    value = architecture.num_attention_heads * latent.v_head_dim // cut
+    query = sizes["Q"] // cut
+    value = sizes["O"] // cut
 
     # Both latent vectors before and after their norms, sharded with the tokens; the shared key is gathered.
-    vectors = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) / part + latent.qk_rope_head_dim
+    vectors = 2 * (sizes["A"] + sizes["C"]) / part + sizes["I"]
 
     # Queries, keys, values and outputs, and the output without its padding. If the core is computed again,
     # its inputs are saved, and the output without padding.

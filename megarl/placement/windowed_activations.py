@@ -7,35 +7,15 @@ sequence. Windows change the time of attention, not its memory. Pure.
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
 from megarl.models.architecture import Architecture, QKNorm
-from megarl.placement.activation_widths import LayerWidths
-
-
-class OwnAttention(NamedTuple):
-    """Elements per token.
-
-    Attributes:
-        kept: Saved activations, if the core of attention is not computed again.
-        scoring: The peak of a forward pass that saves nothing, in addition to hidden states.
-        backward: The peak of the backward pass in addition to saved activations.
-    """
-
-    kept: int
-    scoring: int
-    backward: int
-
-
-def has_own_attention(architecture: Architecture) -> bool:
-    """Return whether megarl's own attention replaces that of the layers."""
-    return architecture.has_sinks or any(architecture.windows)
+from megarl.placement.activation_widths import LayerWidths, PartMemory
 
 
 def own_attention(
     architecture: Architecture, width: LayerWidths, *, keys_of_token: float, context: int
-) -> OwnAttention:
-    """Return the memory of attention with windows or sinks.
+) -> PartMemory:
+    """Return the memory of attention with windows or sinks, if its core is not computed again.
 
     Args:
         width: The sizes of a layer's tensors.
@@ -56,10 +36,10 @@ def own_attention(
     # The projection, rotated queries and keys, keys and values of all ranks, and the output. A sink scales
     # the output in float32.
     whole = 2 * key * (1 + context) * (context > 1)
-    of_sinks = 5 * query * architecture.has_sinks
-    scoring = 3 * query + 3 * key + whole + seen + of_sinks
+    has_sinks = architecture.has_sinks
+    scoring = 3 * query + 3 * key + whole + seen + 5 * query * has_sinks
 
     # Gradients of the output, of queries, and of keys and values as seen and of each token. That of a sink
     # takes the output and its gradient in float32.
-    backward = 2 * query + seen + 2 * key + whole + 6 * query * architecture.has_sinks
-    return OwnAttention(kept, scoring, backward)
+    backward = 2 * query + seen + 2 * key + whole + 6 * query * has_sinks
+    return PartMemory(kept, backward, scoring)

@@ -11,6 +11,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.validate import PPO_MODEL_RULES
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
+from megarl.models.layers import routes_tokens
 from megarl.placement.memory import Usage, engine_share, engine_usage, row_cache
 from megarl.placement.requests import engine_problems
 from megarl.search.choices import device_bytes
@@ -144,7 +145,7 @@ def _sizes(space: Space, policy: Architecture, pool: Pool) -> Iterator[tuple[int
 def _expert_groups(space: Space, policy: Architecture, tensor: int) -> list[int]:
     if space.is_pinned("rollout.expert_parallel_size"):
         return [space.config.rollout.expert_parallel_size]
-    if policy.experts is None:
+    if not routes_tokens(policy):
         return [1]
     return [each for each in range(1, tensor + 1) if tensor % each == 0]
 

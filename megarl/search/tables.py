@@ -11,6 +11,7 @@ from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
 from megarl.config.validate import MODEL_RULES, ROLE_RULES
 from megarl.config.violation import Violation
 from megarl.models.architecture import Architecture
+from megarl.models.layers import routes_tokens
 from megarl.search.costs import StepCosts
 from megarl.search.engines import EngineShape, engines_of
 from megarl.search.placements import Pool
@@ -209,15 +210,13 @@ def _contexts(role: ModelRole, num_devices: int) -> list[int]:
 
 
 def _expert_tensors(dense: ParallelConfig, architecture: Architecture) -> list[int]:
-    if architecture.experts is None:
+    if not routes_tokens(architecture):
         return [1]
     return list(dict.fromkeys((1, dense.tensor_parallel_size)))
 
 
 def _expert_groups(num_ranks: int, architecture: Architecture) -> list[int]:
-    if architecture.experts is None:
-        return [1]
-    most = architecture.experts.num_experts
+    most = max(1, architecture.num_experts)
     return [each for each in _divisors(num_ranks, most) if most % each == 0]
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from megarl.config.schema import DType, EngineDType, PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters, num_expert_parameters, num_parameters
+from megarl.models.tensor_table import dimension_sizes
 from megarl.placement.memory import draft_weights, engine_share, engine_weights, row_cache, weight_bytes
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.lengths import Lengths
@@ -91,7 +92,8 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
     experts = num_expert_parameters(base)
     of_experts = weights * experts / num_parameters(base)
     embedding = 0 if base.tie_word_embeddings else base.vocab_size * base.hidden_size * element / size
-    selected = base.experts.num_experts_per_tok / base.experts.num_experts if base.experts else 0.0
+    sizes = dimension_sizes(base)
+    selected = sizes["e"] / max(sizes["E"], 1)
 
     # Two all-reduces in each layer sum the parts of attention and of the feed-forward.
     span = RankSpan(size)

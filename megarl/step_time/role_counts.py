@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from megarl.config.roles import ModelRole, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import ParallelConfig, PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
+from megarl.models.layers import routes_tokens
 from megarl.step_time.collectives import call
 from megarl.step_time.counts import NOTHING, Counts, total
 from megarl.step_time.packed_batch import PackedBatch
@@ -41,7 +42,7 @@ def training_counts(
     work = StagePasses(config, role, architecture, stage, batch)
     num_scores = _num_trained_scores(config, role)
     passes = [work.forward(num_scores), work.backward(num_scores)]
-    if architecture.experts is not None and role.experts.aux_loss_coefficient:
+    if routes_tokens(architecture) and role.experts.aux_loss_coefficient:
         passes.append(work.forward(0))
     return total(passes)
 

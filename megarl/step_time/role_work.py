@@ -13,6 +13,9 @@ from megarl.config.batch_arithmetic import optimizer_steps_per_step
 from megarl.config.roles import ModelRole, RolePhase, scores_in_update
 from megarl.config.schema import DType, PPOConfig, Recomputation, Recompute, RecomputeModule, RunConfig
 from megarl.models.architecture import Architecture
+from megarl.models.layers import num_routing_layers
+from megarl.models.tensor_part import size_of
+from megarl.models.tensor_table import dimension_sizes
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.memory import model_state, weight_bytes
 from megarl.step_time.counts import CollectiveCount, Counts
@@ -152,7 +155,7 @@ def _stage(
 ) -> StageWork:
     count = training_counts if trains else scoring_counts
     layers = layers_of_stage(architecture, role.parallel, stage)
-    sparse = len(set(layers) & set(architecture.sparse_layers))
+    sparse = num_routing_layers(architecture, layers)
     exchanges = _LAUNCHES_OF_CONTEXT * len(layers) if role.parallel.context_parallel_size > 1 else 0
     launched = len(layers) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
     again = exchanges if trains and _repeats_core_only(role.recomputation) else 0
@@ -194,7 +197,7 @@ def elementwise_bytes(
     parallel = role.parallel
     size = parallel.tensor_parallel_size
     layers = layers_of_stage(architecture, parallel, stage)
-    sparse = len(set(layers) & set(architecture.sparse_layers))
+    sparse = num_routing_layers(architecture, layers)
 
     # Sequence parallelism splits the hidden state between the products of a layer.
     hidden = _HIDDEN_PASSES * architecture.hidden_size / (size if parallel.sequence_parallel else 1)
@@ -210,15 +213,9 @@ def elementwise_bytes(
     return moved
 
 
-def _sparse_elements(architecture: Architecture) -> float:
-    experts = architecture.experts
-    if experts is None:
-        return 0.0
-    chosen = experts.num_experts_per_tok
-    return (
-        _ACTIVATION_PASSES * (chosen * experts.intermediate_size + experts.shared_intermediate_size)
-        + _PERMUTATIONS * chosen * architecture.hidden_size
-    )
+def _sparse_elements(architecture: Architecture) -> int:
+    sizes = dimension_sizes(architecture)
+    return _ACTIVATION_PASSES * (sizes["e"] * sizes["M"] + sizes["S"]) + _PERMUTATIONS * size_of("e H", sizes)
 
 
 def passes(role: ModelRole, trains: bool) -> int:

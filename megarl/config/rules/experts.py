@@ -21,6 +21,7 @@ from megarl.config.schema import (
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, Experts
+from megarl.models.layers import routes_tokens
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
 _REPLAY = "engine.routing_replay"
@@ -196,7 +197,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
 def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
     """Check that the policy has routes to replay, and that the actor can replay them."""
     replay = config.engine.routing_replay
-    if replay is RoutingReplay.off or policy.experts is None:
+    if replay is RoutingReplay.off or not routes_tokens(policy):
         return
 
     if not config.engine.packing:

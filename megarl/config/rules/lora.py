@@ -25,6 +25,8 @@ from megarl.models.adapters import (
     available_targets,
 )
 from megarl.models.architecture import Architecture
+from megarl.models.layers import kinds_of
+from megarl.models.part_kind import MIXER
 from megarl.models.tensor_table import rows_of
 
 
@@ -134,11 +136,12 @@ def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
     if lora is None:
         return
 
-    if architecture.latent is not None:
+    merged_only = [kind for kind in kinds_of(architecture) if not kind.serves_adapters]
+    if mixers := [kind.name for kind in merged_only if kind.prefix == MIXER]:
         yield Violation(
             ("actor.lora.sync",),
-            f"is adapter, but engines get the adapters of {architecture.model_type}, which has latent "
-            "attention, merged only; use merged",
+            f"is adapter, but engines get the adapters of {architecture.model_type}, which has {mixers[0]}, "
+            "merged only; use merged",
         )
         return
 
@@ -150,7 +153,7 @@ def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
                 f"is adapter, but {projection!r} is not a projection with an adapter that engines can apply "
                 f"({', '.join(SERVED_PROJECTIONS)}); use merged",
             )
-        elif architecture.experts is not None and projection in FEED_FORWARD_PROJECTIONS:
+        elif merged_only and projection in FEED_FORWARD_PROJECTIONS:
             yield Violation(
                 ("actor.lora.sync", "actor.lora.targets"),
                 f"is adapter, but {projection!r} is also a projection of the experts of "

@@ -22,6 +22,7 @@ from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 from megarl.machine.wording import written
 from megarl.models.architecture import Architecture
+from megarl.models.layers import routes_tokens
 
 # Options without an effect unless another one has one of the given values.
 _PRECISE = ("optimizer", "use_precision_aware_optimizer", (True,))
@@ -110,7 +111,7 @@ def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Vio
 
 def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
     """Check that a dense model has no options for experts, which Megatron would ignore."""
-    if architecture.experts is not None:
+    if routes_tokens(architecture):
         return
     for option in options_of(role.megatron):
         if option.section == "transformer" and option.name.startswith("moe_"):

@@ -206,7 +206,7 @@ def kernels_fit(config: RunConfig, architectures: Mapping[str, Architecture]) ->
 
     for role in model_roles(config):
         architecture = architectures.get(role.name)
-        if architecture is not None and (architecture.has_sinks or architecture.windows):
+        if architecture is not None and architecture.has_own_attention:
             yield Violation(
                 ("model.dtype", "device"),
                 f"is float32, but the attention of {role.path} ({architecture.model_type}) has sinks or "

@@ -20,6 +20,7 @@ from megarl.config.violation import Violation, Violations, either, nearest_divis
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.families import FAMILIES
+from megarl.models.layers import kinds_of
 from megarl.models.rope import sglang_rope_differs
 
 _LEAST_TEMPERATURE = 0.01
@@ -147,10 +148,10 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     tensor = config.rollout.tensor_parallel_size
     path = config.model.path
     if not config.rollout.engine.needs.cuts_models:
-        if policy.delta_net is not None:
+        for kind in (kind for kind in kinds_of(policy) if kind.state != "0"):
             yield Violation(
                 ("rollout.engine",),
-                f"{path} ({policy.model_type}) has gated delta nets, whose states the engine "
+                f"{path} ({policy.model_type}) has {kind.name}, whose states the engine "
                 f"{config.rollout.engine.name!r} does not keep; use sglang, with device=cuda",
             )
         return
