@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import ceil, exp
@@ -25,8 +25,6 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.controller.cluster import shutdown, start_ray
-from megarl.controller.futures import gather
-from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
@@ -34,12 +32,11 @@ from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
-from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
 from megarl.rollout.staleness import StalenessController
-from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.simulation.run import Script, SimulatedRun, Simulation
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
@@ -163,21 +160,6 @@ class SleepingEngine(RolloutEngine):
     def close(self) -> None: ...
 
 
-class _Stamp:
-    """A weight sync without weights."""
-
-    def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[None, dict[int, Exception]]:
-        gather(
-            *(
-                replica.call_rank(0, RolloutWorker.load_folder, "", {}, version)
-                for replica in replicas.values()
-            )
-        )
-        return None, {}
-
-    def reconnect(self) -> None: ...
-
-
 class _Rows:
     identity = RowIdentity("numbers")
 
@@ -222,7 +204,7 @@ def _rollout() -> Generator[tuple[Rollout, RolloutWeights]]:
     replicas = Replicas(
         [ReplicaPlace(part) for part in pool.split()], SleepingEngine, restart_limit=0, phase_time_limit_s=600
     )
-    weights = RolloutWeights(_Stamp(), replicas, OffloadSchedule())
+    weights = RolloutWeights(FolderWeights(Path("unread"), {}), replicas, OffloadSchedule())
     limits = RolloutLimits(max_concurrency=SLOTS, answer_limit_s=600, sample_limit_s=600)
 
     try:

@@ -284,7 +284,8 @@ def entry_size(entry: tuple[str, str] | TensorPart, sizes: dict[str, int], place
 def dimension_sizes(architecture: Architecture) -> dict[str, int]:
     """Return the size of each dimension by its letter. Sizes of parts that the model lacks are zero."""
     heads = architecture.num_attention_heads
-    sizes = dict.fromkeys(_OF_KINDS, 0) | {
+    sizes: dict[str, int] = dict.fromkeys(_OF_KINDS, 0)
+    sizes |= {
         "V": architecture.vocab_size,
         "H": architecture.hidden_size,
         "F": architecture.intermediate_size,

@@ -23,8 +23,8 @@ def matrix_work(matrix: Matrix, edge: Edge) -> PassCounts:
     if matrix.num_experts:
         return _of_experts(held, edge)
 
-    # Of a sharded matrix, every rank multiplies all tokens, and otherwise its own ones. The low-rank side of
-    # an adapter is sharded like tokens: it is gathered after A, or summed before B.
+    # Every rank multiplies all tokens by a sharded matrix, and only its own ones by any other. The low-rank
+    # side of an adapter is sharded like tokens: it is gathered after A, or summed before B.
     low = edge._replace(width=matrix.rank * len(matrix.adapters))
     own = edge.own_tokens
     if matrix.cut is Cut.replicated:

@@ -11,7 +11,7 @@ from megarl.models.layers import linears_of
 # Transformer Engine multiplies in FP8 only if both dimensions of a weight are multiples of it
 # (`assert_dim_for_fp8_exec`).
 MULTIPLE = 16
-# Whose modules matrices with these names are, where the names of the modules do not say it.
+# The owners of matrices with these names, which the names of the modules do not tell.
 _OWNERS = {"mlp.experts.": "an expert's ", "mlp.shared_experts.": "the shared experts' "}
 _DELAYED = "delayed"  # Megatron's default
 

@@ -27,7 +27,7 @@ _HEADER_BYTES = 16
 
 
 class PatchStreams:
-    """What one rank sends to each replica. Equal schedules share their acknowledged weights."""
+    """Streams of patches from one rank to each replica. Equal schedules share their acknowledged weights."""
 
     def __init__(self) -> None:
         self.schedules: dict[int, dict[int, ScheduleKey]] = {}  # by replica and peer
