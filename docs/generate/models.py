@@ -28,7 +28,7 @@ A family consists of all models with the same `model_type` in `config.json`. Eve
 the same way: outputs, all gradients and an optimizer step are [compared with
 transformers](verification.md#model-families-compared-with-hugging-face) in float32 and in several layouts; a
 folder is converted to Megatron's format and back bitwise; every tensor is found in SGLang's class, if it has
-one; and parameter counts are those of transformers. [How to add a family](architecture.md#a-model-family) shows one as
+one; and parameter counts are those of transformers. [How to add a family](extending.md#a-model-family) shows one as
 an example.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs.generate import drawings
+from docs.generate import drawings, packages
 from docs.generate.class_defaults import class_defaults
 from docs.generate.command_line import commands_page
 from docs.generate.configuration import reference
@@ -22,6 +22,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/models.md": models_page,
     "docs/verl.md": migration,
     "docs/trl.md": migration_from_trl,
+    "docs/drawings/packages.svg": packages.packages,
     "docs/drawings/step.svg": drawings.step,
     "docs/drawings/placements.svg": drawings.placements,
     "docs/drawings/resharding.svg": drawings.resharding,

@@ -1,4 +1,4 @@
-"""docs/architecture.md says for twelve changes which files one touches; those of its changes that are shown as
+"""docs/extending.md says for twelve changes which files one touches; those of its changes that are shown as
 code are made, and work.
 
 A change is shown as blocks of Python, each behind a line that says where it goes: "New file `F`:", "At the
@@ -22,7 +22,7 @@ from megarl.models.families import FAMILIES
 from tests.fork_server import ADDRESS, WITHOUT_SGLANG
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "extending.md"
 # The most files that each may touch, tests and pages apart.
 MOST_FILES = {
     "An advantage estimator": 2,
@@ -61,8 +61,7 @@ class Block(NamedTuple):
 
 def sections() -> dict[str, str]:
     """Title -> text, of the page's changes."""
-    text = PAGE.read_text(encoding="utf-8").split("## How to add", 1)[1].split("\n## ", 1)[0]
-    parts = re.split(r"(?m)^### (.+)$", text)
+    parts = re.split(r"(?m)^## (.+)$", PAGE.read_text(encoding="utf-8"))
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -192,7 +191,7 @@ def test_what_the_page_shows_works(with_additions: Path) -> None:
     assert said["command"] == "0"
 
 
-# The tests that docs/architecture.md names for a family, with the cases of the added one.
+# The tests that docs/extending.md names for a family, with the cases of the added one.
 _TESTS_OF_FAMILY = (
     "tests/unit/models/test_families.py",
     "tests/unit/models/test_counts.py",
