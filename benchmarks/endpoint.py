@@ -28,11 +28,12 @@ import httpx
 import numpy as np
 
 from examples.agent.prepare import DIGITS, make_tokenizer
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.config.schema import AgentConfig, HarnessConfig, SandboxConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import FunctionHarness, ModelEndpoint
-from megarl.endpoint.session import SampledTurn, SessionLimits
+from megarl.endpoint.session import SampledTurn
 from megarl.endpoint.session_messages import (
     DroppedRequest,
     SampleOrder,
@@ -173,7 +174,7 @@ async def through_endpoint(kinds: Sequence[str], token_s: float = TOKEN_S) -> Pl
     server = SessionServer(
         FunctionHarness(program, SandboxConfig(), 1),
         ChatTokens(_TOKENIZER, partial(call_format, AgentConfig())),
-        SessionLimits(max_turns=100, max_tokens=10_000),
+        EpisodeLimits(max_turns=100, max_tokens=10_000),
         HarnessConfig(time_limit_s=TIME_LIMIT_S),
         AT_ONCE,
         report,

@@ -23,7 +23,7 @@ from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, WriteTurn
 from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import CallErrorKind, Message, Task, ToolCall
 from megarl.agents.responder import Responder
-from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
+from megarl.agents.tool_environment import Toolbox, ToolEnvironment
 from megarl.rollout.worker.environment import EnvironmentServer, TurnOrder
 
 EPISODES = 200
@@ -116,9 +116,10 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
             await super().close()
 
     toolbox = Toolbox([FunctionTool(work)])
-    limits = CallLimits(time_limit_s=LIMIT_S)
     server = EnvironmentServer(
-        lambda task: Responder(Counted(toolbox, limits), _Words(), lambda text: [ToolCall("work", {})], task),
+        lambda task: Responder(
+            Counted(toolbox, time_limit_s=LIMIT_S), _Words(), lambda text: [ToolCall("work", {})], task
+        ),
         2 * LIMIT_S,
         SLOTS,
     )

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 from megarl.agents.trajectory import Segment, Trajectory
 
@@ -37,18 +36,6 @@ class RecordedTurn:
     written: Segment
 
 
-class RecordedPrefix(NamedTuple):
-    """The longest recorded beginning of a conversation.
-
-    Attributes:
-        turn: Number of the last recorded turn; None if nothing is recorded.
-        num_messages: Number of messages up to its answer, which is included.
-    """
-
-    turn: int | None
-    num_messages: int
-
-
 class ConversationTree:
     """The recorded turns of a session. Messages and tools are compared by keys, see message_key."""
 
@@ -56,28 +43,31 @@ class ConversationTree:
         self.turns: list[RecordedTurn] = []
         self._children: dict[int | None, list[int]] = defaultdict(list)
 
-    def match(self, messages: Sequence[Hashable], tools: Hashable) -> RecordedPrefix:
-        """Return the longest recorded beginning of `messages` that leaves at least one message.
+    def match(self, messages: Sequence[Hashable], tools: Hashable) -> tuple[int | None, int]:
+        """Find the longest recorded beginning of `messages` that leaves at least one message.
 
         Of turns with equal messages, such as two answers with the same text, the last one counts.
+
+        Returns:
+            The number of its last turn, or None if nothing is recorded; and the number of messages up to that
+            turn's answer, which is included.
         """
-        best = RecordedPrefix(None, 0)
+        best: tuple[int | None, int] = (None, 0)
         reached = [best]
 
         # Different turns can have equal messages, so several branches may match. All of them are followed.
         while reached:
-            start = reached.pop()
-            for number in self._children.get(start.turn, ()):
+            parent, start = reached.pop()
+            for number in self._children.get(parent, ()):
                 turn = self.turns[number]
-                end = start.num_messages + len(turn.messages) + 1
+                end = start + len(turn.messages) + 1
                 if (
                     end < len(messages)
                     and turn.tools == tools
-                    and (*turn.messages, turn.answer) == tuple(messages[start.num_messages : end])
+                    and (*turn.messages, turn.answer) == tuple(messages[start:end])
                 ):
-                    found = RecordedPrefix(number, end)
-                    reached.append(found)
-                    best = max(best, found, key=lambda each: (each.num_messages, each.turn or 0))
+                    reached.append((number, end))
+                    best = max(best, (number, end), key=lambda each: (each[1], each[0] or 0))
 
         return best
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
@@ -27,18 +26,6 @@ from megarl.agents.protocol import (
 )
 
 _NOTHING = "(the tool returned no text)"  # an empty message would look like a lost call
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallLimits:
-    """The limits on tool calls.
-
-    Attributes:
-        max_parallel: Calls per turn; further calls are refused.
-    """
-
-    max_parallel: int = 4
-    time_limit_s: float = 30.0
 
 
 class Toolbox:
@@ -75,11 +62,6 @@ def _validator(name: str, parameters: Mapping[str, Any]) -> Draft202012Validator
     return Draft202012Validator(parameters)
 
 
-class _Outcome(NamedTuple):
-    result: ToolResult | CallError
-    tool_s: float = 0.0
-
-
 class ToolEnvironment:
     """Runs the tool calls of the model's turns.
 
@@ -87,11 +69,16 @@ class ToolEnvironment:
     results follow in the order of the calls, each as a message with the role `tool`. A failed call becomes
     one line for the model and does not affect the other calls. Calls of the last turn are not run, because
     the model would not read the results.
+
+    Args:
+        max_parallel: Calls per turn; further calls are refused.
+        time_limit_s: Time limit of a call.
     """
 
-    def __init__(self, toolbox: Toolbox, limits: CallLimits) -> None:
+    def __init__(self, toolbox: Toolbox, *, max_parallel: int = 4, time_limit_s: float = 30.0) -> None:
         self._toolbox = toolbox
-        self._limits = limits
+        self._max_parallel = max_parallel
+        self._time_limit_s = time_limit_s
         self._task = Task()
         self._sessions: dict[str, ToolSession] = {}
 
@@ -107,7 +94,7 @@ class ToolEnvironment:
         outcomes = await asyncio.gather(
             *(self._outcome(index, call) for index, call in enumerate(turn.calls))
         )
-        results = [outcome.result for outcome in outcomes]
+        results = [result for result, _ in outcomes]
         given = [result for result in results if isinstance(result, ToolResult)]
 
         return Reply(
@@ -116,7 +103,7 @@ class ToolEnvironment:
             is_done=any(result.is_done for result in given),
             num_calls=len(turn.calls),
             errors=[result for result in results if isinstance(result, CallError)],
-            tool_s=sum(outcome.tool_s for outcome in outcomes),
+            tool_s=sum(tool_s for _, tool_s in outcomes),
         )
 
     async def close(self) -> None:
@@ -125,25 +112,21 @@ class ToolEnvironment:
         self._sessions = {}
         await asyncio.gather(*(session.close() for session in sessions.values()))
 
-    async def _outcome(self, index: int, call: ToolCall | CallError) -> _Outcome:
-        if index >= self._limits.max_parallel:
-            limit = self._limits.max_parallel
-            return _Outcome(
-                CallError(
-                    CallErrorKind.too_many,
-                    f"a turn may have {limit} calls; this is number {index + 1} and was not run",
-                )
-            )
+    async def _outcome(self, index: int, call: ToolCall | CallError) -> tuple[ToolResult | CallError, float]:
+        """Return the result of a call, and the seconds that the tool took."""
+        if index >= self._max_parallel:
+            reason = f"a turn may have {self._max_parallel} calls; this is number {index + 1} and was not run"
+            return CallError(CallErrorKind.too_many, reason), 0.0
 
         if isinstance(call, CallError):
-            return _Outcome(call)
+            return call, 0.0
         if refusal := self._refusal(call):
-            return _Outcome(refusal)
+            return refusal, 0.0
 
         start_s = time.monotonic()
         result = await self._run(call)
 
-        return _Outcome(result, time.monotonic() - start_s)
+        return result, time.monotonic() - start_s
 
     def _refusal(self, call: ToolCall) -> CallError | None:
         if call.name not in self._toolbox.tools:
@@ -167,17 +150,18 @@ class ToolEnvironment:
         )
 
     async def _run(self, call: ToolCall) -> ToolResult | CallError:
-        limit_s = self._limits.time_limit_s
         running = asyncio.ensure_future(
             _without_exit(self._called(call.name).call(call.arguments, self._task))
         )
-        await asyncio.wait({running}, timeout=limit_s)
+        await asyncio.wait({running}, timeout=self._time_limit_s)
 
         if not running.done():  # do not wait for the cancellation, which the tool may ignore
             running.cancel()
             # Retrieve a late exception, or asyncio would log it as never retrieved.
             running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            return CallError(CallErrorKind.timed_out, f"{call.name} took longer than {limit_s:g} s")
+            return CallError(
+                CallErrorKind.timed_out, f"{call.name} took longer than {self._time_limit_s:g} s"
+            )
 
         # No other code cancels this task, so the tool itself raised CancelledError.
         if running.cancelled():

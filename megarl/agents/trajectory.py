@@ -135,14 +135,6 @@ class Trajectory:
 
         return self._joined(rows, np.float32)
 
-    @property
-    def turn_ends(self) -> np.ndarray:
-        """Whether a token is the last one of a model turn, (R,) bool."""
-        rows = [np.zeros(len(segment), dtype=bool) for segment in self.segments]
-        for row, segment in zip(rows, self.segments, strict=True):
-            row[-1] = segment.author is Author.model
-        return self._joined(rows, bool)
-
     @staticmethod
     def _joined(rows: list[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate(rows) if rows else np.zeros(0, dtype=dtype)

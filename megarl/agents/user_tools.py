@@ -1,22 +1,26 @@
-"""Loads the tools and environments that a config names.
+"""Loads the tools and environments that a config names, and tries one turn with them before a run starts.
 
 They are functions, objects or classes in a Python file, or built-in tools.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
+from megarl.agents.episode import AnswerTurn, TurnPosition
 from megarl.agents.function_tool import FunctionTool
-from megarl.agents.protocol import Environment, Schema, SessionTool, Tool
-from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
+from megarl.agents.protocol import Environment, Message, Schema, SessionTool, Task, Tool
+from megarl.agents.responder import EnvironmentFailedError, Responder
+from megarl.agents.strict_calls import parse_calls
+from megarl.agents.tool_environment import Toolbox, ToolEnvironment
 from megarl.agents.tools.calculator import calculator
 from megarl.agents.tools.python import PythonSessions, PythonTool
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.machine.sandbox_levels import SandboxError
-from megarl.machine.user_functions import Expected, UserFunctionError, load_name
+from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_name
 
 SHIPPED: dict[str, Callable[[], Tool | SessionTool]] = {
     "calculator": lambda: FunctionTool(calculator),
@@ -24,31 +28,31 @@ SHIPPED: dict[str, Callable[[], Tool | SessionTool]] = {
     "python_session": PythonSessions,
 }
 _METHODS = ("start", "respond", "close")
+ANSWER = "I do not know."  # the turn that the environment answers
+_CALL = '<tool_call>{"name": "a-tool-that-there-is-not", "arguments": {}}</tool_call>'
 
 
-class LoadedAgent(NamedTuple):
-    """A loaded agent.
-
-    Attributes:
-        make: Creates the environment of one episode.
-        tools: The schemas shown to the model. None for a custom environment.
-    """
-
-    make: Callable[[], Environment]
-    tools: Sequence[Schema] | None
-
-
-def load_agent(agent: AgentConfig) -> LoadedAgent:
+def load_agent(agent: AgentConfig) -> tuple[Callable[[], Environment], Sequence[Schema] | None]:
     """Run the files that the section names and load its tools or environment.
+
+    Returns:
+        A function that creates the environment of one episode, and the schemas of the tools that the model is
+        shown. They are None for a custom environment.
 
     Raises:
         ValueError: A tool or the environment cannot be loaded; the message names it.
     """
     if agent.environment.path is not None:
-        return LoadedAgent(_environment(agent.environment.path, agent.environment), None)
+        return _environment(agent.environment.path, agent.environment), None
+
     toolbox = Toolbox([_tool(tool) for tool in agent.tools])
-    limits = CallLimits(max_parallel=agent.max_parallel_calls, time_limit_s=agent.time_limit_s)
-    return LoadedAgent(lambda: ToolEnvironment(toolbox, limits), toolbox.schemas)
+
+    def make() -> Environment:
+        return ToolEnvironment(
+            toolbox, max_parallel=agent.max_parallel_calls, time_limit_s=agent.time_limit_s
+        )
+
+    return make, toolbox.schemas
 
 
 def _tool(tool: ToolConfig) -> Tool | SessionTool:
@@ -110,3 +114,66 @@ def _environment(path: str, config: EnvironmentConfig) -> Callable[[], Environme
         ) from error
 
     return make
+
+
+# ---- one turn before a run starts
+
+
+class _Text:
+    """Represents the tokens of a turn with this text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def read(self, token_ids: list[int]) -> str:
+        return self._text
+
+    def bridge_from(self, token_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return [len(messages)]
+
+
+def try_agent(agent: AgentConfig, task: Task | None) -> tuple[list[dict[str, Any]] | None, Sequence[Message]]:
+    """Load an agent's tools or environment, and have them answer a first turn.
+
+    Tools answer a call of a tool that does not exist, so no user tool runs. An environment starts an episode
+    about `task` and answers a turn in which the model wrote ANSWER.
+
+    Args:
+        task: The first row of the data. None: no data is available on this machine, so an environment is only
+            loaded.
+
+    Returns:
+        The schemas of the tools, None for an environment; and what the environment replied.
+
+    Raises:
+        ValueError: A file cannot be loaded.
+        EnvironmentFailedError: The environment raised an exception or returned an invalid reply.
+    """
+    make, schemas = load_agent(agent)
+    tools = None if schemas is None else [dict(schema) for schema in schemas]
+    if tools is None and task is None:
+        return None, ()
+    text = ANSWER if tools is None else _CALL
+
+    async def play() -> Sequence[Message]:
+        try:
+            environment = make()
+        except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
+            raise EnvironmentFailedError(
+                f"agent.environment cannot be instantiated: {last_line(error)}"
+            ) from error
+
+        responder = Responder(environment, _Text(text), parse_calls, task or Task())
+        await responder.start()
+
+        try:
+            _, reply = await responder.answer(
+                AnswerTurn(TurnPosition(0, 0), [0], is_last=agent.max_turns == 1)
+            )
+        finally:
+            await responder.close()
+
+        return reply.messages
+
+    messages = asyncio.run(play())
+    return tools, messages if tools is None else ()

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.protocol import Schema, Task
 from megarl.agents.responder import EnvironmentFailedError
-from megarl.agents.trial import ANSWER, try_agent
+from megarl.agents.user_tools import ANSWER, try_agent
 from megarl.config.schema import AgentConfig, PPOConfig
 from megarl.data.files import DataError
 from megarl.data.prompts import read_prompt, read_prompt_rows

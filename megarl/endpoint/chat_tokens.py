@@ -25,15 +25,6 @@ _TOKEN_BYTES = 100  # of a token in a request, on average, at most
 _FIELD_BYTES = 1 << 20  # of a request without its texts, such as ids and the names of fields
 
 
-class ReadTurn(NamedTuple):
-    """The parts of a turn, see SampledChoice."""
-
-    text: str
-    reasoning: str
-    num_reasoning: int
-    calls: list[WrittenCall]
-
-
 class _OfTools(NamedTuple):
     """The template and the parser for one set of tools."""
 
@@ -77,11 +68,16 @@ class ChatTokens:
         """Return the text of a turn without its end token."""
         return self._known(tools).template.read(list(token_ids))
 
-    def read(self, token_ids: Sequence[int], text: str, tools: Sequence[Schema] | None) -> ReadTurn:
+    def read(
+        self, token_ids: Sequence[int], text: str, tools: Sequence[Schema] | None
+    ) -> tuple[str, str, int, list[WrittenCall]]:
         """Separate a turn into answer, thinking and calls. Without tools, nothing is a call.
 
         Args:
             text: The text of the turn, see `plain`, up to a stop text.
+
+        Returns:
+            `text`, `reasoning`, `num_reasoning` and `calls` of SampledChoice.
         """
         known = self._known(tools)
         parts = split_thinking(text, known.tags, opens_thinking=known.template.opens_thinking)
@@ -96,7 +92,7 @@ class ChatTokens:
         elif reasoning:
             visible = visible.strip()
         written = [WrittenCall(f"call_{uuid.uuid4().hex[:24]}", *call) for call in calls]
-        return ReadTurn(visible, reasoning, num_reasoning, written)
+        return visible, reasoning, num_reasoning, written
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token. Together they are the text."""

@@ -9,34 +9,19 @@ import uuid
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from megarl.agents.conversation_tree import ConversationTree, RecordedTurn
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.message_keys import message_key, tools_key
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Author, EpisodeEnd, Segment
 from megarl.data.tool_results import order_results
 from megarl.endpoint.api_error import ApiError
-from megarl.endpoint.chat_tokens import ChatTokens, ReadTurn
-from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionLimits:
-    """The limits of a session.
-
-    Attributes:
-        max_turns: Turns of the model, in all branches together.
-        max_tokens: Tokens of a conversation, prompt and turns together.
-        max_turn_tokens: Tokens per turn. None: limited by `max_tokens` only.
-    """
-
-    max_turns: int
-    max_tokens: int
-    max_turn_tokens: int | None = None
+from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply, WrittenCall
 
 
 class SampledTurn(NamedTuple):
@@ -75,6 +60,8 @@ class AgentSession:
     Args:
         tokens: Renders and reads turns.
         generate: Samples a turn of the model. If it is cancelled, the sample is not needed.
+        limits: `max_turns` counts the turns of all branches, and `max_tokens` the tokens of a conversation,
+            prompt and turns together.
         task: What the episode is about.
 
     Attributes:
@@ -89,7 +76,7 @@ class AgentSession:
         is_open: Whether the session accepts requests.
     """
 
-    def __init__(self, tokens: ChatTokens, generate: Generate, limits: SessionLimits, task: Task) -> None:
+    def __init__(self, tokens: ChatTokens, generate: Generate, limits: EpisodeLimits, task: Task) -> None:
         self.key = f"sk-megarl-{secrets.token_urlsafe(32)}"
         self.task = task
         self.tree = ConversationTree()
@@ -121,18 +108,18 @@ class AgentSession:
         try:
             messages = order_results(query.messages)
             keys = [message_key(message) for message in messages]
-            found = self.tree.match(keys, tools_key(query.tools))
-            new = messages[found.num_messages :]
-            if found.turn is None:
+            parent, num_recorded = self.tree.match(keys, tools_key(query.tools))
+            new = messages[num_recorded:]
+            if parent is None:
                 bridge = self._tokens.begin(new, query.tools)
             else:
-                written = self.tree.turns[found.turn].written.token_ids.tolist()
+                written = self.tree.turns[parent].written.token_ids.tolist()
                 bridge = self._tokens.bridge(written, new, query.tools)
         except ValueError as error:
             raise ApiError(str(error), code="invalid_messages", parameter="messages") from error
 
-        token_ids = [*self.tree.token_ids(found.turn), *bridge]
-        return TurnPlan(query, found.turn, tuple(keys[found.num_messages :]), bridge, token_ids)
+        token_ids = [*self.tree.token_ids(parent), *bridge]
+        return TurnPlan(query, parent, tuple(keys[num_recorded:]), bridge, token_ids)
 
     def answer(self, plan: TurnPlan) -> asyncio.Task[TurnReply]:
         """Begin to sample the turns of a request. They are recorded when all of them are complete.
@@ -184,8 +171,8 @@ class AgentSession:
         tools = plan.query.tools
         text = self._tokens.plain(sample.token_ids.tolist(), tools)
         stop, sample, text = self._stopped(plan.query, sample, text)
-        read = self._tokens.read(sample.token_ids.tolist(), text, tools)
-        self.num_calls += len(read.calls)
+        text, reasoning, num_reasoning, calls = self._tokens.read(sample.token_ids.tolist(), text, tools)
+        self.num_calls += len(calls)
         self.is_truncated |= sample.finish_reason == "length"
 
         self.tree.add(
@@ -193,7 +180,7 @@ class AgentSession:
                 parent=plan.parent,
                 tools=tools_key(tools),
                 messages=plan.keys,
-                answer=message_key(_message(read)),
+                answer=message_key(_message(text, calls)),
                 bridge=plan.bridge,
                 written=Segment(
                     author=Author.model,
@@ -204,7 +191,10 @@ class AgentSession:
             )
         )
         return SampledChoice(
-            *read,
+            text,
+            reasoning,
+            num_reasoning,
+            calls,
             sample.finish_reason,
             stop,
             self._tokens.token_bytes(sample.token_ids.tolist()),
@@ -276,7 +266,7 @@ def _digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(np.array(token_ids, dtype=np.int64).tobytes()).digest()
 
 
-def _message(read: ReadTurn) -> dict[str, Any]:
+def _message(text: str, calls: Sequence[WrittenCall]) -> dict[str, Any]:
     """Return the message that a client gets, as chat templates read it."""
-    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in read.calls]
-    return {"role": "assistant", "content": read.text, **({"tool_calls": calls} if calls else {})}
+    written = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": written} if written else {})}

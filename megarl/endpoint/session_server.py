@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.trajectory import EpisodeEnd, Trajectory, failed_trajectory, session_trajectory
 from megarl.config.schema import HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
@@ -14,7 +15,7 @@ from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import Harness, HarnessError, HarnessFailure
 from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import EndpointServer, build_app
-from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
+from megarl.endpoint.session import AgentSession, SampledTurn
 from megarl.endpoint.session_messages import (
     DroppedRequest,
     SampleOrder,
@@ -43,7 +44,7 @@ class SessionServer:
         self,
         harness: Harness,
         tokens: ChatTokens,
-        limits: SessionLimits,
+        limits: EpisodeLimits,
         config: HarnessConfig,
         max_concurrency: int,
         report: Callable[[SessionReport], None],

@@ -287,7 +287,7 @@ def run_ppo(
     trainer = config.trainer
     resume = find_resume(config)
     tokenizer = load_tokenizer(path)
-    tools = load_agent(config.agent).tools if config.agent.tools else None
+    tools = load_agent(config.agent)[1] if config.agent.tools else None
     train, held_out = (
         PromptDataset(files, tokenizer, data, tools, ImageProcessor.of_folder(path))
         for files in (data.train_files, data.val_files)

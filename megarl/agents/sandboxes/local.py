@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -33,6 +32,7 @@ from megarl.config.sandbox_images import image_problem
 from megarl.config.schema import SandboxConfig, SandboxProvider
 from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.orders import SEARCH_PATH, own_environment, start_order
+from megarl.machine.reaper import has_ended
 from megarl.machine.sandbox_levels import PYTHONS
 
 FOLDER = "/sandbox"  # the working folder
@@ -214,7 +214,7 @@ class LocalSandbox:
             return self._exceeded
         if self._pidfd is None:
             return "the sandbox has ended: it was closed"
-        if _has_ended(self._pidfd):
+        if has_ended(self._pidfd):
             return "the sandbox has ended: its first process was killed, such as by one of its programs"
         return ""
 
@@ -296,13 +296,6 @@ def _usage(root: str) -> tuple[int, int]:
         num_bytes += (files.f_blocks - files.f_bfree) * files.f_frsize
 
     return num_threads, num_bytes
-
-
-def _has_ended(pidfd: int) -> bool:
-    """Return whether a process has ended."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 async def _end_of(pidfd: int) -> None:

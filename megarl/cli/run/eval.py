@@ -72,7 +72,7 @@ def run(parsed: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     if parsed.against is not None:  # otherwise prompts that contain the date would differ
         set_chat_time(tokenizer, read_chat_time(Path(parsed.against) / RESULTS_FILE))
-    tools = load_agent(config.agent).tools if config.agent.tools else None
+    tools = load_agent(config.agent)[1] if config.agent.tools else None
     images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
     data = PromptDataset(config.data.val_files, tokenizer, config.data, tools, images, config.agent.harness)
     architectures = {

@@ -145,7 +145,7 @@ def open_ppo(
 def _read_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptDataset]:
     """Read the training files, and the validation files if there are any, by their keys."""
     data = config.data
-    tools = load_agent(config.agent).tools if config.agent.tools else None
+    tools = load_agent(config.agent)[1] if config.agent.tools else None
     images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
     files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     return {

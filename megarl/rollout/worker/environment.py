@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.episode import AnswerTurn, TurnPosition
+from megarl.agents.episode import AnswerTurn, EpisodeLimits, TurnPosition
 from megarl.agents.protocol import Reply, Task
 from megarl.agents.responder import Responder
 from megarl.agents.user_tools import load_agent
@@ -24,7 +24,6 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import Harness, load_harness
-from megarl.endpoint.session import SessionLimits
 from megarl.endpoint.session_messages import SampleOrder, SessionOrder, SessionReport
 from megarl.rollout.tool_calls import call_format, call_parser
 
@@ -223,7 +222,7 @@ async def _start_sessions(
     from megarl.endpoint.external import ExternalHarness
     from megarl.endpoint.session_server import SessionServer
 
-    limits = SessionLimits(
+    limits = EpisodeLimits(
         max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens
     )
     harness: Harness = (

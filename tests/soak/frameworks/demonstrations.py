@@ -14,12 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from examples.agent.prepare import conversation, prompt_row
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.config.schema import AgentConfig, HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import load_harness
-from megarl.endpoint.session import SampledTurn, SessionLimits
+from megarl.endpoint.session import SampledTurn
 from megarl.endpoint.session_messages import (
     SampleOrder,
     SampleRequest,
@@ -77,7 +78,7 @@ def record(
         server = SessionServer(
             load_harness(harness, _NUM_AT_ONCE),
             ChatTokens(tokenizer, partial(call_format, AgentConfig())),
-            SessionLimits(max_turns=4, max_tokens=MAX_TOKENS),
+            EpisodeLimits(max_turns=4, max_tokens=MAX_TOKENS),
             harness,
             _NUM_AT_ONCE,
             report,

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from megarl.agents.conversation_tree import ConversationTree, RecordedPrefix, RecordedTurn
+from megarl.agents.conversation_tree import ConversationTree, RecordedTurn
 from megarl.agents.message_keys import message_key, tools_key
 from megarl.agents.trajectory import Author, Segment, Trajectory
 
@@ -24,12 +24,12 @@ def written(*ids: int) -> Segment:
 
 def record(tree: ConversationTree, messages: str, bridge: list[int], answer: str, *ids: int) -> int:
     """Record the answer to a request whose messages are the letters of `messages`, as a session does."""
-    found = tree.match(messages, "")
+    parent, num_recorded = tree.match(messages, "")
     return tree.add(
         RecordedTurn(
-            parent=found.turn,
+            parent=parent,
             tools="",
-            messages=tuple(messages[found.num_messages :]),
+            messages=tuple(messages[num_recorded:]),
             answer=answer,
             bridge=bridge,
             written=written(*ids),
@@ -116,7 +116,7 @@ def test_of_equal_answers_the_last_one_is_continued() -> None:
     tree = ConversationTree()
     record(tree, "u", [1], "a", 10)
     record(tree, "u", [1], "a", 11)  # two choices (n=2) with the same text
-    assert tree.match("uat", "") == RecordedPrefix(1, 2)
+    assert tree.match("uat", "") == (1, 2)
     record(tree, "uat", [2], "b", 12)
     assert rows_of(tree) == [([1], [10], [YES]), ([1], [11, 2, 12], [YES, NO, YES])]
 
@@ -124,14 +124,14 @@ def test_of_equal_answers_the_last_one_is_continued() -> None:
 def test_other_tools_are_another_prompt() -> None:
     tree = ConversationTree()
     record(tree, "u", [1], "a", 10)
-    assert tree.match("uat", tools_key([{"type": "function"}])) == RecordedPrefix(None, 0)
+    assert tree.match("uat", tools_key([{"type": "function"}])) == (None, 0)
 
 
 def test_a_match_leaves_a_message_to_answer() -> None:
     tree = ConversationTree()
     record(tree, "u", [1], "a", 10)
-    assert tree.match("ua", "") == RecordedPrefix(None, 0)
-    assert tree.match("u", "") == RecordedPrefix(None, 0)
+    assert tree.match("ua", "") == (None, 0)
+    assert tree.match("u", "") == (None, 0)
 
 
 def test_each_sampled_token_has_its_loss_once_and_its_own_past() -> None:

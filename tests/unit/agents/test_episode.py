@@ -69,7 +69,6 @@ def test_tokens_with_their_authors_log_probs_versions_and_rewards() -> None:
     assert row.log_probs.tolist() == pytest.approx([-1.0, -1.1, 0, 0, 0, -1.2])
     assert row.token_versions.tolist() == [1, 1, -1, -1, -1, 2]
     assert row.rewards.tolist() == [0, 0.5, 0, 0, 0, 1]
-    assert row.turn_ends.tolist() == [False, True, False, False, False, True]
 
 
 def test_a_turn_that_is_cut_ends_the_episode_without_asking_anybody() -> None:
@@ -182,7 +181,7 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
         if row.end is not None:
             assert row.mask[-1]
             assert len(row.mask) <= 30
-            assert row.turn_ends.sum() == row.num_turns == len(row.turn_rewards)
+            assert row.num_turns == len(row.turn_rewards)
             assert np.all((row.token_ids < 20) == row.mask)
             assert np.all((row.token_versions == 1) == row.mask)
 

@@ -14,7 +14,7 @@ import uvicorn
 from mcp.server.mcpserver import MCPServer
 
 from megarl.agents.protocol import BrokenToolError, Reply, Task, ToolCall, Turn
-from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
+from megarl.agents.tool_environment import Toolbox, ToolEnvironment
 from megarl.agents.tools.mcp_server import McpServer, McpTool
 from megarl.machine.ports import listen
 
@@ -65,7 +65,7 @@ def running(port: int = 0) -> Iterator[int]:
 
 
 def respond(tools: list[McpTool], *calls: ToolCall) -> Reply:
-    environment = ToolEnvironment(Toolbox(tools), CallLimits())
+    environment = ToolEnvironment(Toolbox(tools))
 
     async def play() -> Reply:
         await environment.start(Task())

@@ -33,7 +33,7 @@ from megarl.agents.protocol import (
 )
 from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
-from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
+from megarl.agents.tool_environment import Toolbox, ToolEnvironment
 from megarl.agents.tools.calculator import calculator
 from megarl.agents.tools.http import HttpGet
 from megarl.agents.tools.python import PythonSessions, PythonTool
@@ -83,7 +83,8 @@ def respond(
 ) -> Reply:
     environment = ToolEnvironment(
         Toolbox([FunctionTool(each) for each in functions]),
-        CallLimits(max_parallel=max_parallel, time_limit_s=time_limit_s),
+        max_parallel=max_parallel,
+        time_limit_s=time_limit_s,
     )
 
     async def play() -> Reply:
@@ -262,7 +263,7 @@ def answered(environment: Environment, text: str, template: str = CHATML) -> str
 
 def test_no_text_of_a_tool_or_of_the_model_ends_the_run_because_it_cannot_be_encoded() -> None:
     tools = Toolbox([FunctionTool(each) for each in (echo, raise_half)])
-    environment = ToolEnvironment(tools, CallLimits())
+    environment = ToolEnvironment(tools)
     spelled = call("echo", '{"text": "\\ud83d"}')
     assert (
         "unreadable): the call could not be read: it is not JSON (arguments.text has half of a"
@@ -273,14 +274,14 @@ def test_no_text_of_a_tool_or_of_the_model_ends_the_run_because_it_cannot_be_enc
     async def shout(text: str) -> str:
         return f"{text}{HALF}!"
 
-    shouting = ToolEnvironment(Toolbox([FunctionTool(shout)]), CallLimits())
+    shouting = ToolEnvironment(Toolbox([FunctionTool(shout)]))
     assert "<tool_response>\nab<unk>!\n" in answered(shouting, call("shout", '{"text": "ab"}'))
     assert "<|im_start|>user\nno<unk>" in answered(_Chat([{"role": "user", "content": f"no{HALF}"}]), "a")
 
 
 @pytest.mark.parametrize(("template", "begin"), [(CHATML, "<think>"), (OPENING, "")])
 def test_only_the_calls_behind_the_thinking_are_answered(template: str, begin: str) -> None:
-    tools = ToolEnvironment(Toolbox([FunctionTool(echo)]), CallLimits())
+    tools = ToolEnvironment(Toolbox([FunctionTool(echo)]))
     text = begin + call("echo", '{"text": "draft"}') + "</think>" + call("echo", '{"text": "meant"}')
     said = answered(tools, text, template)
     assert said.count("<tool_response>") == 1
@@ -353,7 +354,7 @@ def run_turns(
     tools: list[Tool | SessionTool], *turns: list[ToolCall], time_limit_s: float = 30.0
 ) -> list[Reply]:
     """Run the turns of one episode, which is then closed."""
-    environment = ToolEnvironment(Toolbox(tools), CallLimits(max_parallel=9, time_limit_s=time_limit_s))
+    environment = ToolEnvironment(Toolbox(tools), max_parallel=9, time_limit_s=time_limit_s)
 
     async def play() -> list[Reply]:
         await environment.start(TASK)
@@ -589,7 +590,7 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
     def tools(*named: tuple[Path | None, str]) -> AgentConfig:
         return AgentConfig(tools=[ToolConfig(path=path and str(path), name=name) for path, name in named])
 
-    schemas = load_agent(tools((file, "price"), (file, "shop"), (None, "calculator"))).tools
+    _, schemas = load_agent(tools((file, "price"), (file, "shop"), (None, "calculator")))
     assert schemas is not None
     assert [schema["function"]["name"] for schema in schemas] == ["price", "shop", "calculator"]
 
@@ -612,7 +613,8 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
     def environment(name: str) -> AgentConfig:
         return AgentConfig(environment=EnvironmentConfig(path=str(file), name=name))
 
-    assert type(load_agent(environment("Game")).make()).__name__ == "Game"
+    make, _ = load_agent(environment("Game"))
+    assert type(make()).__name__ == "Game"
 
     for name, said in (
         ("Half", "not a class with `async def respond`"),

@@ -12,13 +12,14 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.config.schema import AgentConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import build_app
-from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
+from megarl.endpoint.session import AgentSession, SampledTurn
 from megarl.rollout.tool_calls import call_format
 
 RUN_KEY = "the-key-of-the-run"
@@ -78,7 +79,7 @@ class InProcess:
         self.session = AgentSession(
             tokens or ChatTokens(tokenizer, partial(call_format, AgentConfig())),
             self._generate,
-            SessionLimits(max_turns=max_turns, max_tokens=max_tokens),
+            EpisodeLimits(max_turns=max_turns, max_tokens=max_tokens),
             Task(seed=3),
         )
         app = build_app({self.session.key: self.session}, (), bodies := RequestBodies(max_bytes))

@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.config.schema import AgentConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import EndpointServer, build_app
-from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
+from megarl.endpoint.session import AgentSession, SampledTurn
 from megarl.rollout.tool_calls import call_format
 
-LIMITS = SessionLimits(max_turns=20, max_tokens=200)
+LIMITS = EpisodeLimits(max_turns=20, max_tokens=200)
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Served:
     model: GreedyModel
     tokens: ChatTokens
 
-    def open(self, limits: SessionLimits = LIMITS, task: Task | None = None) -> AgentSession:
+    def open(self, limits: EpisodeLimits = LIMITS, task: Task | None = None) -> AgentSession:
         session = AgentSession(self.tokens, self.model.generate, limits, task or Task(seed=3))
         self.sessions[session.key] = session
         return session

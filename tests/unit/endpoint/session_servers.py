@@ -7,11 +7,12 @@ import asyncio
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.config.schema import HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import Harness
-from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
+from megarl.endpoint.session import AgentSession, SampledTurn
 from megarl.endpoint.session_messages import SampleOrder, SampleRequest, SessionOrder, SessionReport
 from megarl.endpoint.session_server import SessionServer
 
@@ -53,7 +54,7 @@ class Serving:
         self.server = SessionServer(
             harness,
             tokens,
-            SessionLimits(max_turns=1000, max_tokens=500),
+            EpisodeLimits(max_turns=1000, max_tokens=500),
             HarnessConfig(command=["none"], time_limit_s=time_limit_s),
             100,
             self._report,

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from examples.agent.prepare import make_tokenizer
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.config.schema import AgentConfig
 from megarl.endpoint import openai_chat
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens
-from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
+from megarl.endpoint.session import AgentSession, SampledTurn
 from megarl.rollout.tool_calls import call_format
 
 TOKENIZER = make_tokenizer()
@@ -38,7 +39,7 @@ def play(bodies: Sequence[dict[str, Any]], turns: Sequence[str], ignored: Sequen
         ids = np.array([*TOKENIZER.encode(next(written)), TOKENIZER.eos_token_id], np.int32)
         return SampledTurn(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
 
-    limits = SessionLimits(max_turns=4, max_tokens=400)
+    limits = EpisodeLimits(max_turns=4, max_tokens=400)
     session = AgentSession(
         ChatTokens(TOKENIZER, partial(call_format, AgentConfig())), generate, limits, Task()
     )

@@ -15,8 +15,9 @@ import httpx
 import openai
 import pytest
 
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.trajectory import EpisodeEnd
-from megarl.endpoint.session import AgentSession, SessionLimits
+from megarl.endpoint.session import AgentSession
 from tests.unit.agents.calling_model import CALL, save_calling_model
 from tests.unit.endpoint.served import Served, serving
 
@@ -246,13 +247,13 @@ def test_what_is_not_supported_is_refused_by_name(served: Served, session: Agent
 
 
 def test_limits_are_refused_and_remembered(served: Served) -> None:
-    few = served.open(SessionLimits(max_turns=1, max_tokens=200))
+    few = served.open(EpisodeLimits(max_turns=1, max_tokens=200))
     chat(openai_client(served, few))
     with pytest.raises(openai.BadRequestError, match="agent.max_turns=1"):
         chat(openai_client(served, few))
     assert few.limit is EpisodeEnd.turns
 
-    short = served.open(SessionLimits(max_turns=9, max_tokens=8))
+    short = served.open(EpisodeLimits(max_turns=9, max_tokens=8))
     with pytest.raises(openai.BadRequestError, match="maximum context length is 8") as raised:
         chat(openai_client(served, short), messages=[{"role": "user", "content": "a" * 20}])
     assert raised.value.code == "context_length_exceeded"
@@ -313,7 +314,7 @@ def test_rewards_tasks_and_models(served: Served, session: AgentSession) -> None
 
 def test_a_client_that_disconnects_cancels_its_request(served: Served) -> None:
     # Abandoned requests use up no turn.
-    session = served.open(SessionLimits(max_turns=1, max_tokens=200))
+    session = served.open(EpisodeLimits(max_turns=1, max_tokens=200))
     before = served.model.num_cancelled
     served.model.is_held = True
     try:

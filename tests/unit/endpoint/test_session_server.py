@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
+from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.agents.sandboxes import local
 from megarl.agents.trajectory import EpisodeEnd
@@ -31,7 +32,7 @@ from megarl.config.schema import (
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import load_harness
-from megarl.endpoint.session import SampledTurn, SessionLimits
+from megarl.endpoint.session import SampledTurn
 from megarl.endpoint.session_messages import (
     DroppedRequest,
     SampleOrder,
@@ -106,7 +107,7 @@ def played(
         engine.server = SessionServer(
             load_harness(config, 2),
             ChatTokens(TOKENIZER, partial(call_format, AgentConfig())),
-            SessionLimits(max_turns=max_turns, max_tokens=500),
+            EpisodeLimits(max_turns=max_turns, max_tokens=500),
             config,
             2,
             engine.report,
@@ -352,7 +353,7 @@ def test_an_episode_that_is_not_needed_any_more_is_ended() -> None:
         engine.server = SessionServer(
             load_harness(config, 1),
             ChatTokens(TOKENIZER, partial(call_format, AgentConfig())),
-            SessionLimits(max_turns=4, max_tokens=500),
+            EpisodeLimits(max_turns=4, max_tokens=500),
             config,
             1,
             engine.report,
@@ -405,7 +406,7 @@ def test_external_agents_claim_and_end_episodes(monkeypatch: pytest.MonkeyPatch)
         engine.server = SessionServer(
             ExternalHarness(),
             ChatTokens(TOKENIZER, partial(call_format, AgentConfig())),
-            SessionLimits(max_turns=4, max_tokens=500),
+            EpisodeLimits(max_turns=4, max_tokens=500),
             config,
             3,
             engine.report,

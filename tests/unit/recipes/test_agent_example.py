@@ -18,7 +18,7 @@ from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import Task
 from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
-from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
+from megarl.agents.tool_environment import Toolbox, ToolEnvironment
 from megarl.agents.trajectory import EpisodeEnd, Trajectory
 from megarl.config.load import load_config
 from megarl.config.schema import DataConfig, PPOConfig, SFTConfig, SFTDataConfig
@@ -52,7 +52,7 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
     template.check()
     turns = np.split(trained.response_ids, np.flatnonzero(np.diff(trained.is_trained)) + 1)[::2]
     responder = Responder(
-        ToolEnvironment(Toolbox([tool]), CallLimits()),
+        ToolEnvironment(Toolbox([tool])),
         template,
         parse_calls,
         Task(extra_info=row["extra_info"]),

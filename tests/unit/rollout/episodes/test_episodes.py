@@ -24,7 +24,7 @@ from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import CallError, CallErrorKind, Reply, Task
 from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
-from megarl.agents.tool_environment import CallLimits, Toolbox, ToolEnvironment
+from megarl.agents.tool_environment import Toolbox, ToolEnvironment
 from megarl.agents.trajectory import Trajectory
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics
@@ -287,7 +287,7 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
     tokenizer = tokenizer_of(*FAMILIES[family], forgets_case=forgets_case)
     toolbox = Toolbox([FunctionTool(price), FunctionTool(hang)])
     template = TurnTemplate(tokenizer, toolbox.schemas)
-    environment = ToolEnvironment(toolbox, CallLimits(max_parallel=5, time_limit_s=0.5))
+    environment = ToolEnvironment(toolbox, max_parallel=5, time_limit_s=0.5)
     prompt = render_chat(
         tokenizer, [{"role": "user", "content": "?"}], for_generation=True, tools=toolbox.schemas
     )

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
-from megarl.agents.trial import try_agent
+from megarl.agents.user_tools import try_agent
 from megarl.config.schema import AgentConfig, EnvironmentConfig
 
 GAME = """
