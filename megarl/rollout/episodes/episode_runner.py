@@ -1,11 +1,18 @@
-"""Episode runner: engines generate turns of some episodes while environments answer turns of others."""
+"""Runners of episodes: engines generate turns of some episodes while others wait for their environments.
+
+begin -> a turn at an engine <-> waiting for the environment, or for an agent program -> deliver
+^                                             |
++--------- its process was lost --------------+
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megarl.agents.episode import (
@@ -18,52 +25,64 @@ from megarl.agents.episode import (
 )
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
+from megarl.endpoint.session import SampledTurn
+from megarl.endpoint.session_messages import (
+    DroppedRequest,
+    SampleOrder,
+    SampleRequest,
+    SessionEnd,
+    SessionOrder,
+)
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler, RequestState
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.interface import GenerationRequest, Sample
-from megarl.rollout.worker.environment import TurnOrder, TurnReport
+from megarl.rollout.worker.environment import EpisodeReport, TurnOrder, TurnReport
 
 _TURN_S = 0.02  # the longest wait for engines while environments work, and vice versa
+_log = logging.getLogger(__name__)
 
 
 @dataclass
-class _RunningEpisode:
+class _Running:
     """An episode in progress.
 
     Attributes:
-        episode: State of the episode.
-        request: Request of its first turn.
-        task: Task for its environment.
+        request: Its prompt, sampling and seed, as for its first turn.
+        task: Task for its environment or program.
         deliver: Called with the replica of the last turn and the trajectory when it has ended.
         on_failure: Called if it cannot be finished.
-        is_first: Whether its first turn has priority over other requests.
+        is_first: Whether it has priority over other requests.
         begun_s: When it began.
-        request_number: The scheduler's number of the turn that an engine generates.
+        episode: Its state; None for an agent program, which has it in its process.
+        attempt: Number of restarts of an agent program after its process was lost.
+        turns: The scheduler's number of each turn that an engine generates. An agent program may ask for
+            several; they are named by the numbers of its requests.
         replica: Replica that generated the last turn.
-        waits_since_s: When it began to wait for an answer; None if it does not wait.
-        waited_s: How long it waited before that.
+        waits_since_s: Since when no engine works for it; None while one does.
+        waited_s: How long no engine worked for it before that.
     """
 
-    episode: Episode
     request: GenerationRequest
     task: Task
     deliver: Deliver[Trajectory]
     on_failure: OnFailure | None
     is_first: bool
     begun_s: float
-    request_number: int | None = None
+    episode: Episode | None = None
+    attempt: int = 0
+    turns: dict[int, int] = field(default_factory=dict)
     replica: int | None = None
     waits_since_s: float | None = None
     waited_s: float = 0.0
 
 
-class EpisodeRunner:
+class EpisodeRunner(ABC):
     """Runs episodes as RequestScheduler runs requests. The scheduler runs the turns of the episodes.
 
     Args:
         scheduler: The scheduler of requests to engines.
-        environments: The processes of the environments.
+        environments: The processes of the environments, or of the programs.
         limits: The limits of an episode.
         clock: Has the semantics of time.monotonic.
     """
@@ -81,7 +100,7 @@ class EpisodeRunner:
         self._clock = clock
         self._waited_s = self._played_s = 0.0  # for episodes that have ended since `drain_wait`
         self._numbers = itertools.count()  # Numbers are never reused, so that late answers are recognized.
-        self._running: dict[int, _RunningEpisode] = {}
+        self._running: dict[int, _Running] = {}
 
     @property
     def is_at_work(self) -> bool:
@@ -107,12 +126,9 @@ class EpisodeRunner:
         numbers = []
         for request, task, deliver in zip(requests, tasks, delivers, strict=True):
             number = next(self._numbers)
-            episode = Episode(request.prompt, request.sampling.seed, self._limits)
-            self._running[number] = _RunningEpisode(
-                episode, request, task, deliver, on_failure, first, self._clock()
-            )
+            self._running[number] = _Running(request, task, deliver, on_failure, first, self._clock())
             numbers.append(number)
-            self._advance(number)
+            self._start(number)
 
         return numbers
 
@@ -122,7 +138,7 @@ class EpisodeRunner:
             running = self._running.pop(number, None)
             if running is not None:
                 # The episode is either at an engine or at its environment; cancel it at both.
-                self._scheduler.cancel([] if running.request_number is None else [running.request_number])
+                self._scheduler.cancel(running.turns.values())
                 self._environments.end(number)
 
     def poll(self, wait_s: float = float("inf")) -> None:
@@ -137,31 +153,18 @@ class EpisodeRunner:
         self._scheduler.poll(both if self._environments.is_busy else wait_s)
         reports, lost = self._environments.poll(0.0 if self._scheduler.is_at_work else both)
 
-        # Advance the episodes that were answered.
         for report in reports:
-            assert isinstance(report, TurnReport)
-            running = self._running.get(report.episode)
-            if running is None:  # it was cancelled in the meantime
-                continue
-            episode = running.episode
-            if running.waits_since_s is not None:
-                running.waited_s += self._clock() - running.waits_since_s
-                running.waits_since_s = None
-            # A late answer of an earlier attempt does not advance the episode.
-            if (
-                episode.timed_out(report.place)
-                if report.reply is None
-                else episode.answered(report.place, report.token_ids, report.reply)
-            ):
-                self._advance(report.episode)
+            # It may have been cancelled in the meantime.
+            if report.episode in self._running:
+                self._advance_by(report)
 
-        # Episodes whose environment died start again from their prompt.
+        # Episodes whose process died start again from their prompt.
         for number in lost:
             if number in self._running:
                 self._restart(number)
 
     def waiting(self) -> list[RequestState]:
-        """Return the episodes that wait for an answer. Thread-safe."""
+        """Return the episodes for which no engine works. Thread-safe."""
         now_s = self._clock()
 
         # Copy first: the polling thread may change the dictionary.
@@ -175,7 +178,7 @@ class EpisodeRunner:
         ]
 
     def drain_wait(self) -> float | None:
-        """Return the share of time that episodes ended since the last call spent waiting for answers.
+        """Return the share of time in which no engine worked for the episodes that ended since the last call.
 
         The result is None if no episode has ended.
         """
@@ -183,20 +186,115 @@ class EpisodeRunner:
         self._waited_s = self._played_s = 0.0
         return share
 
+    @abstractmethod
+    def _start(self, number: int) -> None:
+        """Start an episode."""
+
+    @abstractmethod
+    def _advance_by(self, report: EpisodeReport) -> None:
+        """Continue a running episode after a report of its process."""
+
+    @abstractmethod
+    def _start_again(self, number: int) -> str | None:
+        """Start an episode again from its prompt, or return why it cannot be started again."""
+
+    def _generate(
+        self,
+        running: _Running,
+        token_ids: list[int],
+        max_new_tokens: int,
+        seed: int,
+        deliver: Deliver[Sample],
+    ) -> int:
+        """Have a turn generated, and return the scheduler's number of it."""
+        sampling = replace(running.request.sampling, max_new_tokens=max_new_tokens, seed=seed)
+        turn = running.request._replace(prompt=token_ids, sampling=sampling)
+
+        # Prefer the replica of the last turn, whose prefix cache contains the episode so far.
+        (number,) = self._scheduler.add(
+            [turn],
+            [deliver],
+            on_failure=running.on_failure,
+            first=running.is_first,
+            prefer=running.replica,
+        )
+        return number
+
+    def _end_wait(self, running: _Running) -> None:
+        if running.waits_since_s is not None:
+            running.waited_s += self._clock() - running.waits_since_s
+            running.waits_since_s = None
+
+    def _end(self, number: int, trajectory: Trajectory) -> None:
+        # Remove it before its callback, which may begin others.
+        running = self._running.pop(number)
+        self._scheduler.cancel(running.turns.values())
+        self._environments.end(number)
+        self._waited_s += running.waited_s
+        self._played_s += self._clock() - running.begun_s
+
+        running.deliver(-1 if running.replica is None else running.replica, trajectory)
+
+    def _restart(self, number: int) -> None:
+        running = self._running[number]
+        self._scheduler.cancel(running.turns.values())
+
+        # The replica is no longer preferred: the new attempt shares only the prompt with its cache.
+        running.turns = {}
+        running.replica = running.waits_since_s = None
+
+        why = self._start_again(number)
+        if why is None:
+            return
+        if running.on_failure is None:
+            raise RunError(f"the episode of prompt {running.request.uid}: {why}")
+        running.on_failure(why)
+
+
+class TurnRunner(EpisodeRunner):
+    """Runs episodes whose turns environments answer, see Episode."""
+
+    def _start(self, number: int) -> None:
+        request = self._running[number].request
+        self._running[number].episode = Episode(request.prompt, request.sampling.seed, self._limits)
+        self._advance(number)
+
+    def _start_again(self, number: int) -> str | None:
+        episode = self._episode(number)
+        try:
+            episode.lost_environment(episode.attempt)
+        except EpisodeDroppedError as error:
+            return f"{error}; see the output of its process above"
+        self._advance(number)
+        return None
+
+    def _advance_by(self, report: EpisodeReport) -> None:
+        assert isinstance(report, TurnReport)
+        self._end_wait(self._running[report.episode])
+        episode = self._episode(report.episode)
+
+        # A late answer of an earlier attempt does not advance the episode.
+        if (
+            episode.timed_out(report.place)
+            if report.reply is None
+            else episode.answered(report.place, report.token_ids, report.reply)
+        ):
+            self._advance(report.episode)
+
+    def _episode(self, number: int) -> Episode:
+        episode = self._running[number].episode
+        assert episode is not None, "it was started"
+        return episode
+
     def _advance(self, number: int) -> None:
         running = self._running[number]
-        step = running.episode.next
+        episode = self._episode(number)
+        step = episode.next
 
         if isinstance(step, WriteTurn):
-            sampling = replace(running.request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
-            turn = running.request._replace(prompt=step.token_ids, sampling=sampling)
-            # Prefer the replica of the last turn, whose prefix cache contains the episode so far.
-            (running.request_number,) = self._scheduler.add(
-                [turn],
-                [partial(self._wrote, number, step.place)],
-                on_failure=running.on_failure,
-                first=running.is_first,
-                prefer=running.replica,
+            deliver = partial(self._wrote, number, step.place)
+            running.turns[step.place.turn] = self._generate(
+                running, step.token_ids, step.max_new_tokens, step.seed, deliver
             )
         elif isinstance(step, AnswerTurn):
             running.waits_since_s = self._clock()
@@ -204,38 +302,65 @@ class EpisodeRunner:
             task = running.task if step.place.turn == 0 else None
             self._environments.order(TurnOrder(number, task, step))
         else:
-            # The episode is over. Remove it before its callback, which may begin others.
-            self._environments.end(number)
-            del self._running[number]
-            self._waited_s += running.waited_s
-            self._played_s += self._clock() - running.begun_s
             assert running.replica is not None, "the model has written"
-            running.deliver(running.replica, running.episode.trajectory)
+            self._end(number, episode.trajectory)
 
     def _wrote(self, number: int, place: TurnPosition, replica: int, sample: Sample) -> None:
         running = self._running[number]
-        running.request_number = None
+        running.turns = {}
         running.replica = replica
 
-        if running.episode.wrote(
+        if self._episode(number).wrote(
             place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason
         ):
             self._advance(number)
 
-    def _restart(self, number: int) -> None:
+
+class SessionRunner(EpisodeRunner):
+    """Runs the episodes of agent programs, which run in the processes and ask for turns."""
+
+    def _start(self, number: int) -> None:
         running = self._running[number]
-        self._scheduler.cancel([] if running.request_number is None else [running.request_number])
+        running.waits_since_s = self._clock()
+        self._environments.order(SessionOrder(number, running.task, running.request.prompt))
 
-        # The replica is no longer preferred: the new attempt shares only the prompt with its cache.
-        running.request_number = running.replica = running.waits_since_s = None
+    def _start_again(self, number: int) -> str | None:
+        running = self._running[number]
+        running.attempt += 1
+        most = self._limits.max_attempts
+        if running.attempt >= most:
+            return f"the process of its agent program was lost {most} times; see its output above"
+        self._start(number)
+        return None
 
-        try:
-            running.episode.lost_environment(running.episode.attempt)
-        except EpisodeDroppedError as error:
-            why = f"{error}; see the output of its process above"
-            if running.on_failure is None:
-                raise RunError(f"the episode of prompt {running.request.uid}: {why}") from error
-            running.on_failure(why)
-            return
+    def _advance_by(self, report: EpisodeReport) -> None:
+        running = self._running[report.episode]
+        match report:
+            case SampleRequest(_, request, token_ids, max_new_tokens, seed):
+                self._end_wait(running)
+                running.turns[request] = self._generate(
+                    running, token_ids, max_new_tokens, seed, partial(self._wrote, running, report)
+                )
+            case DroppedRequest(_, request) if request in running.turns:
+                self._scheduler.cancel([running.turns[request]])
+                self._ended_turn(running, request)
+            case SessionEnd(number, trajectory, why):
+                if trajectory.failure is not None:
+                    _log.warning(
+                        "the agent program of prompt %s failed (%s): %s",
+                        running.request.uid,
+                        trajectory.failure,
+                        why,
+                    )
+                self._end(number, trajectory)
 
-        self._advance(number)
+    def _wrote(self, running: _Running, asked: SampleRequest, replica: int, sample: Sample) -> None:
+        running.replica = replica
+        self._ended_turn(running, asked.request)
+        written = SampledTurn(sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason)
+        self._environments.order(SampleOrder(asked.episode, asked.request, written))
+
+    def _ended_turn(self, running: _Running, request: int) -> None:
+        running.turns.pop(request, None)
+        if not running.turns:
+            running.waits_since_s = self._clock()

@@ -21,8 +21,7 @@ from megarl.rollout.driver.finished_groups import RolloutOutput
 from megarl.rollout.driver.rollout import Rollout, RolloutSetup
 from megarl.rollout.driver.scheduler import Deliver, OnFailure, ReplicaState, RequestState
 from megarl.rollout.episodes.environments import Environments
-from megarl.rollout.episodes.episode_runner import EpisodeRunner
-from megarl.rollout.episodes.session_runner import SessionRunner
+from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
 
@@ -55,11 +54,8 @@ class EpisodeRollout(Rollout):
         """
         super().__init__(setup)
         self.environments = environments
-        self._runner = (
-            SessionRunner(self.scheduler, environments, of_episodes.max_attempts)
-            if has_programs
-            else EpisodeRunner(self.scheduler, environments, of_episodes)
-        )
+        runner = SessionRunner if has_programs else TurnRunner
+        self._runner = runner(self.scheduler, environments, of_episodes)
 
     @property
     def is_at_work(self) -> bool:

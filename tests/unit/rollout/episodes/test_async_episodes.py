@@ -26,7 +26,7 @@ from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler, RequestState, RolloutLimits
-from megarl.rollout.episodes.episode_runner import EpisodeRunner
+from megarl.rollout.episodes.episode_runner import TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
@@ -175,7 +175,7 @@ def stage(
     rollout.scheduler = RequestScheduler(
         engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait
     )  # type: ignore[arg-type]
-    rollout._runner = EpisodeRunner(rollout.scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
+    rollout._runner = TurnRunner(rollout.scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
 
     for step in range(total_steps + max_staleness + 9):  # the prompt to which an episode's seed belongs

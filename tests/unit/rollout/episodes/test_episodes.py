@@ -56,9 +56,8 @@ from megarl.rollout.driver.replicas import unshared
 from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
 from megarl.rollout.driver.scheduler import Deliver, RolloutLimits
 from megarl.rollout.episodes.environments import Environments
-from megarl.rollout.episodes.episode_runner import EpisodeRunner
+from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout, batch_of_trajectories
-from megarl.rollout.episodes.session_runner import SessionRunner
 from megarl.rollout.interface import GenerationRequest, Sample
 from megarl.rollout.worker.environment import EnvironmentServer, EnvironmentWorker, TurnOrder, TurnReport
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
@@ -475,11 +474,8 @@ def episode_rollout(
     at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
     setup = RolloutSetup(replicas=Nobody([None]), weights=weights, rules=rules, limits=at_once, seed=0)  # type: ignore[arg-type]
     rollout = EpisodeRollout(setup, environments, of_episodes)
-    rollout._runner = (
-        SessionRunner(writing, environments, of_episodes.max_attempts)  # type: ignore[arg-type]
-        if agent.harness.is_used
-        else EpisodeRunner(writing, environments, of_episodes)  # type: ignore[arg-type]
-    )
+    runner = SessionRunner if agent.harness.is_used else TurnRunner
+    rollout._runner = runner(writing, environments, of_episodes)  # type: ignore[arg-type]
 
     return rollout, writing
 
