@@ -12,9 +12,8 @@ from megarl.data.tables import chat_messages
 from megarl.doctor.check_result import CheckResult, doubtful, good, refused
 from megarl.doctor.reward_functions import REWARDS
 from megarl.machine.user_functions import UserFunctionError
-from megarl.rewards.judge_prompt import load_template, render
 from megarl.rewards.judge_reply import load_judge
-from megarl.rewards.judges import prompt_variables
+from megarl.rewards.judges import load_template, prompt_variables, render
 from megarl.rewards.process import ScoreRequest
 
 SOLUTION = "(the response)"  # a row of the data has none

@@ -7,7 +7,6 @@ import re
 import textwrap
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
@@ -21,13 +20,6 @@ _MARKDOWN = MarkdownIt("zero").enable(["fence", "list", "blockquote", "code"])
 _INDENTED_FENCE = re.compile(r"^[ \t]+(?=```|~~~)", re.MULTILINE)
 _TAG = re.compile(r"<code[^>]*>\n?(.*?)(?:</code>|\Z)", re.DOTALL | re.IGNORECASE)
 _CLOSING_FENCE = re.compile(r"(`{3,}|~{3,})\s*\Z")
-
-
-class _Block(NamedTuple):
-    """A fenced block. `language` is the first word after the fence, in lower case; empty if there is none."""
-
-    language: str
-    text: str
 
 
 def program_of(response: str) -> str:
@@ -44,12 +36,12 @@ def program_of(response: str) -> str:
     parsed = [_blocks(response), _blocks(_INDENTED_FENCE.sub("", response))]
 
     for blocks in parsed:
-        tagged = [block.text for block in blocks if block.language in _PYTHON and block.text.strip()]
+        tagged = [text for language, text in blocks if language in _PYTHON and text.strip()]
         if tagged:
             return tagged[-1]
 
     for blocks in parsed:
-        untagged = _best_untagged([block.text for block in blocks if not block.language])
+        untagged = _best_untagged([text for language, text in blocks if not language])
         if untagged is not None:
             return untagged
 
@@ -59,11 +51,15 @@ def program_of(response: str) -> str:
     return _without_closing_fence(response)
 
 
-def _blocks(response: str) -> list[_Block]:
+def _blocks(response: str) -> list[tuple[str, str]]:
+    """Return the language and the text of each fenced block.
+
+    The language is the first word after the fence, in lower case; empty if there is none.
+    """
     fences = [token for token in _MARKDOWN.parse(response) if token.type == "fence"]
     languages = [_WORD.search(fence.info.lower()) for fence in fences]
     return [
-        _Block(language.group() if language else "", _without_closing_fence(_dedent(fence.content)))
+        (language.group() if language else "", _without_closing_fence(_dedent(fence.content)))
         for language, fence in zip(languages, fences, strict=True)
     ]
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from megarl.cli.tables.console import print_line
 from megarl.config.schema import PPOConfig
 from megarl.doctor.judges import first_sample, prompt
-from megarl.rewards.judge_prompt import JudgePromptError
+from megarl.rewards.judges import JudgePromptError
 
 
 def print_judge_prompts(config: PPOConfig, console: Console) -> None:

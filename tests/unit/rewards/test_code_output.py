@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megarl.rewards import code
-from megarl.rewards.code_output import same_output
+from megarl.rewards.code import same_output
 from megarl.rewards.code_values import same_as_json
 
 
