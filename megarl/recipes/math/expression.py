@@ -10,9 +10,20 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megarl.recipes.math import numbers
-from megarl.recipes.math.decimals import LONGEST_NUMBER, UnreadableError, read_decimal, with_plain_fractions
-from megarl.recipes.math.functions import FUNCTIONS, apply_function, logarithm, root
-from megarl.recipes.math.numbers import NoNumberError, Number, TooLargeError, context
+from megarl.recipes.math.numbers import (
+    FUNCTIONS,
+    LONGEST_NUMBER,
+    NoNumberError,
+    Number,
+    TooLargeError,
+    UnreadableError,
+    apply_function,
+    context,
+    logarithm,
+    read_decimal,
+    root,
+    with_plain_fractions,
+)
 
 _DEEPEST = 60  # maximum nesting of brackets
 _TOKEN = re.compile(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from megarl.recipes.math.expression import GREEK_NAMES, is_prose
-from megarl.recipes.math.functions import FUNCTIONS
+from megarl.recipes.math.numbers import FUNCTIONS
 
 _GREEK = "|".join(sorted(GREEK_NAMES, key=len, reverse=True))
 _LETTER = rf"(?:[A-Za-z]|(?:\\(?:{_GREEK}|ell|hbar)|\b(?:{_GREEK}))(?![A-Za-z]))"

@@ -20,13 +20,23 @@ from megarl.recipes.math.answers import (
     Unread,
     Words,
 )
-from megarl.recipes.math.decimals import UnreadableError
 from megarl.recipes.math.expression import Expression, is_at_least, parse
+from megarl.recipes.math.formulas import same_value
 from megarl.recipes.math.names import is_label, is_name, is_variable
-from megarl.recipes.math.numbers import NoNumberError
-from megarl.recipes.math.plain_latex import plain_latex
-from megarl.recipes.math.splitting import AND, OR, is_balanced, listed, sides_of, split, with_wide_commas
-from megarl.recipes.math.units import APPROXIMATELY, SCALES, readings_of_units
+from megarl.recipes.math.notation import (
+    AND,
+    APPROXIMATELY,
+    OR,
+    SCALES,
+    is_balanced,
+    listed,
+    plain_latex,
+    readings_of_units,
+    sides_of,
+    split,
+    with_wide_commas,
+)
+from megarl.recipes.math.numbers import NoNumberError, UnreadableError
 
 _NOTHING = re.compile(
     r"(?:there (?:is|are|exists?) )?(?:none|no(?: such)?(?: "
@@ -51,6 +61,7 @@ _DERIVATIVE = re.compile(
     r"\\frac\s*\{\s*(?:d|\\partial)(?![^{}]*[+-])[^{}]*\}\s*"
     r"\{\s*(?:d|\\partial)\s*(?:[A-Za-z]|\\[a-z]+)\s*(?:\^\s*\{?\d\}?)?\s*\}"
 )
+_OF_POWER_OF_TEN = re.compile(r"\\log(?=\s*[({]?\s*10+\s*[)}]?(?![\d.^]))")
 _DOTS = re.compile(r"\\[lcv]?dots|\.\.\.")
 _ALL_REALS = re.compile(
     r"(?:x \\in )?\\mathbb\{R\}|all real(?: number)?s?|(?:the )?set of(?: all)? real numbers|all reals",
@@ -58,17 +69,17 @@ _ALL_REALS = re.compile(
 )
 
 
-def read(text: str) -> Answer:
-    """Parse an answer. It never raises: an answer that it cannot parse is Unread."""
-    return readings(text)[0]
-
-
 def readings(text: str) -> tuple[Answer, ...]:
-    """Parse an answer, also in its second meaning if it has one: `100,200` is a number or a list of two."""
+    """Parse an answer, also in its other meaning if it has one.
+
+    `100,200` is a number or a list of two, and the logarithm of a power of ten may have the base 10.
+
+    It never raises: an answer that it cannot parse is Unread.
+    """
     plain = plain_latex(text)
-    items = with_wide_commas(plain)
+    meanings = (plain, with_wide_commas(plain), _OF_POWER_OF_TEN.sub(r"\\log_{10} ", plain))
     try:
-        return tuple(_read(each) for each in dict.fromkeys((plain, items)))
+        return tuple(_read(each) for each in dict.fromkeys(meanings))
     except RecursionError:
         return (Unread(text),)
 
@@ -84,7 +95,8 @@ def _read(text: str) -> Answer:
         return Words(re.sub(r"\s+", "", text))  # a quantifier changes the meaning of its formula
 
     # Parse from the loosest binding to the tightest: lists, relations, brackets, a single formula.
-    for parsed in (_several(text), _relation(text), _brackets(text), _formula(text)):
+    for read in (_several, _relation, _brackets, _formula):
+        parsed = read(text)
         if parsed is not None:
             return parsed
 
@@ -116,7 +128,7 @@ def _several(text: str) -> Answer | None:
     if "\\cup" in text:
         unions = [as_union(_read(part.strip())) for part in text.split("\\cup")]
         if all(union is not None for union in unions):
-            return Union(tuple(each for union in unions if union is not None for each in union.parts))
+            return _union([each for union in unions if union is not None for each in union.parts])
         return None
 
     # Alternatives of several named values are groups: `x = 1, y = 2 or x = 3, y = 4` are two points.
@@ -149,7 +161,7 @@ def _joined(answers: Sequence[Answer], word: str) -> Answer | None:
         common = None if word == "or" else _intersection(parts)
         # A comma may mean "or": no number is in `x < 1, x > 3`.
         if word != "and" and (common is None or _is_empty(common)):
-            return Union(tuple(parts))
+            return _union(parts)
         return Union((common,)) if common else None
 
     items: list[Answer] = []
@@ -157,6 +169,28 @@ def _joined(answers: Sequence[Answer], word: str) -> Answer | None:
         items += answer.items if _is_list(answer) else (answer,)  # pyrefly: ignore[missing-attribute]
 
     return Items("list", tuple(items))
+
+
+def _union(parts: Sequence[Interval]) -> Union:
+    """Return the union of intervals. Two that touch are one: (0,1] and (1,2) are (0,2)."""
+    kept: list[Interval] = []
+    for part in parts:
+        for other in list(kept):
+            joined = _touching(other, part) or _touching(part, other)
+            if joined is not None:
+                kept.remove(other)
+                part = joined
+        kept.append(part)
+    return Union(tuple(kept))
+
+
+def _touching(first: Interval, second: Interval) -> Interval | None:
+    """Return both intervals as one if the second one begins where the first one ends."""
+    if first.high is None or second.low is None or not (first.has_high or second.has_low):
+        return None
+    if not same_value(first.high, second.low):
+        return None
+    return Interval(first.low, second.high, first.has_low, second.has_high)
 
 
 def _is_list(answer: Answer) -> bool:
@@ -304,7 +338,11 @@ def _interval(sides: Sequence[str], signs: Sequence[str]) -> Union | None:
     # Words on a side may change the meaning, as in `concave when x < 3`.
     if any('"' in side or re.search("[A-Za-z]{2} ", side) for side in sides):
         return None
-    ends = [None if is_name(side) and side not in ("\\infty", "\\pi", "e") else _end(side) for side in sides]
+    # `-1 < -x` is `x < 1`.
+    if not any(map(_is_unknown, sides)) and any(map(_is_negative_unknown, sides)):
+        sides = [side[1:].strip() if _is_negative_unknown(side) else f"-({side})" for side in sides[::-1]]
+        signs = signs[::-1]
+    ends = [None if _is_unknown(side) else _end(side) for side in sides]
     if sum(end is None for end in ends) != 1:
         return None
     # The end of an interval may be a parameter, but `y > 2x` is a region of the plane.
@@ -326,6 +364,14 @@ def _interval(sides: Sequence[str], signs: Sequence[str]) -> Union | None:
             return Union((Interval(low, high, *includes),))
 
     return None
+
+
+def _is_unknown(side: str) -> bool:
+    return is_name(side) and side not in ("\\infty", "\\pi", "e")
+
+
+def _is_negative_unknown(side: str) -> bool:
+    return side.startswith("-") and _is_unknown(side[1:].strip())
 
 
 # ---- formulas and their units

@@ -514,10 +514,5 @@ MORE = [
     (r"\text{Cannot be determined}", r"\text{cannot be determined}", True),
 ]
 
-# Answers that are judged wrongly, with the reason.
-MISSES = {
-    (r"\log 100", "2"): "a logarithm without a base is the natural one",
-}
-
 IN_BOX = [*NUMBERS, *UNITS, *FORMULAS, *SETS, *WORDS, *OTHERS, *MORE]
 CASES = [*RESPONSES, *((f"\\boxed{{{answer}}}", truth, right) for answer, truth, right in IN_BOX)]
