@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megarl.machine.wording import named
+
 
 class ApiError(Exception):
     """A request that is refused.
@@ -93,7 +95,8 @@ def refuse_unsupported(
         is_known = name in supported or name in _WITHOUT_EFFECT or name in ignored
         if value is None or is_known or value in neutral.get(name, ()):
             continue
+        shown = named(name)
         raise unsupported(
-            name,
-            f"leave it out, or list {name} in agent.harness.ignored_parameters to accept it without effect",
+            shown,
+            f"leave it out, or list {shown} in agent.harness.ignored_parameters to accept it without effect",
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Mapping
 from functools import reduce
 from operator import or_
@@ -30,6 +29,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from megarl.endpoint.api_error import ApiError, invalid, unsupported
 from megarl.machine.strict_json import MAX_DEPTH, is_too_deep
+from megarl.machine.wording import in_short, named
 
 _MOST_SHOWN = 3  # problems in one error
 _UNSUPPORTED = "unsupported"
@@ -44,7 +44,6 @@ _RULES = {
     "model_type": "be an object",
     "string_type": "be a string",
 }
-_shown = reprlib.Repr(maxlevel=3, maxdict=4, maxlist=4, maxstring=60, maxlong=40, maxother=60)
 
 
 class RequestFields(BaseModel):
@@ -80,9 +79,9 @@ def _problem(body: Any, error: ErrorDetails) -> ApiError:
     if error["type"] == "missing":
         return invalid(path, "is missing")
     if error["type"] == _UNSUPPORTED:
-        return unsupported(f"{path}.type={_shown.repr(value.get('type'))}", error["msg"])
+        return unsupported(f"{path}.type={in_short(value.get('type'))}", error["msg"])
     rule = _RULES.get(error["type"]) or re.sub(r"^\w+ should ", "", error["msg"])
-    return invalid(path, f"is {_shown.repr(value)}; it must {rule}")
+    return invalid(path, f"is {in_short(value)}; it must {rule}")
 
 
 def _place(body: Any, error: ErrorDetails) -> tuple[str, Any]:
@@ -99,8 +98,8 @@ def _place(body: Any, error: ErrorDetails) -> tuple[str, Any]:
         # The other steps are not fields, but names of schemas.
         elif isinstance(value, Mapping) and (step in value or number == last):
             value = value.get(step)
-            name = step if step.isidentifier() else f"[{_shown.repr(step)}]"
-            path += f".{name}" if path and name == step else name
+            name = named(step) if step.isidentifier() else f"[{in_short(step)}]"
+            path += f".{name}" if path and not name.startswith("[") else name
     return path, value
 
 

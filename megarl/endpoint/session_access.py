@@ -14,6 +14,7 @@ from megarl.agents.protocol import Task
 from megarl.endpoint.api_error import invalid
 from megarl.endpoint.request_fields import RequestFields, checked, wrong
 from megarl.endpoint.session import AgentSession
+from megarl.machine.wording import in_short
 
 _MOST_REWARD = 1e15
 
@@ -72,7 +73,7 @@ def _turn(session: AgentSession, response: str) -> int:
     turns = session.answered.get(re.split("[-_]", response)[-1], ())
     if len(turns) != 1:
         raise invalid(
-            f"responses[{response!r}]",
+            f"responses[{in_short(response)}]",
             "is a response with several choices; request one"
             if turns
             else "is not a response of the episode",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.machine import unicode_text
+from megarl.machine.wording import in_short
 
 # Levels of lists and objects. Python's own limit is some hundreds, depending on what walks the value.
 MAX_DEPTH = 200
@@ -72,7 +73,7 @@ def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} occurs twice")
+            raise ValueError(f"the key {in_short(key)} occurs twice")
         found[key] = value
 
     return found

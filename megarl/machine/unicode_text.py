@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.machine.wording import in_short, named
+
 PROBLEM = "half of a character (a lone surrogate), which no tokenizer or file can encode"
 
 
@@ -30,10 +32,10 @@ def lone_surrogate(value: Any) -> str | None:
                     (key for key in each if isinstance(key, str) and not is_encodable(key)), None
                 )
             ) is not None:
-                return f"the key {unwritable!r}" + (f" of {place}" if place else "")
+                return f"the key {in_short(unwritable)}" + (f" of {place}" if place else "")
             # Push in reverse, so that the first location in reading order is found first.
             left += [
-                (f"{place}.{key}" if place else str(key), inner)
+                (f"{place}.{named(str(key))}" if place else named(str(key)), inner)
                 for key, inner in reversed(list(each.items()))
             ]
         elif isinstance(each, list | tuple):

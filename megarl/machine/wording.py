@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import fields, is_dataclass
 from enum import Enum
+
+_LONGEST = 60  # characters of a text in a message
+_short = reprlib.Repr(maxlevel=3, maxdict=4, maxlist=4, maxstring=_LONGEST, maxlong=40, maxother=_LONGEST)
+
+
+def in_short(value: object) -> str:
+    """Return a value from outside as a message contains it, without the middle of what is long."""
+    return _short.repr(value)
+
+
+def named(name: str) -> str:
+    """Return a name from outside as a message contains it: as it is, unless it is long."""
+    return name if len(name) <= _LONGEST else in_short(name)
 
 
 def counted(number: int, name: str) -> str:

@@ -372,6 +372,13 @@ REFUSED: list[tuple[str, Any, str]] = [
         "responses['chatcmpl-0'] is 'x'; it must be a finite number",
     ),
     (REWARD, {"responses": [1]}, "responses is [1]; it must be an object"),
+    # Long names from the request are cut, wherever a message repeats them.
+    (REWARD, {"responses": {"chatcmpl-" + "9" * 5000: 1}}, "responses['chatcmpl-9"),
+    (REWARD, {"responses": {"a" * 5000: "x"}}, "responses.'aaaa"),
+    (CHAT, {"b" * 5000: 1}, "'bbbb"),
+    (CHAT, ('{"%s": 1, "%s": 2}' % (("c" * 5000,) * 2)).encode(), "the body is not JSON: the key 'cccc"),
+    (CHAT, ('{"%s": "\\ud800"}' % ("d" * 5000)).encode(), "the body is not JSON: 'dddd"),
+    (CHAT, ('{"%s\\ud800": 1}' % ("e" * 5000)).encode(), "the body is not JSON: the key 'eeee"),
     *(
         (path, b'{"reward": 1, "reward": 2}', "the body is not JSON: the key 'reward'")
         for path in (CHAT, REWARD)
