@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from megarl.machine.wording import counted
+
 
 class RestartBudget:
     """Restarts of the recent past. A rare fault never exhausts the budget, however long the run is.
@@ -40,7 +42,15 @@ class RestartBudget:
         self._times_s.append(self._now_s())
         self.num_restarts += 1
 
-    def __str__(self) -> str:
-        """Return the limit as text, such as "3 restarts within 86,400 s"."""
+    def used_up(self, of: str = "") -> str:
+        """Return the end of the message about a process that would need another restart.
+
+        Args:
+            of: What the restarts are of, such as " of this process".
+        """
         within = "" if math.isinf(self.window_s) else f" within {self.window_s:,.0f} s"
-        return f"{self.limit} restarts{within}"
+        return (
+            f"rollout.restart_limit: {counted(self.limit, 'restart')}{within}{of} "
+            f"{'is' if self.limit == 1 else 'are'} used up. The cause is in the output above; if it is "
+            "intermittent, allow more"
+        )

@@ -107,10 +107,7 @@ class RestartedGroup:
         role = self.group.role
         while True:
             if not self._budget.left:
-                raise ProcessLimitError(
-                    f"{role}: {why}\n\nrollout.restart_limit: {self._budget} of this process are used up. "
-                    f"The cause is in the output above; if it is intermittent, allow more"
-                )
+                raise ProcessLimitError(f"{role}: {why}\n\n{self._budget.used_up(' of this process')}")
             self._budget.spend()
             _log.warning(
                 "%s\nthe process of the role %s is restarted, and its requests are sent again; "

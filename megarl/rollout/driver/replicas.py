@@ -182,10 +182,7 @@ class Replicas:
         leave_lost_nodes(self._places[number].pool, name, self._wait_for_node_s, details=f"\n\n{last_words}")
 
         if not self._budget.left:
-            raise RestartLimitError(
-                f"{last_words}\n\nrollout.restart_limit: {self._budget} are used up. The cause is in the "
-                f"output above; if it is intermittent, allow more"
-            )
+            raise RestartLimitError(f"{last_words}\n\n{self._budget.used_up()}")
         self._find_environments(number)
 
         # The new process starts while the others generate; it has no weights until it is readmitted.

@@ -205,10 +205,7 @@ class Environments:
 
         # The limit is checked after the shutdown, so that no process remains if the run ends here.
         if not self._budget.left:
-            raise ProcessLimitError(
-                f"{last_words}\n\nrollout.restart_limit: {self._budget} of such processes are used up. The "
-                f"cause is in the output above; if it is intermittent, allow more"
-            )
+            raise ProcessLimitError(f"{last_words}\n\n{self._budget.used_up(' of such processes')}")
 
         leave_lost_nodes(self._pools[number], name, self._wait_for_node_s, details=f"\n\n{last_words}")
         self._budget.spend()

@@ -45,7 +45,14 @@ def test_an_infinite_window_is_the_whole_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window_s", "text"), [(86_400.0, "3 restarts within 86,400 s"), (float("inf"), "3 restarts")]
+    ("limit", "window_s", "of", "text"),
+    [
+        (3, 86_400.0, "", "3 restarts within 86,400 s are used up. "),
+        (3, float("inf"), " of this process", "3 restarts of this process are used up. "),
+        (1, float("inf"), "", "1 restart is used up. "),
+        (1, 60.0, " of such processes", "1 restart within 60 s of such processes is used up. "),
+        (0, float("inf"), "", "0 restarts are used up. "),
+    ],
 )
-def test_the_message_names_the_window(window_s: float, text: str) -> None:
-    assert str(RestartBudget(3, window_s)) == text
+def test_the_message_names_the_window(limit: int, window_s: float, of: str, text: str) -> None:
+    assert RestartBudget(limit, window_s).used_up(of).startswith(f"rollout.restart_limit: {text}")
