@@ -355,7 +355,10 @@ def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
             yield from schema_keys(hint, f"{prefix}{name}.")
 
 
-_LIKENESS = 0.75  # of a typing error; names that differ more have other meanings
+# Likeness of a typing error: names that differ more have other meanings. Only names are compared, without the
+# sections around them, and a name of another section must be nearly the same.
+_LIKENESS = 0.75
+_SAME_WORD = 0.85
 
 
 def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
@@ -365,7 +368,7 @@ def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     the section, the same name in one other section, a typing error of any key.
     """
     keys = list(schema_keys(schema))
-    if near := difflib.get_close_matches(name, key_types(section), n=1, cutoff=0.85):
+    if near := difflib.get_close_matches(name, key_types(section), n=1, cutoff=_SAME_WORD):
         return f"did you mean {prefix}{near[0]}?"
     if (meant := synonym_hint(prefix + name, set(keys))) is not None:
         return meant
@@ -375,13 +378,10 @@ def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     if near := difflib.get_close_matches(name, key_types(section), n=1, cutoff=_LIKENESS):
         return f"did you mean {prefix}{near[0]}?"
 
-    # Several sections may have the name: prefer the one whose whole path is most similar.
-    if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
-        return (
-            f"did you mean "
-            f"{max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
-        )
-
-    if near := difflib.get_close_matches(prefix + name, keys, n=1, cutoff=0.85):
-        return f"did you mean {near[0]}?"
+    # Several sections may have the name, or one like it: prefer the one whose whole path is most similar.
+    names = {key.rpartition(".")[2] for key in keys}
+    meant = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=_SAME_WORD)
+    if same := [key for key in keys if key.rpartition(".")[2] in meant]:
+        nearest = max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())
+        return f"did you mean {nearest}?"
     return f"known here: {', '.join(key_types(section))}"

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from megarl.config.schema.keys import MISSING, InputKind
@@ -350,13 +350,14 @@ def _parse_yaml(text: str, name: str) -> tuple[object, Mapping[str, str]]:
 
     A command reads a file several times, for its kind and for its values, and the parser is slow.
     """
+    root = yaml.compose(_NamedText(text, name), Loader=yaml.CSafeLoader)
     # OmegaConf would take a single word for a key, and refuses a number with another exception.
-    if not _is_mapping(_NamedText(text, name)):
+    if isinstance(root, yaml.SequenceNode) or (isinstance(root, yaml.ScalarNode) and root.value):
         return None, {}
-    loaded = OmegaConf.load(_NamedText(text, name))
-    # Interpolations stay unresolved until all layers are merged.
-    values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
-    return values, dict(_unquoted(yaml.compose(text, Loader=yaml.CSafeLoader), ""))
+    # OmegaConf also refuses aliases that stand for thousands of values. Interpolations stay unresolved until
+    # all layers are merged.
+    values = OmegaConf.to_container(OmegaConf.load(_NamedText(text, name)))
+    return values, dict(_unquoted(root, ""))
 
 
 def _unquoted(node: yaml.Node | None, key: str) -> Iterator[tuple[str, str]]:
@@ -369,15 +370,6 @@ def _unquoted(node: yaml.Node | None, key: str) -> Iterator[tuple[str, str]]:
             yield from _unquoted(item, f"{key}[{index}]")
     elif isinstance(node, yaml.ScalarNode) and not node.style:
         yield key, node.value
-
-
-def _is_mapping(text: _NamedText) -> bool:
-    """Return whether a YAML text is a mapping or empty. Reads only its beginning."""
-    events = yaml.parse(text, Loader=yaml.SafeLoader)
-    root = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
-    if isinstance(root, yaml.ScalarEvent):
-        return not root.value  # nothing after `---`
-    return root is None or isinstance(root, yaml.MappingStartEvent)
 
 
 def _half_a_reference(error: GrammarParseError) -> str:

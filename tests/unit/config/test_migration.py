@@ -171,6 +171,13 @@ MEANT = {
     "trainer.fruit=1": None,
     "data.sky=1": None,
     "rollout.zebra=1": None,
+    # A short name is not like another one only because its section is.
+    "algorithm.pol=x": None,
+    "rollout.nn=1": None,
+    "actor.megatron.opt=1": None,
+    "algorithm.dynamic_sampling.max=1": None,
+    # A typing error of a key of another section.
+    "trainer.tensor_parallel_sizes=2": "actor.parallel.tensor_parallel_size",
 }
 
 
