@@ -39,8 +39,7 @@ from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import DType, PPOConfig
 from megarl.config.validate import read_architectures, validate
-from megarl.step_time.device import DeviceProfile
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import DeviceProfile, load_device
 from megarl.step_time.lengths import measured_lengths
 from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.role_time import role_times

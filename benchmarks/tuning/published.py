@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -22,16 +22,13 @@ from megarl.models.architecture import Architecture
 from megarl.placement.memory import engine_weights, pushed_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
-from megarl.step_time.device import DeviceProfile, Efficiency
-from megarl.step_time.device_files import load_device
-from megarl.step_time.fit import Observation, fit_device
+from megarl.step_time.device import DeviceProfile, Efficiency, load_device
 from megarl.step_time.generation import generation_time
 from megarl.step_time.lengths import Lengths, assumed_lengths
+from megarl.step_time.measured_run import fit_device
 from megarl.step_time.phase_time import PhaseTime
-from megarl.step_time.role_time import times_of
-from megarl.step_time.role_work import RoleWork, role_work
-from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine
-from megarl.step_time.transfers import moved_items, offload_times
+from megarl.step_time.role_time import RoleWork, role_work, times_of
+from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine, moved_items, offload_times
 
 ROWS_FILE = Path(__file__).parent / "published_steps.json"
 _FOLDERS = {
@@ -218,8 +215,8 @@ def _sync_time(run: PublishedRun, device: DeviceProfile) -> PhaseTime:
     )
 
 
-def observe(runs: Sequence[PublishedRun]) -> list[Observation]:
-    return [Observation(lambda device, run=run: predict(run, device).seconds, run.measured_s) for run in runs]
+def observe(runs: Sequence[PublishedRun]) -> list[tuple[Callable[[DeviceProfile], float], float]]:
+    return [(lambda device, run=run: predict(run, device).seconds, run.measured_s) for run in runs]
 
 
 def fitted_without(device: DeviceProfile, runs: Sequence[PublishedRun], model: str) -> DeviceProfile:

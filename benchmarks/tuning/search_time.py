@@ -15,7 +15,7 @@ from benchmarks.tuning.shipped import read_run
 from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.search import search
 from megarl.search.space import Space, pinned_keys
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import load_device
 from megarl.step_time.lengths import expected_lengths
 
 _DEVICES_PER_NODE = 8

@@ -25,8 +25,7 @@ from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.search import search
 from megarl.search.solution import Solution
 from megarl.search.space import Space, pinned_keys
-from megarl.step_time.device import DeviceProfile
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import DeviceProfile, load_device
 from megarl.step_time.lengths import expected_lengths
 from megarl.step_time.step import predict_step
 

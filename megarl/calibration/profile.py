@@ -16,9 +16,8 @@ from megarl.calibration.measurements import (
     RankMeasurements,
 )
 from megarl.config.schema import DType
-from megarl.step_time.device import DeviceProfile, Efficiency, LinkProfile
-from megarl.step_time.device_files import sourced_keys
-from megarl.step_time.links import RankSpan, collective_s
+from megarl.step_time.device import DeviceProfile, Efficiency, LinkProfile, sourced_keys
+from megarl.step_time.phase_time import RankGroup, collective_s
 
 _GIB = 2**30
 # Shares of rates that are relative to a data sheet.
@@ -237,7 +236,7 @@ def _modeled_s(time: CollectiveTime, gb_s: float, latency_us: float) -> float:
     device = DeviceProfile(
         devices_per_node=time.num_ranks, within_node=link, efficiency=Efficiency(links=1.0)
     )
-    return collective_s(device, time.kind, RankSpan(time.num_ranks), time.nbytes)
+    return collective_s(device, time.kind, RankGroup(time.num_ranks), time.nbytes)
 
 
 def product_efficiency(times: Sequence[ProductTime], peak_tflops: float, memory_gb_s: float) -> float:

@@ -22,7 +22,7 @@ from megarl.machine.errors import ConfigError
 from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
-from megarl.step_time.device_files import assumed_profile, with_budget
+from megarl.step_time.device import assumed_profile, with_budget
 
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (

@@ -60,7 +60,7 @@ from megarl.machine.user_functions import UserFunctionError
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.rollout.interface import end_token_ids
-from megarl.step_time.device_files import profile_of
+from megarl.step_time.device import profile_of
 from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 

@@ -1,29 +1,119 @@
 """The configurations of one placement: a variant of each unit, and a shape of the engines.
 
 Lower bounds of a step's time, from the times of its phases, leave out placements that cannot be better.
+The best configurations are planned and checked as `megarl check` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from megarl.config.validate import validate
+from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
-from megarl.placement.dataflow import Phase, phases_of, waits_for
-from megarl.placement.placement_plan import PlacementPlan
-from megarl.search.best import LEVEL, BestSolutions
-from megarl.search.choices import device_bytes
-from megarl.search.engines import EngineShape
-from megarl.search.placements import Pool
+from megarl.models.architecture import Architecture
+from megarl.placement.memory import budget_problems, plan_memory
+from megarl.placement.plan import plan_placement
+from megarl.search.choices import with_choice
+from megarl.search.engines import EngineShape, with_engines
+from megarl.search.placements import Pool, placement_of
 from megarl.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
+from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.rejections import Reason, Rejections
+from megarl.search.solution import Solution
 from megarl.search.space import ROLLOUT, Space, Unit
 from megarl.search.tables import Tables
 from megarl.search.variants import Variant, VariantTable
+from megarl.step_time.step import GENERATION, StepSchedule
 
 # The most configurations with the same pools that are planned. More of them differ by less than the bounds.
 _MOST_PLANNED = 400
+LEVEL = "configurations"
 
-GENERATION = "gen"
+
+class BestSolutions:
+    """The fastest configurations so far.
+
+    Args:
+        rejections: Where it is counted what was left out.
+        num_results: The number of configurations to keep.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        architectures: Mapping[str, Architecture],
+        costs: PredictedCosts,
+        rejections: Rejections,
+        num_results: int,
+    ) -> None:
+        self.solutions: list[Solution] = []
+        self._space = space
+        self._architectures = architectures
+        self._costs = costs
+        self._rejections = rejections
+        self._num_results = num_results
+
+    @property
+    def bound_s(self) -> float:
+        """The time that another result must beat."""
+        return self.solutions[-1].seconds if len(self.solutions) >= self._num_results else float("inf")
+
+    @property
+    def bound_of_phases_s(self) -> float:
+        """The time that the phases of another result must beat."""
+        return self.bound_s - self._costs.overhead_s(self._space.config)
+
+    def complete(
+        self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: EngineShape
+    ) -> None:
+        """Plan, check and predict a configuration, and keep it if it is among the best."""
+        config = self._space.config.with_sections(placement=placement_of(self._space, pools))
+        for unit in self._space.units:
+            config = with_choice(config, unit, variants[unit.name].choice)
+        config = with_engines(config, engines.choice)
+
+        try:
+            plan = plan_placement(config)
+        except ConfigError as error:
+            self._rejections.reject(LEVEL, Reason.node, error.problems[0])
+            return
+
+        step = self._costs.predict_step(config, plan, self._architectures)
+        if step.seconds >= self.bound_s:
+            self._rejections.reject(LEVEL, Reason.slower)
+            return
+
+        # One violation is enough, so the others are not looked for.
+        for violation in validate(config):
+            self._rejections.reject(LEVEL, Reason.rules, str(violation))
+            return
+
+        memory = plan_memory(config, plan, self._architectures)
+        for problem in budget_problems(config, memory):
+            self._rejections.reject(LEVEL, Reason.memory, problem)
+            return
+
+        choices = {name: variant.choice for name, variant in variants.items()}
+        self._keep(
+            Solution(
+                config=config,
+                plan=plan,
+                memory=memory,
+                step=step,
+                pools=pools,
+                choices=choices,
+                engines=engines.choice,
+            )
+        )
+
+    def _keep(self, new: Solution) -> None:
+        """Insert a solution. Of each kind only the fastest one is kept."""
+        same = next((each for each in self.solutions if each.kind == new.kind), None)
+        if same is not None and same.seconds <= new.seconds:
+            return
+        others = [each for each in self.solutions if each is not same]
+        self.solutions = sorted([*others, new], key=lambda each: each.seconds)[: self._num_results]
 
 
 class Branch:
@@ -56,7 +146,7 @@ class Branch:
 
         self._schedule = StepSchedule(memory.plan, generates_ahead=max_staleness > 0)
         self._max_staleness = max_staleness
-        self._limit = device_bytes(space)
+        self._limit = space.device_bytes
 
         self._shares: dict[tuple[str, int], MemoryShare] = {}
         self._units: list[tuple[Unit, int]] = []
@@ -112,7 +202,7 @@ class Branch:
             # Variants are sorted, so the following ones are slower too.
             if (
                 self._num_planned >= _MOST_PLANNED
-                or self._schedule.least(sums, self._engines[0].seconds) >= self._best.bound_of_phases_s
+                or self._least_s(sums, self._engines[0].seconds) >= self._best.bound_of_phases_s
             ):
                 return
             share = self._share(unit, variant)
@@ -123,6 +213,14 @@ class Branch:
                 continue
             inside = [of_pool if number == pool else each for number, each in enumerate(shares)]
             self._choose({**chosen, unit.name: variant}, sums, inside)
+
+    def _least_s(self, of_pools: Sequence[float], generation_s: float) -> float:
+        """Return a lower bound from the sum of the models' times in each pool.
+
+        Everything follows generation, unless generation runs ahead.
+        """
+        longest = max(of_pools, default=0.0)
+        return max(longest, generation_s) if self._max_staleness else longest + generation_s
 
     def _share(self, unit: Unit, variant: Variant) -> MemoryShare:
         key = (unit.name, id(variant))
@@ -140,7 +238,7 @@ class Branch:
             # The engines are in the order of their time, so the others are no faster.
             if (
                 self._num_planned >= _MOST_PLANNED
-                or self._schedule.least(of_pools, engines.seconds) >= self._best.bound_of_phases_s
+                or self._least_s(of_pools, engines.seconds) >= self._best.bound_of_phases_s
             ):
                 return
             self._rejections.consider(LEVEL)
@@ -154,56 +252,3 @@ class Branch:
                 continue
             self._num_planned += 1
             self._best.complete(self._pools, chosen, engines)
-
-
-class StepSchedule:
-    """The order of a step's phases in a placement.
-
-    A phase begins when those that it depends on have ended, and when its devices are free.
-
-    Args:
-        plan: A placement with these pools, of any size.
-        generates_ahead: Whether generation overlaps with the rest of a step.
-    """
-
-    def __init__(self, plan: PlacementPlan, *, generates_ahead: bool) -> None:
-        step = phases_of(plan.roles)
-        self._waits = waits_for(step)
-        self._pools = {phase.name: _pools(plan, phase) for phase in step}
-        self._step: Sequence[Phase] = step
-        self._generates_ahead = generates_ahead
-
-    def seconds(self, times: Mapping[str, float]) -> float:
-        """Return the time of a step. Phases without a time take none.
-
-        Args:
-            times: The seconds of each phase.
-        """
-        ends: dict[str, float] = {}
-        free: dict[str, float] = {}
-        for phase in self._step:
-            if self._generates_ahead and phase.name == GENERATION:
-                # The engines generate for a later step, at the same time as all other phases.
-                ends[phase.name] = 0.0
-                continue
-            waited = [ends[name] for name in self._waits[phase.name]]
-            pools = self._pools[phase.name]
-            begin = max((*waited, *(free.get(pool, 0.0) for pool in pools)), default=0.0)
-            ends[phase.name] = begin + times.get(phase.name, 0.0)
-            free.update(dict.fromkeys(pools, ends[phase.name]))
-
-        ahead = times.get(GENERATION, 0.0) if self._generates_ahead else 0.0
-        return max(ahead, *ends.values())
-
-    def least(self, of_pools: Sequence[float], generation_s: float) -> float:
-        """Return a lower bound from the sum of the models' times in each pool.
-
-        Everything follows generation, unless generation runs ahead.
-        """
-        longest = max(of_pools, default=0.0)
-        return max(longest, generation_s) if self._generates_ahead else longest + generation_s
-
-
-def _pools(plan: PlacementPlan, phase: Phase) -> tuple[str, ...]:
-    groups = [plan.group_of(role) for role in phase.roles]
-    return tuple(dict.fromkeys(group.pool for group in groups if group.uses_devices))

@@ -12,7 +12,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.memory import RoleMemory, role_memory
-from megarl.search.space import Space, Unit, roles_of
+from megarl.search.space import Unit, roles_of
 
 
 class Choice(NamedTuple):
@@ -62,13 +62,6 @@ def _limited(micro_batch: MicroBatchConfig, max_tokens: int | None) -> MicroBatc
         if max_tokens is None or micro_batch.max_tokens is None
         else MicroBatchConfig(max_tokens=max_tokens)
     )
-
-
-def device_bytes(space: Space) -> float:
-    """Return the memory budget of a device in bytes."""
-    limit_gb = space.config.placement.device_memory_gb
-    assert limit_gb is not None, "the search needs a budget"
-    return limit_gb * 2**30
 
 
 def memory_by_stage(config: PPOConfig, role: ModelRole, architecture: Architecture) -> tuple[RoleMemory, ...]:

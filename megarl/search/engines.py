@@ -14,9 +14,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
 from megarl.placement.memory import Usage, engine_share, engine_usage, row_cache
 from megarl.placement.requests import engine_problems
-from megarl.search.choices import device_bytes
-from megarl.search.costs import StepCosts
 from megarl.search.placements import Pool
+from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.rejections import Reason, Rejections
 from megarl.search.space import Space
 
@@ -78,7 +77,7 @@ def engines_of(
     policy: Architecture,
     pool: Pool,
     max_staleness: int,
-    costs: StepCosts,
+    costs: PredictedCosts,
     rejections: Rejections,
 ) -> list[EngineShape]:
     """Return the shapes of the engines in a pool, from fast to slow.
@@ -189,4 +188,4 @@ def _fits(space: Space, config: PPOConfig, policy: Architecture, usage: Usage) -
     share = engine_share(config)
     if share is not None and usage.parameters + row_cache(config, policy) > share:
         return False
-    return usage.total <= device_bytes(space)
+    return usage.total <= space.device_bytes

@@ -1,22 +1,22 @@
-"""The costs of a search as megarl/step_time predicts them for a device and the lengths of samples."""
+"""The times that a search needs, as megarl/step_time predicts them for a device and lengths of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
 from megarl.config.roles import ModelRole, RoleKind, model_roles
-from megarl.config.schema import DType, PPOConfig
+from megarl.config.schema import PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.flops import training_flops
 from megarl.placement.dataflow import Item
 from megarl.placement.placement_plan import PlacementPlan
+from megarl.step_time.counts import dtype_of
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.generation import generation_time
 from megarl.step_time.lengths import Lengths
 from megarl.step_time.phase_time import PhaseTime, peak_flops
 from megarl.step_time.role_time import role_times
-from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine
-from megarl.step_time.transfers import moved_items, offload_times, push_time, snapshot_times
+from megarl.step_time.step import GENERATION, PredictedStep, moved_items, placed_step
 
 # The lengths of a bound are sampled, so the bound stays below the time of all responses.
 _CAUTION = 0.95
@@ -26,6 +26,7 @@ class PredictedCosts:
     """The predictions for one kind of device, and for the variants of one run.
 
     Times are remembered by what a search varies, so a run with other fixed values needs another instance.
+    Equal arguments give equal times.
     """
 
     def __init__(self, device: DeviceProfile, lengths: Lengths) -> None:
@@ -39,12 +40,17 @@ class PredictedCosts:
     def role_times(
         self, config: PPOConfig, role: ModelRole, architecture: Architecture
     ) -> Mapping[str, PhaseTime]:
+        """Return the time of each phase of a model, which `config` has as `role`."""
         key = (role.name, role.parallel, role.micro_batch, role.recomputation)
         if key not in self._of_roles:
             self._of_roles[key] = role_times(config, role, architecture, self._device, self._lengths)
         return self._of_roles[key]
 
     def generation_time(self, config: PPOConfig, policy: Architecture) -> PhaseTime:
+        """Return the time in which the engines generate the samples of a step.
+
+        With `rollout.max_staleness` above 0 it is the mean over the steps that generation runs ahead.
+        """
         rollout = config.rollout
         sizes = (rollout.num_replicas, rollout.tensor_parallel_size, rollout.expert_parallel_size)
         share = rollout.memory_share_of(rollout.engine)
@@ -55,20 +61,24 @@ class PredictedCosts:
         return self._of_engines[key]
 
     def overhead_s(self, config: PPOConfig) -> float:
+        """Return the time of a step that depends on neither layouts nor placement."""
         return config.samples_per_step * self._device.sample_ms / 1e3
 
     def least_role_s(
         self, config: PPOConfig, role: ModelRole, architecture: Architecture, num_devices: int
     ) -> float:
-        """Return the time of the products of the responses in a role's updates, at the rate of large ones."""
+        """Return a lower bound of all phases of a role over a number of devices, in any layout.
+
+        It is the time of the products of the responses in its updates, at the rate of large ones.
+        """
         if role.optim is None or role.kind in (RoleKind.scorer, RoleKind.teacher):
             return 0.0
         if role.name not in self._flops:
             rows = [(1, response) for response in self._lengths.spread(64)]
             flops = training_flops(architecture, rows, with_value_head=role.with_value_head)
             self._flops[role.name] = flops * config.samples_per_step * config.passes_per_step // len(rows)
-        dtype = "float32" if config.model.dtype is DType.float32 else "bfloat16"
-        rate = peak_flops(self._device, "fp8" if role.megatron.transformer.get("fp8") else dtype)
+        dtype = "fp8" if role.megatron.transformer.get("fp8") else dtype_of(config)
+        rate = peak_flops(self._device, dtype)
         # The larger of both efficiencies keeps this a lower bound.
         share = max(self._device.efficiency.gemm, self._device.efficiency.attention)
         return _CAUTION * self._flops[role.name] / (num_devices * rate * share)
@@ -76,14 +86,15 @@ class PredictedCosts:
     def predict_step(
         self, config: PPOConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]
     ) -> PredictedStep:
+        """Return the time of a complete step, with everything that the other functions leave out.
+
+        It is never below the schedule of the phases' times (branch.py) plus the overhead.
+        """
         times = {GENERATION: self.generation_time(config, architectures["actor"])}
         for role in model_roles(config):
             times |= self.role_times(config, role, architectures[role.name])
-        times[PUSH] = push_time(config, plan, architectures["actor"], self._device)
         moved = self._moved_items(plan)
-        moves = offload_times(config, moved, architectures, self._device)
-        snapshots = snapshot_times(config, plan, moved, moves, architectures, self._device)
-        return combine(config, plan, times, moves, self._device, self._lengths, snapshots)
+        return placed_step(config, plan, times, architectures, self._device, self._lengths, moved)
 
     def _moved_items(self, plan: PlacementPlan) -> Mapping[str, frozenset[Item]]:
         # Moves depend on which roles share devices, not on the number of devices.

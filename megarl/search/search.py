@@ -6,8 +6,9 @@ lower bound exceeds the best complete steps, which are planned and checked as `m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from megarl.config.roles import SOURCE_TEACHER, judge_roles, model_roles
@@ -16,9 +17,7 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 from megarl.placement.memory import budget_problems, plan_memory
 from megarl.placement.plan import plan_placement
-from megarl.search.best import BestSolutions
-from megarl.search.branch import Branch
-from megarl.search.costs import StepCosts, StepTime
+from megarl.search.branch import BestSolutions, Branch
 from megarl.search.placements import (
     Partition,
     Pool,
@@ -28,13 +27,15 @@ from megarl.search.placements import (
     refuse_unpinned_pools,
 )
 from megarl.search.pool_memory import PoolMemory
+from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.rejections import Reason, Rejections
-from megarl.search.solution import Found
+from megarl.search.solution import Found, Solution
 from megarl.search.space import Space, free_keys
 from megarl.search.tables import Tables
+from megarl.step_time.step import PredictedStep
 
 
-def search(space: Space, costs: StepCosts, num_results: int = 1) -> Found:
+def search(space: Space, costs: PredictedCosts, num_results: int = 1) -> Found:
     """Return the fastest configurations of a space.
 
     Raises:
@@ -99,7 +100,7 @@ def _nothing_fits(space: Space, rejections: Rejections) -> str:
     )
 
 
-def configured_step(space: Space, costs: StepCosts) -> StepTime | None:
+def configured_step(space: Space, costs: PredictedCosts) -> PredictedStep | None:
     """Return the predicted step of a run as its file has it, None if that is not valid on these devices."""
     config = space.config
     architectures, _ = read_architectures(config)
@@ -114,18 +115,10 @@ def configured_step(space: Space, costs: StepCosts) -> StepTime | None:
     return costs.predict_step(config, plan, architectures)
 
 
-class _Split(NamedTuple):
-    """A division of the devices into the pools of a partition, with a rough bound of its time."""
-
-    partition: Partition
-    pools: tuple[Pool, ...]
-    bound_s: float
-
-
 class _Search:
     """The state of a search."""
 
-    def __init__(self, space: Space, costs: StepCosts, num_results: int) -> None:
+    def __init__(self, space: Space, costs: PredictedCosts, num_results: int) -> None:
         self._space = space
         self._architectures, unreadable = read_architectures(space.config)
         if unreadable:
@@ -158,24 +151,25 @@ class _Search:
     def explore(self, max_staleness: int) -> None:
         """Search all placements with a `rollout.max_staleness`."""
         splits = [
-            _Split(partition, pools, self.tables.least_s(pools, max_staleness))
+            (self.tables.least_s(pools, max_staleness), pools)
             for partition in partitions(self._space, max_staleness)
             for pools in device_splits(self._space, partition)
         ]
         memories: dict[Partition, PoolMemory] = {}
 
         # Fast splits first, so that slow ones are cut.
-        for split in sorted(splits, key=lambda each: each.bound_s):
+        for _, pools in sorted(splits, key=itemgetter(0)):
             self.rejections.consider("placements")
-            if self.tables.least_s(split.pools, max_staleness) >= self.best.bound_of_phases_s:
+            if self.tables.least_s(pools, max_staleness) >= self.best.bound_of_phases_s:
                 self.rejections.reject("placements", Reason.slower)
                 continue
-            if (problem := self._placement_problem(split.pools, max_staleness)) is not None:
+            if (problem := self._placement_problem(pools, max_staleness)) is not None:
                 self.rejections.reject("placements", Reason.rules, problem)
                 continue
+            partition = tuple(pool.units for pool in pools)
             try:
-                if split.partition not in memories:
-                    memories[split.partition] = PoolMemory(self._space, split.partition, self._architectures)
+                if partition not in memories:
+                    memories[partition] = PoolMemory(self._space, partition, self._architectures)
             except ConfigError as error:
                 self.rejections.reject("placements", Reason.rules, "; ".join(error.problems))
                 continue
@@ -185,8 +179,8 @@ class _Search:
                 self.tables,
                 self.best,
                 self.rejections,
-                split.pools,
-                memories[split.partition],
+                pools,
+                memories[partition],
                 max_staleness,
             ).explore()
 
@@ -202,3 +196,34 @@ class _Search:
                 for violation in rule(config):
                     return str(violation)
         return None
+
+
+class ClusterResult(NamedTuple):
+    """The fastest configuration of a cluster for one `rollout.max_staleness`.
+
+    Attributes:
+        solution: The configuration, None if none is valid.
+        problem: Why none is valid; empty otherwise.
+    """
+
+    num_devices: int
+    max_staleness: int
+    solution: Solution | None
+    problem: str = ""
+
+
+def search_clusters(spaces: Sequence[Space], costs: PredictedCosts) -> Iterator[ClusterResult]:
+    """Yield the best configuration of each space for each `max_staleness` up to its limit."""
+    for space in spaces:
+        for max_staleness in range(space.max_staleness + 1):
+            rollout = replace(space.config.rollout, max_staleness=max_staleness)
+            pinned = replace(
+                space,
+                config=space.config.with_sections(rollout=rollout),
+                pinned=space.pinned | {"rollout.max_staleness"},
+            )
+            try:
+                solution, problem = search(pinned, costs).solutions[0], ""
+            except ConfigError as error:
+                solution, problem = None, "; ".join(error.problems)
+            yield ClusterResult(space.num_devices, max_staleness, solution, problem)

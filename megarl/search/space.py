@@ -63,6 +63,13 @@ class Space:
             shared[role.parallel_key] = (*shared.get(role.parallel_key, ()), role.name)
         return tuple(Unit(roles) for roles in shared.values())
 
+    @property
+    def device_bytes(self) -> float:
+        """The memory budget of a device in bytes."""
+        limit_gb = self.config.placement.device_memory_gb
+        assert limit_gb is not None, "the search needs a budget"
+        return limit_gb * 2**30
+
     def is_pinned(self, key: str) -> bool:
         return key in self.pinned
 

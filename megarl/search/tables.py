@@ -12,9 +12,9 @@ from megarl.config.validate import MODEL_RULES, ROLE_RULES
 from megarl.config.violation import Violation
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
-from megarl.search.costs import StepCosts
 from megarl.search.engines import EngineShape, engines_of
 from megarl.search.placements import Pool
+from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.rejections import Reason, Rejections
 from megarl.search.space import ROLLOUT, Space, Unit, roles_of
 from megarl.search.variants import LEVEL as VARIANTS
@@ -42,7 +42,7 @@ class Tables:
         self,
         space: Space,
         architectures: Mapping[str, Architecture],
-        costs: StepCosts,
+        costs: PredictedCosts,
         rejections: Rejections,
     ) -> None:
         self._space = space

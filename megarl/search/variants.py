@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import log2
 from typing import NamedTuple
 
@@ -20,9 +21,9 @@ from megarl.config.schema import (
 from megarl.machine.wording import sized
 from megarl.models.architecture import Architecture
 from megarl.placement.memory import RoleMemory, model_state
-from megarl.search.choices import Choice, describe, device_bytes, memory_by_stage, with_choice
-from megarl.search.costs import StepCosts
+from megarl.search.choices import Choice, describe, memory_by_stage, with_choice
 from megarl.search.pool_memory import least_bytes
+from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.rejections import Reason, Rejections
 from megarl.search.space import Space, Unit, roles_of
 
@@ -60,26 +61,6 @@ class Variant(NamedTuple):
         return self.choice.parallel.stage_size
 
 
-class _Waiting(NamedTuple):
-    """A variant that has not been needed so far, with what is known about it."""
-
-    choice: Choice
-    phases: Mapping[str, float] | None = None
-    memory: Mapping[str, tuple[RoleMemory, ...]] | None = None
-
-
-class _Unopened(NamedTuple):
-    """Layouts and limits of micro-batches, for the same degrees of a dense model, that were not looked at.
-
-    Attributes:
-        candidates: Each layout with each limit of its micro-batches.
-        fastest_s: The time of the fastest other candidate.
-    """
-
-    candidates: Sequence[tuple[ParallelConfig, int | None]]
-    fastest_s: float = float("inf")
-
-
 class VariantTable:
     """The variants of a unit over a number of devices that fit alone, in the order of their times.
 
@@ -93,7 +74,7 @@ class VariantTable:
         unit: Unit,
         architectures: Mapping[str, Architecture],
         layouts: Sequence[ParallelConfig],
-        costs: StepCosts,
+        costs: PredictedCosts,
         rejections: Rejections,
     ) -> None:
         self._space = space
@@ -101,11 +82,13 @@ class VariantTable:
         self._architectures = architectures
         self._costs = costs
         self._rejections = rejections
-        self._limit = device_bytes(space)
+        self._limit = space.device_bytes
         self._recomputations = recomputations(space, unit)
         self._known: list[Variant] = []
         self._of_layout: dict[ParallelConfig, list[tuple[float, ...]]] = {}
-        self._queue: list[tuple[float, int, _Waiting | _Unopened]] = []
+        # What was not needed so far: a bound of its time, the order of its arrival, the number of its
+        # variants, and what computes the first of them.
+        self._queue: list[tuple[float, int, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
         # Layouts with the same degrees of a dense model have similar times, so one of them bounds the others.
@@ -116,7 +99,7 @@ class VariantTable:
             limits = token_limits(space, unit, group[0])
             rejections.consider(LEVEL, len(group) * len(limits) * len(self._recomputations))
             group.sort(key=expected_rank)
-            self._open(_Unopened([(parallel, limit) for limit in limits for parallel in group]))
+            self._open([(parallel, limit) for limit in limits for parallel in group])
 
     def __iter__(self) -> Iterator[Variant]:
         index = 0
@@ -124,31 +107,37 @@ class VariantTable:
             while index >= len(self._known):
                 if not self._queue:
                     return
-                self._advance()
+                *_, compute = heapq.heappop(self._queue)
+                compute()
             yield self._known[index]
             index += 1
 
     @property
     def num_waiting(self) -> int:
         """The number of variants that have not been needed so far."""
-        return sum(
-            len(each.candidates) * len(self._recomputations) if isinstance(each, _Unopened) else 1
-            for _, _, each in self._queue
-        )
+        return sum(number for _, _, number, _ in self._queue)
 
-    def _push(self, bound: float, waiting: _Waiting | _Unopened) -> None:
-        heapq.heappush(self._queue, (bound, next(self._order), waiting))
+    def _push(self, bound: float, number: int, compute: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (bound, next(self._order), number, compute))
 
-    def _open(self, unopened: _Unopened) -> None:
-        """Compute the next variant of a group that fits. It bounds those that are left."""
-        candidates = list(unopened.candidates)
+    def _open(
+        self, candidates: list[tuple[ParallelConfig, int | None]], fastest_s: float = float("inf")
+    ) -> None:
+        """Compute the next variant of a group that fits. It bounds those that are left.
+
+        Args:
+            candidates: The layouts with the same degrees of a dense model and the limits of their
+                micro-batches that were not looked at.
+            fastest_s: The time of the fastest other candidate.
+        """
         while candidates:
             seconds = self._start(*candidates.pop(0))
             if seconds is None:
                 continue
-            fastest_s = min(seconds, unopened.fastest_s)
+            fastest_s = min(seconds, fastest_s)
             if candidates:
-                self._push(_MOST_GAIN * fastest_s, _Unopened(candidates, fastest_s))
+                number = len(candidates) * len(self._recomputations)
+                self._push(_MOST_GAIN * fastest_s, number, partial(self._open, candidates, fastest_s))
             return
 
     def _start(self, parallel: ParallelConfig, max_tokens: int | None) -> float | None:
@@ -172,10 +161,10 @@ class VariantTable:
             if memory is not None:
                 phases = self._times(choice)
                 seconds = sum(phases.values())
-                self._push(seconds, _Waiting(choice, phases, memory))
+                self._push(seconds, 1, partial(self._add, choice, phases, memory))
                 # More recomputation takes longer, so this time is a lower bound of the others.
                 for slower in choices[number + 1 :]:
-                    self._push(seconds, _Waiting(slower))
+                    self._push(seconds, 1, partial(self._measure, slower))
                 return seconds
         return None
 
@@ -212,20 +201,21 @@ class VariantTable:
         self._reject_memory(choice, needed)
         return None
 
-    def _advance(self) -> None:
-        """Take what has the least time or bound, and compute what is not known about it."""
-        _, _, waiting = heapq.heappop(self._queue)
-        if isinstance(waiting, _Unopened):
-            self._open(waiting)
-            return
+    def _measure(self, choice: Choice) -> None:
+        """Compute the memory of a choice and, if it fits, its times, which give it its place in the order."""
+        memory = self._memory_that_fits(choice)
+        if memory is not None:
+            phases = self._times(choice)
+            self._push(sum(phases.values()), 1, partial(self._add, choice, phases, memory))
 
-        choice, phases, memory = waiting
-        if memory is None or phases is None:
-            memory = self._memory_that_fits(choice)
-            if memory is not None:
-                phases = self._times(choice)
-                self._push(sum(phases.values()), _Waiting(choice, phases, memory))
-        elif self._is_dominated(choice.parallel, phases, memory):
+    def _add(
+        self,
+        choice: Choice,
+        phases: Mapping[str, float],
+        memory: Mapping[str, tuple[RoleMemory, ...]],
+    ) -> None:
+        """Add a variant to those that are known, unless another one is better."""
+        if self._is_dominated(choice.parallel, phases, memory):
             self._rejections.reject(LEVEL, Reason.dominated)
         else:
             self._known.append(Variant(choice, sum(phases.values()), phases, memory))

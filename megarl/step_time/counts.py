@@ -1,10 +1,15 @@
-"""The types of what a rank does: matrix products, attention and collectives, as a dry run counts them."""
+"""What a rank does: matrix products, attention, and calls between ranks, as a dry run counts them. Pure.
+
+Linear layers and the blocks that consist of them have forward and backward passes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import fsum
 from typing import NamedTuple
+
+from megarl.config.schema import DType, ParallelConfig, RunConfig
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8}
 
@@ -33,7 +38,7 @@ class CollectiveCount(NamedTuple):
 
     Attributes:
         kind: The kind, such as all_reduce. A point-to-point message is `send` or `recv`.
-        axis: The axis of the layout, a key of `AXES` in collectives.py.
+        axis: The axis of the layout, a key of `AXES`.
         num_ranks: The number of ranks that take part.
         stride: The distance between the numbers of neighboring ranks.
         nbytes: The sum over the calls of the larger of a rank's input and output, in bytes.
@@ -117,5 +122,130 @@ def total(parts: Iterable[Counts]) -> Counts:
     )
 
 
+def dtype_of(config: RunConfig) -> str:
+    """Return the dtype of weights and activations; `auto` counts as a GPU's."""
+    return "float32" if config.model.dtype is DType.float32 else "bfloat16"
+
+
 def dtype_bytes(dtype: str) -> int:
     return _DTYPE_BYTES[dtype]
+
+
+class RankGroup(NamedTuple):
+    """Ranks with equal distances between their numbers."""
+
+    num_ranks: int
+    stride: int = 1
+
+
+# The ranks that take part in calls over an axis, in Megatron's order: tensor ranks vary fastest, then
+# context, data and pipeline ranks. For experts, expert-tensor ranks of a stage vary fastest, then expert
+# ranks.
+AXES: dict[str, Callable[[ParallelConfig], RankGroup]] = {
+    "tensor": lambda parallel: RankGroup(parallel.tensor_parallel_size, 1),
+    "context": lambda parallel: RankGroup(parallel.context_parallel_size, parallel.tensor_parallel_size),
+    # All copies of a parameter, including those of context-parallel ranks.
+    "data": lambda parallel: RankGroup(parallel.num_copies, parallel.tensor_parallel_size),
+    "stage": lambda parallel: RankGroup(parallel.stage_size, 1),
+    "stages": lambda parallel: RankGroup(parallel.pipeline_parallel_size, parallel.stage_size),
+    # Neighboring stages.
+    "pipeline": lambda parallel: RankGroup(min(2, parallel.pipeline_parallel_size), parallel.stage_size),
+    # The first and the last stage, which have a tied embedding.
+    "embedding": lambda parallel: RankGroup(
+        min(2, parallel.pipeline_parallel_size), parallel.stage_size * (parallel.pipeline_parallel_size - 1)
+    ),
+    "expert": lambda parallel: RankGroup(parallel.expert_parallel_size, parallel.expert_tensor_parallel_size),
+    "expert_tensor": lambda parallel: RankGroup(parallel.expert_tensor_parallel_size, 1),
+    # All ranks that have a layer's experts once.
+    "expert_stage": lambda parallel: RankGroup(
+        parallel.expert_parallel_size * parallel.expert_tensor_parallel_size, 1
+    ),
+    "expert_data": lambda parallel: RankGroup(
+        parallel.expert_data_parallel_size,
+        parallel.expert_parallel_size * parallel.expert_tensor_parallel_size,
+    ),
+    "all": lambda parallel: RankGroup(parallel.world_size, 1),
+}
+
+
+def call(
+    parallel: ParallelConfig, kind: str, axis: str, elements: float, dtype: str, calls: float = 1
+) -> Counts:
+    """Return the counts of calls; nothing if a rank is alone on the axis.
+
+    Args:
+        kind: The kind, such as all_reduce.
+        axis: A key of `AXES`.
+        elements: The elements of the larger of a rank's input and output, in one call.
+    """
+    group = AXES[axis](parallel)
+    if group.num_ranks == 1 or not calls:
+        return NOTHING
+    nbytes = calls * elements * dtype_bytes(dtype)
+    return Counts(collectives=(CollectiveCount(kind, axis, *group, dtype, calls, nbytes),))
+
+
+class PassCounts(NamedTuple):
+    """The work of a part of a model.
+
+    Attributes:
+        backward: In a backward pass, without recomputation.
+    """
+
+    forward: Counts = NOTHING
+    backward: Counts = NOTHING
+
+
+IDLE = PassCounts()
+
+
+def joined(parts: Iterable[PassCounts]) -> PassCounts:
+    """Return the sum of the parts."""
+    parts = list(parts)
+    return PassCounts(total(part.forward for part in parts), total(part.backward for part in parts))
+
+
+def linear(rows: float, inner: int, columns: int, *, trains: bool = True, times: float = 1) -> PassCounts:
+    """Return the work of a linear layer. The backward pass of a frozen one has no weight gradient."""
+    gradient = product(rows, columns, inner, times)
+    if trains:
+        gradient = total((gradient, product(columns, rows, inner, times)))
+    return PassCounts(product(rows, inner, columns, times), gradient)
+
+
+class Edge(NamedTuple):
+    """The hidden states that a tensor-parallel block receives or returns.
+
+    Attributes:
+        tokens: The tokens of all tensor-parallel ranks.
+        width: The elements of a hidden state.
+    """
+
+    parallel: ParallelConfig
+    tokens: int
+    width: int
+    dtype: str
+
+    @property
+    def own_tokens(self) -> int:
+        """The tokens of this rank between tensor-parallel blocks."""
+        return self.tokens // (self.parallel.tensor_parallel_size if self.parallel.sequence_parallel else 1)
+
+    def call(self, kind: str) -> Counts:
+        return call(self.parallel, kind, "tensor", self.tokens * self.width, self.dtype)
+
+    def entered(self, *, trains: bool = True) -> PassCounts:
+        """Return the calls before a column-parallel layer.
+
+        With sequence parallelism, its input is gathered, and gathered again for the gradient of its weights.
+        """
+        if not self.parallel.sequence_parallel:
+            return PassCounts(NOTHING, self.call("all_reduce"))
+        again = self.call("all_gather") if trains else NOTHING
+        return PassCounts(self.call("all_gather"), total((again, self.call("reduce_scatter"))))
+
+    def left(self) -> PassCounts:
+        """Return the calls after a row-parallel layer."""
+        if not self.parallel.sequence_parallel:
+            return PassCounts(self.call("all_reduce"))
+        return PassCounts(self.call("reduce_scatter"), self.call("all_gather"))

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megarl.config.schema import DType, EngineDType, PPOConfig
+from megarl.config.schema import EngineDType, PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters, num_expert_parameters, num_parameters
 from megarl.models.tensor_table import dimension_sizes
 from megarl.placement.memory import draft_weights, engine_share, engine_weights, row_cache, weight_bytes
+from megarl.step_time.counts import dtype_of
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.lengths import Lengths
-from megarl.step_time.links import RankSpan, collective_s
-from megarl.step_time.phase_time import PhaseTime, peak_flops
+from megarl.step_time.phase_time import PhaseTime, RankGroup, collective_s, peak_flops
 
 # Share of a device's memory that an engine takes if the configuration does not say.
 _DEFAULT_SHARE = 0.85
@@ -96,7 +96,7 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
     selected = sizes["e"] / max(sizes["E"], 1)
 
     # Two all-reduces in each layer sum the parts of attention and of the feed-forward.
-    span = RankSpan(size)
+    span = RankGroup(size)
     num_layers = base.num_hidden_layers
     message = 2 * num_layers * base.hidden_size * element
     latency_s = collective_s(device, "all_reduce", span, 0.0, 2 * num_layers)
@@ -105,7 +105,7 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
     # Between stages, hidden states and the residual are sent.
     sends = num_stages - 1
     states = 2 * sends * base.hidden_size * element
-    neighbors = RankSpan(num_stages, size)
+    neighbors = RankGroup(num_stages, size)
     send_latency_s = collective_s(device, "send", neighbors, 0.0, sends)
     message_s += collective_s(device, "send", neighbors, states, sends) - send_latency_s
     latency_s += send_latency_s
@@ -127,7 +127,7 @@ def engine_dtype(config: PPOConfig) -> str:
     """Return the key of the peak rate of an engine's products."""
     if config.rollout.dtype is EngineDType.fp8:
         return "fp8"
-    return "float32" if config.model.dtype is DType.float32 else "bfloat16"
+    return dtype_of(config)
 
 
 def num_slots(config: PPOConfig, policy: Architecture, device: DeviceProfile, lengths: Lengths) -> int:

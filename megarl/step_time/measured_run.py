@@ -1,11 +1,14 @@
-"""Fit a device to the phases that a run has measured."""
+"""Fit the constants of a device to the phases that a run has measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
@@ -16,14 +19,11 @@ from megarl.models.architecture import Architecture
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.step_time.device import DeviceProfile
-from megarl.step_time.fit import Observation, fit_device
 from megarl.step_time.generation import generation_time
 from megarl.step_time.lengths import Lengths, expected_lengths
 from megarl.step_time.phase_time import PhaseTime
-from megarl.step_time.role_time import times_of
-from megarl.step_time.role_work import RoleWork, role_work
-from megarl.step_time.step import GENERATION, PUSH, combine
-from megarl.step_time.transfers import moved_items, offload_times, push_time, snapshot_times
+from megarl.step_time.role_time import RoleWork, role_work, times_of
+from megarl.step_time.step import GENERATION, PUSH, moved_items, placed_step, push_time
 from megarl.tracking.metrics_file import Points, read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 
@@ -39,6 +39,68 @@ _FITTED = (
     "efficiency.decode_layer_us",
     "sample_ms",
 )
+# Each constant is searched within this factor of its start, in steps that halve.
+_FIRST_STEP = 0.5
+_NUM_HALVINGS = 6
+# A constant that changes by a factor of e costs as much as this relative error of one observation, so that
+# constants on which no observation depends stay where they are.
+PULL = 0.3
+# Constants that are shares of a rate cannot exceed one.
+_SHARES = ("gemm", "attention", "memory", "links")
+
+
+def fit_device(
+    device: DeviceProfile,
+    observations: Sequence[tuple[Callable[[DeviceProfile], float], float]],
+    constants: Sequence[str],
+    pull: float = PULL,
+) -> DeviceProfile:
+    """Return the device with constants that minimize the squared logarithms of predicted over measured.
+
+    Args:
+        device: The device to start from.
+        observations: Functions that return the predicted seconds for a device, with the measured seconds.
+        constants: The dotted keys of the constants to change.
+        pull: The error of one observation that costs as much as changing a constant by a factor of e.
+    """
+    start = {name: float(attrgetter(name)(device)) for name in constants}
+    logs = dict.fromkeys(constants, 0.0)
+
+    def loss(changed: Mapping[str, float]) -> float:
+        # In logarithms, half and twice the measured time are equally wrong.
+        profile = _with(device, start, changed)
+        errors = (math.log(predict(profile) / measured_s) for predict, measured_s in observations)
+        return sum(error**2 for error in errors) + pull**2 * sum(log**2 for log in changed.values())
+
+    # Change one constant at a time, and search more finely once no change helps.
+    best = loss(logs)
+    step = _FIRST_STEP
+    for _ in range(_NUM_HALVINGS):
+        improved = True
+        while improved:
+            improved = False
+            for name in constants:
+                for change in (step, -step):
+                    tried = logs | {name: logs[name] + change}
+                    if (value := loss(tried)) < best - 1e-9:
+                        best, logs, improved = value, tried, True
+        step /= 2
+
+    return _with(device, start, logs)
+
+
+def _with(device: DeviceProfile, start: Mapping[str, float], logs: Mapping[str, float]) -> DeviceProfile:
+    changed: Any = device
+    for name, log in logs.items():
+        value = start[name] * math.exp(log)
+        section, _, field = name.rpartition(".")
+        if field in _SHARES:
+            value = min(1.0, value)
+        part = {field: value}
+        if section:
+            part = {section: replace(attrgetter(section)(changed), **part)}
+        changed = replace(changed, **part)
+    return changed
 
 
 class MeasuredPhase(NamedTuple):
@@ -100,7 +162,7 @@ def fit_run(run_dir: Path, device: DeviceProfile) -> RunFit:
 
     fitted = fit_device(
         device,
-        [Observation(predictions[name], seconds) for name, seconds in measured.items()],
+        [(predictions[name], seconds) for name, seconds in measured.items()],
         _FITTED,
         pull=_PULL,
     )
@@ -160,7 +222,12 @@ class _Run:
 
     def step_s(self, device: DeviceProfile) -> float:
         """Return the time of the whole step."""
-        moves = offload_times(self._config, self._moved, self._architectures, device)
-        snapshots = snapshot_times(self._config, self._plan, self._moved, moves, self._architectures, device)
-        times = self.times(device)
-        return combine(self._config, self._plan, times, moves, device, self._lengths, snapshots).seconds
+        return placed_step(
+            self._config,
+            self._plan,
+            self.times(device),
+            self._architectures,
+            device,
+            self._lengths,
+            self._moved,
+        ).seconds

@@ -8,24 +8,35 @@ from functools import lru_cache
 from math import isqrt
 
 from megarl.config.memory_sizes import logit_chunk_tokens
-from megarl.config.roles import ModelRole
-from megarl.config.schema import DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
+from megarl.config.roles import ModelRole, needs_sum_pi_squared, scores_in_update
+from megarl.config.schema import (
+    ParallelConfig,
+    PPOConfig,
+    Recompute,
+    RecomputeModule,
+    RunConfig,
+)
 from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.flops import pairs_of_block, tower_matrices
 from megarl.models.layers import LayerPart, layers_of, routes_tokens
 from megarl.placement.expert_activations import layers_of_stage
-from megarl.step_time.collectives import call
-from megarl.step_time.counts import NOTHING, Counts, product, total
+from megarl.step_time.counts import (
+    IDLE,
+    NOTHING,
+    Counts,
+    Edge,
+    PassCounts,
+    call,
+    dtype_of,
+    joined,
+    linear,
+    product,
+    total,
+)
 from megarl.step_time.layer_work import LayerWork, layer_work
 from megarl.step_time.packed_batch import PackedBatch
-from megarl.step_time.work import IDLE, Edge, PassCounts, joined, linear
-
-
-def dtype_of(config: RunConfig) -> str:
-    """Return the dtype of weights and activations; `auto` counts as a GPU's."""
-    return "float32" if config.model.dtype is DType.float32 else "bfloat16"
 
 
 @lru_cache(maxsize=256)
@@ -266,3 +277,40 @@ def tower_work(
 def _forward_only(parts: Sequence[PassCounts]) -> PassCounts:
     """Return the work of a frozen tower, which has no backward pass."""
     return PassCounts(total(part.forward for part in parts), NOTHING)
+
+
+def scoring_counts(
+    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, batch: PackedBatch
+) -> Counts:
+    """Return what it costs to score a micro-batch."""
+    return StagePasses(config, role, architecture, stage, batch).forward(_num_scores(config, role))
+
+
+def training_counts(
+    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, batch: PackedBatch
+) -> Counts:
+    """Return what the forward and backward pass of a micro-batch cost, with recomputation.
+
+    A load-balancing loss of routers has another forward pass, which only counts. The arguments are those of
+    `scoring_counts`.
+    """
+    work = StagePasses(config, role, architecture, stage, batch)
+    num_scores = _num_trained_scores(config, role)
+    passes = [work.forward(num_scores), work.backward(num_scores)]
+    if routes_tokens(architecture) and role.experts.aux_loss_coefficient:
+        passes.append(work.forward(0))
+    return total(passes)
+
+
+def _num_scores(config: RunConfig, role: ModelRole) -> int:
+    """Return the number of outputs per response token in scoring: log-probs, entropy, and others if asked."""
+    is_actor = role.name == "actor" and isinstance(config, PPOConfig)
+    return 2 + (is_actor and needs_sum_pi_squared(config.algorithm))
+
+
+def _num_trained_scores(config: RunConfig, role: ModelRole) -> int:
+    """Return the number of outputs per response token in training: log-probs, and entropy if it is read."""
+    if not isinstance(config, PPOConfig):
+        return 1
+    scores = scores_in_update(config.algorithm, one_update=config.trainer.one_update)
+    return 1 + bool(config.algorithm.entropy_coefficient or scores)

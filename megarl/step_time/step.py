@@ -1,24 +1,33 @@
-"""The predicted time of a whole step: its phases in order, on the devices that they share. Pure."""
+"""The predicted time of a whole step: its phases in order, on the devices that they share. Pure.
+
+Besides the work of models and engines, a step has a weight sync, state that is offloaded and restored, and
+snapshots in host memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from megarl.config.roles import model_roles
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import PPOConfig, RunConfig, Transport
 from megarl.models.architecture import Architecture
-from megarl.placement.dataflow import phases_of, waits_for
+from megarl.placement.dataflow import ENGINE, GRADIENTS, Item, Phase, phases_of, waits_for
+from megarl.placement.memory import Usage, engine_weights, model_state, pushed_bytes
+from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.snapshots import rank_snapshot_bytes
+from megarl.placement.transport import choose_transport
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.generation import generation_time
 from megarl.step_time.lengths import Lengths
 from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.role_time import role_times
-from megarl.step_time.transfers import moved_items, offload_times, push_time, snapshot_times
 
 PUSH = "update_weights"
 GENERATION = "gen"
+# How often each byte is copied on its way within a node: into a message, out of it, and to its place.
+_COPIES = 3
 
 
 class PlacedPhase(NamedTuple):
@@ -92,14 +101,34 @@ def predict_step(
         architectures: The architecture of each model role, by its name.
         device: The kind of all devices.
     """
-    times = {GENERATION: generation_time(config, architectures["actor"], device, lengths, _ahead(config))}
+    ahead = config.rollout.max_staleness
+    times = {GENERATION: generation_time(config, architectures["actor"], device, lengths, ahead)}
     for role in model_roles(config):
         times |= role_times(config, role, architectures[role.name], device, lengths)
-    times[PUSH] = push_time(config, plan, architectures["actor"], device)
-    moved = moved_items(plan)
+    return placed_step(config, plan, times, architectures, device, lengths)
+
+
+def placed_step(
+    config: PPOConfig,
+    plan: PlacementPlan,
+    times: Mapping[str, PhaseTime],
+    architectures: Mapping[str, Architecture],
+    device: DeviceProfile,
+    lengths: Lengths,
+    moved: Mapping[str, frozenset[Item]] | None = None,
+) -> PredictedStep:
+    """Return the step of models and engines that take these times in a placement.
+
+    Args:
+        times: The time of each phase of models and engines, by its name.
+        architectures: The architecture of each model role, by its name.
+        moved: What `moved_items` returns for the placement, if it is known.
+    """
+    moved = moved_items(plan) if moved is None else moved
     moves = offload_times(config, moved, architectures, device)
     snapshots = snapshot_times(config, plan, moved, moves, architectures, device)
-    return combine(config, plan, times, moves, device, lengths, snapshots)
+    whole = {**times, PUSH: push_time(config, plan, architectures["actor"], device)}
+    return combine(config, plan, whole, moves, device, lengths, snapshots)
 
 
 def combine(
@@ -128,16 +157,26 @@ def combine(
         name: times.get(name, PhaseTime.of()).plus(PhaseTime.of(offload=moves.get(name, 0.0)))
         for name in dict.fromkeys((*times, *moves))
     }
-    is_ahead = _ahead(config) > 0
-    every = config.recovery.snapshot_every_steps
-    schedule = _scheduled(plan, whole, snapshots or {}, every, without=(GENERATION,) if is_ahead else ())
+    is_ahead = config.rollout.max_staleness > 0
+    schedule: list[PlacedPhase] = []
+
+    def place(phase: Phase, start_s: float) -> float:
+        # What generation and earlier phases do not hide of a snapshot delays one of several steps.
+        late_s = (snapshots or {}).get(phase.name, 0.0) - start_s
+        late = PhaseTime.of(snapshot=late_s / config.recovery.snapshot_every_steps)
+        time = whole.get(phase.name, PhaseTime.of()).plus(late)
+        if time.seconds:
+            schedule.append(PlacedPhase(phase.name, _pools(plan, phase.roles), start_s, time))
+        return time.seconds
+
+    StepSchedule(plan, generates_ahead=is_ahead).ends(place)
     end_s = max(each.end_s for each in schedule)
     trained_s = None
 
     if is_ahead:
         # Training and the weight sync of a step pass while engines generate the next ones.
         generation = PlacedPhase(GENERATION, _pools(plan, ("rollout",)), 0.0, whole[GENERATION])
-        schedule = [generation, *schedule]
+        schedule.insert(0, generation)
         trained_s = end_s
         end_s = max(end_s, generation.time.seconds + whole[PUSH].seconds)
 
@@ -146,40 +185,177 @@ def combine(
     return PredictedStep(seconds, tuple(schedule), tokens, plan.num_devices, trained_s)
 
 
-def _scheduled(
-    plan: PlacementPlan,
-    times: Mapping[str, PhaseTime],
-    snapshots: Mapping[str, float],
-    every: int,
-    without: tuple[str, ...],
-) -> list[PlacedPhase]:
-    step = phases_of(plan.roles)
-    waits = waits_for(step)
-    free_s: dict[tuple[int, int], float] = {}
-    ends_s: dict[str, float] = {}
-    schedule = []
+class StepSchedule:
+    """The order of a step's phases in a placement.
 
-    for phase in step:
-        time = times.get(phase.name, PhaseTime.of())
-        if phase.name in without:
-            time = PhaseTime.of()
-        devices = frozenset().union(*(plan.group_of(role).devices for role in phase.roles))
-        start_s = max(
-            (0.0, *(ends_s[name] for name in waits[phase.name]), *(free_s.get(each, 0.0) for each in devices))
-        )
-        # What generation and earlier phases do not hide of a snapshot delays each of `every` steps.
-        time = time.plus(PhaseTime.of(snapshot=(snapshots.get(phase.name, 0.0) - start_s) / every))
-        ends_s[phase.name] = start_s + time.seconds
-        free_s |= dict.fromkeys(devices, ends_s[phase.name])
-        if time.seconds:
-            schedule.append(PlacedPhase(phase.name, _pools(plan, phase.roles), start_s, time))
+    A phase begins when those that it depends on have ended, and when its devices are free.
 
-    return schedule
+    Args:
+        generates_ahead: Whether the engines generate for a later step, at the same time as all other phases.
+    """
+
+    def __init__(self, plan: PlacementPlan, *, generates_ahead: bool) -> None:
+        self._step = phases_of(plan.roles)
+        self._waits = waits_for(self._step)
+        self._devices = {
+            phase.name: frozenset().union(*(plan.group_of(role).devices for role in phase.roles))
+            for phase in self._step
+        }
+        self._generates_ahead = generates_ahead
+
+    def ends(self, take: Callable[[Phase, float], float]) -> dict[str, float]:
+        """Return when each phase ends, in seconds after the step. Generation that runs ahead ends at once.
+
+        Args:
+            take: Returns the seconds of a phase, given when it begins.
+        """
+        ends_s: dict[str, float] = {}
+        free_s: dict[tuple[int, int], float] = {}
+        for phase in self._step:
+            if self._generates_ahead and phase.name == GENERATION:
+                ends_s[phase.name] = 0.0
+                continue
+            devices = self._devices[phase.name]
+            waited = (ends_s[name] for name in self._waits[phase.name])
+            start_s = max((0.0, *waited, *(free_s.get(each, 0.0) for each in devices)))
+            ends_s[phase.name] = start_s + take(phase, start_s)
+            free_s |= dict.fromkeys(devices, ends_s[phase.name])
+
+        return ends_s
+
+    def seconds(self, times: Mapping[str, float]) -> float:
+        """Return the time of a step whose phases take these seconds. Phases without a time take none."""
+        ends = self.ends(lambda phase, start_s: times.get(phase.name, 0.0))
+        ahead = times.get(GENERATION, 0.0) if self._generates_ahead else 0.0
+        return max(ahead, *ends.values())
 
 
 def _pools(plan: PlacementPlan, roles: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(plan.group_of(role).pool for role in roles))
 
 
-def _ahead(config: PPOConfig) -> int:
-    return config.rollout.max_staleness
+def push_time(
+    config: PPOConfig, plan: PlacementPlan, policy: Architecture, device: DeviceProfile
+) -> PhaseTime:
+    """Return the time of a weight sync.
+
+    Engines receive at the same time, so the time is that of one device: what it receives, or what a trainer
+    rank sends if fewer trainers than engine ranks share the work.
+    """
+    transport = choose_transport(config, plan)
+    received = engine_weights(config, policy)
+    copies_s = _COPIES * received / (device.memory_gb_s * device.efficiency.memory * 1e9)
+
+    if transport is Transport.folder:
+        whole = pushed_bytes(config, policy)
+        nodes = len(plan.group_of("rollout").nodes)
+        written_s = whole / (device.storage_gb_s * 1e9)
+        return PhaseTime.of(storage=written_s * (1 + 1 / nodes), copies=copies_s)
+
+    # Each replica needs every weight once; the trainers' devices share the sending.
+    senders = len(plan.group_of("actor").devices)
+    receivers = len(plan.group_of("rollout").devices)
+    sent = received * max(1.0, receivers / senders)
+    link = device.between_nodes if plan.num_nodes > 1 else device.within_node
+    # With shared devices, an engine rank finds a part of its weights on its own device or node.
+    rate = link.gb_s
+    if transport is Transport.device and plan.num_nodes > 1:
+        rate = max(rate, device.within_node.gb_s / 2) if _fits_on_node(config, plan) else rate
+    return PhaseTime.of(messages=sent / (rate * device.efficiency.links * 1e9), copies=copies_s)
+
+
+def _fits_on_node(config: PPOConfig, plan: PlacementPlan) -> bool:
+    """Return whether a whole replica of the trained model is on each node."""
+    return config.actor.parallel.replica_size <= plan.devices_per_node
+
+
+def moved_items(plan: PlacementPlan) -> dict[str, frozenset[Item]]:
+    """Return, for each phase, the parts of state that are offloaded or restored at its begin."""
+    turns = OffloadPlan(plan)
+    held = turns.held()
+    names = [phase.name for phase in turns.phases]
+    moved = {}
+    for index, name in enumerate(names):
+        # Steps repeat, so the last phase precedes the first one.
+        before = held[names[index - 1]]
+        moved[name] = (before - held[name]) | (turns.coming(name) - before)
+    return moved
+
+
+def offload_times(
+    config: RunConfig,
+    moved: Mapping[str, frozenset[Item]],
+    architectures: Mapping[str, Architecture],
+    device: DeviceProfile,
+) -> dict[str, float]:
+    """Return, for each phase, the seconds of offloading and restoring state at its begin.
+
+    Gradients, and an engine's weights and cache, are dropped and allocated again without a copy.
+
+    Args:
+        moved: What is moved in its placement (`moved_items`).
+        architectures: The architecture of each model role, by its name.
+    """
+    states = {
+        role.name: model_state(role, architectures[role.name], config.model.dtype, 0)
+        for role in model_roles(config)
+    }
+    nbytes = {name: sum(_copied(states, item) for item in items) for name, items in moved.items()}
+    return {name: size / (device.host_gb_s * 1e9) for name, size in nbytes.items() if size}
+
+
+def snapshot_times(
+    config: RunConfig,
+    plan: PlacementPlan,
+    moved: Mapping[str, frozenset[Item]],
+    moves: Mapping[str, float],
+    architectures: Mapping[str, Architecture],
+    device: DeviceProfile,
+) -> dict[str, float]:
+    """Return, for each phase that waits for snapshots, the seconds after the step before in which they end.
+
+    A snapshot of a trained model begins when a step has ended, next to generation. The first phase that
+    restores a part of the model, or trains it, waits for the end. Without recovery there are no snapshots.
+
+    Args:
+        moved: What is moved in this placement (`moved_items`).
+        moves: The seconds that this takes (`offload_times`).
+        architectures: The architecture of each model role, by its name.
+    """
+    if not config.recovery.enabled:
+        return {}
+
+    turns = OffloadPlan(plan)
+    trained = {role.name: role for role in model_roles(config) if role.optim is not None}
+    sizes = {
+        name: max(
+            rank_snapshot_bytes(role, architectures[name], config.model.dtype, stage)
+            for stage in range(role.parallel.pipeline_parallel_size)
+        )
+        for name, role in trained.items()
+    }
+
+    ends_s: dict[str, float] = {}
+    for name, role in trained.items():
+        # Models on the same devices share the link to the host.
+        nbytes = sum(sizes.get(each, 0) for each in (name, *plan.on_same_devices(name)))
+        end_s = nbytes / (device.host_gb_s * 1e9)
+        updates = [phase.name for phase in role.row.phases if phase.trains]
+
+        for phase in turns.phases:
+            items = {item for item in moved.get(phase.name, ()) if item.role == name}
+            if items & phase.needs or phase.name in updates:
+                ends_s[phase.name] = max(end_s, ends_s.get(phase.name, 0.0))
+                break
+            # The snapshot stands still while a part of the model is offloaded.
+            if items:
+                end_s += moves.get(phase.name, 0.0)
+
+    return ends_s
+
+
+def _copied(states: Mapping[str, Usage], item: Item) -> int:
+    """Return the bytes per device that moving a part of a role's state copies."""
+    if item.part in (GRADIENTS, ENGINE) or item.role not in states:
+        return 0
+    return getattr(states[item.role], item.part)

@@ -13,7 +13,7 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import load_device
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
 # A page's model whose config.json is not shipped, and a larger one in its place.

@@ -17,7 +17,7 @@ from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
 from megarl.models.families import read_architecture
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import load_device
 
 CONFIG = "configs/quickstart.yaml"
 GIB = 2**30

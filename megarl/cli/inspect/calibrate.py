@@ -30,8 +30,7 @@ from megarl.doctor.devices import probe
 from megarl.machine.errors import ConfigError
 from megarl.machine.processors import has_gpu, usable_cores
 from megarl.machine.wording import counted
-from megarl.step_time.device import DeviceProfile
-from megarl.step_time.device_files import dump_device, load_device, shipped_devices, sourced_keys
+from megarl.step_time.device import DeviceProfile, dump_device, load_device, shipped_devices, sourced_keys
 
 GOOD = 0
 _CPU = "cpu"

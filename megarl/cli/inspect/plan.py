@@ -16,7 +16,7 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
-from megarl.step_time.device_files import assumed_profile
+from megarl.step_time.device import assumed_profile
 from megarl.step_time.lengths import expected_lengths
 from megarl.step_time.step import predict_step
 

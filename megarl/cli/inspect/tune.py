@@ -27,17 +27,13 @@ from megarl.config.sources import COMMAND_LINE, read_layers
 from megarl.doctor.checked_config import find_inputs, load_checked_anywhere, refuse
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
-from megarl.search.cluster_sizes import ClusterResult, search_clusters
 from megarl.search.predicted_costs import PredictedCosts
-from megarl.search.result import as_overrides, chosen_values, document, write_overrides
-from megarl.search.search import configured_step, search
-from megarl.search.solution import Solution
+from megarl.search.search import ClusterResult, configured_step, search, search_clusters
+from megarl.search.solution import Solution, as_overrides, chosen_values, document, write_overrides
 from megarl.search.space import Space, pinned_keys
-from megarl.step_time.device import DeviceProfile
-from megarl.step_time.device_files import assumed_profile, dump_device, load_device, with_budget
+from megarl.step_time.device import DeviceProfile, assumed_profile, dump_device, load_device, with_budget
 from megarl.step_time.lengths import Lengths, expected_lengths
 from megarl.step_time.measured_run import fit_run
-from megarl.step_time.step import PredictedStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +211,7 @@ def _tune(tuned: Tuned, space: Space, wishes: TuneOptions, console: Console) -> 
         # Imported here, because it imports matplotlib, which would delay the tables.
         from megarl.cli.tables.plan_drawing import draw_step
 
-        step = found.solutions[0].step
-        assert isinstance(step, PredictedStep)
-        draw_step(step, Path(wishes.plot))
+        draw_step(found.solutions[0].step, Path(wishes.plot))
         print_line(console, f"drawn to {wishes.plot}")
     return found.solutions[0]
 

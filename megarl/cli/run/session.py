@@ -27,7 +27,7 @@ from megarl.data.loader import TrainingRows
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
-from megarl.step_time.device_files import profile_of
+from megarl.step_time.device import profile_of
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, SUMMARY_FILE, writing

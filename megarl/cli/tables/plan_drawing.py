@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from megarl.machine.files import write_whole
 from megarl.placement.memory import DeviceMemory
 from megarl.placement.placement_plan import PlacementPlan
-from megarl.search.cluster_sizes import ClusterResult
+from megarl.search.search import ClusterResult
 from megarl.simulation.forecast import Forecast
 from megarl.step_time.step import PredictedStep
 

@@ -11,12 +11,12 @@ from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.machine.wording import counted
 from megarl.placement.dataflow import phases_of
 from megarl.search.choices import describe
-from megarl.search.cluster_sizes import ClusterResult
-from megarl.search.costs import StepTime
 from megarl.search.engines import EngineChoice
 from megarl.search.rejections import Reason, Rejections
+from megarl.search.search import ClusterResult
 from megarl.search.solution import Found, Solution
 from megarl.search.space import Space
+from megarl.step_time.step import PredictedStep
 
 _GIB = 2**30
 _LEVELS = ("placements", "layouts", "variants", "engines", "configurations")
@@ -113,7 +113,7 @@ def slower_in(solution: Solution, best: Solution) -> str:
     return f"{phase} +{lost[phase]:,.3g} s ({part} +{parts[part]:,.3g})"
 
 
-def print_configured(step: StepTime | None, found: Found, console: Console) -> None:
+def print_configured(step: PredictedStep | None, found: Found, console: Console) -> None:
     """Print how much faster the best configuration is than the file's."""
     if step is None:
         print_line(console, "as configured, the run is not valid on these devices")

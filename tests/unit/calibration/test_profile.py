@@ -18,7 +18,7 @@ from megarl.calibration.measurements import (
 from megarl.calibration.profile import Calibration, calibrate, describes
 from megarl.calibration.request import ProductShape
 from megarl.config.schema import DType
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import load_device
 
 GIB = 2**30
 BATCHES = (1, 2, 4, 64)

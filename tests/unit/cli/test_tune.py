@@ -12,7 +12,7 @@ import yaml
 from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import load_device
 from tests.unit.cli.test_shipped_configs import ROOT
 from tests.unit.step_time.test_measured_run import TRUTH, write_run
 

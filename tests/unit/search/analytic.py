@@ -15,9 +15,9 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
 from megarl.placement.memory import engine_usage
 from megarl.placement.placement_plan import PlacementPlan
-from megarl.search.branch import StepSchedule
 from megarl.search.space import Space, pinned_keys
 from megarl.step_time.phase_time import PhaseTime
+from megarl.step_time.step import StepSchedule
 from tests.unit.cli.test_shipped_configs import path_of
 
 _RECOMPUTED = {Recompute.none: 1.0, Recompute.selective: 1.15, Recompute.full: 1.33}

@@ -12,10 +12,9 @@ from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig
 from megarl.config.validate import read_architectures
 from megarl.rehearsal.record import POINT_TO_POINT, PhaseRecord, RankRecord, RankRequest
-from megarl.step_time.collectives import AXES
-from megarl.step_time.counts import Counts, total
+from megarl.step_time.counts import AXES, Counts, total
 from megarl.step_time.packed_batch import pack
-from megarl.step_time.role_counts import (
+from megarl.step_time.role_time import (
     gradient_counts,
     optimizer_counts,
     scoring_counts,

@@ -18,7 +18,7 @@ from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.record import RankRequest
 from megarl.step_time.counts import CollectiveCount, Counts, Product, total
 from megarl.step_time.packed_batch import Rectangle, pack
-from megarl.step_time.role_counts import scoring_counts
+from megarl.step_time.role_time import scoring_counts
 from tests.families import example_fields
 from tests.unit.rehearsal.runs import TINY, ppo, save_config
 from tests.unit.step_time.comparison import EXACT, differences

@@ -14,8 +14,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.placement.plan import plan_placement
-from megarl.step_time.device import DeviceProfile
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import DeviceProfile, load_device
 from megarl.step_time.lengths import expected_lengths
 from megarl.step_time.measured_run import fit_run
 from megarl.step_time.step import predict_step

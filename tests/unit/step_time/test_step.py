@@ -14,11 +14,17 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.placement.plan import plan_placement
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import load_device
 from megarl.step_time.lengths import expected_lengths
 from megarl.step_time.phase_time import PhaseTime
-from megarl.step_time.step import PredictedStep, combine, predict_step
-from megarl.step_time.transfers import moved_items, offload_times, snapshot_times
+from megarl.step_time.step import (
+    PredictedStep,
+    combine,
+    moved_items,
+    offload_times,
+    predict_step,
+    snapshot_times,
+)
 
 DEVICE = load_device("h100_80gb")
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
 import pytest
 
 from megarl.step_time.device import DeviceProfile, Efficiency, LinkProfile, PeakRates
-from megarl.step_time.fit import Observation, fit_device
 from megarl.step_time.generation import DecodeModel, decode_s
 from megarl.step_time.lengths import Lengths, assumed_lengths, measured_lengths
-from megarl.step_time.links import RankSpan, collective_s, ranks_on_node
-from megarl.step_time.phase_time import PhaseTime, peak_flops
+from megarl.step_time.measured_run import fit_device
+from megarl.step_time.phase_time import PhaseTime, RankGroup, collective_s, peak_flops, ranks_on_node
 from megarl.step_time.role_time import pipeline_s
 
 # Round numbers: 8 devices per node, links of 100 and 10 GB/s, hops of 1 and 5 microseconds, all of it reached.
@@ -30,36 +30,36 @@ GB = 1e9
 
 def test_a_ring_within_a_node() -> None:
     # 4 ranks: each byte of the result passes a rank's link 3/4 times, twice for an all-reduce; two hops.
-    assert collective_s(DEVICE, "all_gather", RankSpan(4), GB) == pytest.approx(0.75 / 100 + 2e-6)
-    assert collective_s(DEVICE, "reduce_scatter", RankSpan(4), GB) == pytest.approx(0.75 / 100 + 2e-6)
-    assert collective_s(DEVICE, "all_reduce", RankSpan(4), GB) == pytest.approx(1.5 / 100 + 2e-6)
-    assert collective_s(DEVICE, "all_reduce", RankSpan(1), GB) == 0
+    assert collective_s(DEVICE, "all_gather", RankGroup(4), GB) == pytest.approx(0.75 / 100 + 2e-6)
+    assert collective_s(DEVICE, "reduce_scatter", RankGroup(4), GB) == pytest.approx(0.75 / 100 + 2e-6)
+    assert collective_s(DEVICE, "all_reduce", RankGroup(4), GB) == pytest.approx(1.5 / 100 + 2e-6)
+    assert collective_s(DEVICE, "all_reduce", RankGroup(1), GB) == 0
 
 
 def test_latency_counts_for_each_call_and_bytes_once() -> None:
-    once = collective_s(DEVICE, "all_gather", RankSpan(8), GB, calls=1)
-    assert collective_s(DEVICE, "all_gather", RankSpan(8), GB, calls=11) - once == pytest.approx(10 * 3e-6)
+    once = collective_s(DEVICE, "all_gather", RankGroup(8), GB, calls=1)
+    assert collective_s(DEVICE, "all_gather", RankGroup(8), GB, calls=11) - once == pytest.approx(10 * 3e-6)
 
 
 def test_a_ring_across_nodes_uses_the_adapters_of_its_ranks() -> None:
     # 16 neighbors: 8 on each node, so 80 GB/s between nodes. Every eighth of 128 ranks: one on each node.
-    assert collective_s(DEVICE, "all_gather", RankSpan(16), GB) == pytest.approx(15 / 16 / 80 + 4 * 5e-6)
-    assert collective_s(DEVICE, "all_gather", RankSpan(16, 8), GB) == pytest.approx(15 / 16 / 10 + 4 * 5e-6)
-    assert ranks_on_node(DEVICE, RankSpan(16, 4)) == 2
+    assert collective_s(DEVICE, "all_gather", RankGroup(16), GB) == pytest.approx(15 / 16 / 80 + 4 * 5e-6)
+    assert collective_s(DEVICE, "all_gather", RankGroup(16, 8), GB) == pytest.approx(15 / 16 / 10 + 4 * 5e-6)
+    assert ranks_on_node(DEVICE, RankGroup(16, 4)) == 2
     # Devices of several nodes that one switch connects count as one node.
     linked = replace(DEVICE, linked_devices=64)
-    assert collective_s(linked, "all_gather", RankSpan(16), GB) == pytest.approx(15 / 16 / 100 + 4 * 1e-6)
+    assert collective_s(linked, "all_gather", RankGroup(16), GB) == pytest.approx(15 / 16 / 100 + 4 * 1e-6)
 
 
 def test_an_all_to_all_sends_most_bytes_through_the_slower_link() -> None:
     # Of 16 ranks, 8 are on other nodes: half of the bytes pass the adapter at 10 GB/s.
-    assert collective_s(DEVICE, "all_to_all", RankSpan(16), GB) == pytest.approx(0.5 / 10 + 4 * 5e-6)
-    assert collective_s(DEVICE, "all_to_all", RankSpan(8), GB) == pytest.approx(7 / 8 / 100 + 3 * 1e-6)
+    assert collective_s(DEVICE, "all_to_all", RankGroup(16), GB) == pytest.approx(0.5 / 10 + 4 * 5e-6)
+    assert collective_s(DEVICE, "all_to_all", RankGroup(8), GB) == pytest.approx(7 / 8 / 100 + 3 * 1e-6)
 
 
 def test_a_message_takes_the_link_between_its_two_ranks() -> None:
-    assert collective_s(DEVICE, "send", RankSpan(2, 1), GB) == pytest.approx(1 / 100 + 1e-6)
-    assert collective_s(DEVICE, "recv", RankSpan(2, 8), GB) == pytest.approx(1 / 10 + 5e-6)
+    assert collective_s(DEVICE, "send", RankGroup(2, 1), GB) == pytest.approx(1 / 100 + 1e-6)
+    assert collective_s(DEVICE, "recv", RankGroup(2, 8), GB) == pytest.approx(1 / 10 + 5e-6)
 
 
 def test_float8_products_need_a_device_that_has_them() -> None:
@@ -176,8 +176,8 @@ def test_a_fit_finds_the_constants_that_gave_the_measurements() -> None:
     def times(share: float, sample_ms: float) -> list[float]:
         return [work / share + samples * sample_ms for work, samples in ((10, 1), (50, 2), (20, 9), (5, 6))]
 
-    def observation(index: int, measured_s: float) -> Observation:
-        return Observation(lambda device: times(device.efficiency.gemm, device.sample_ms)[index], measured_s)
+    def observation(index: int, measured_s: float) -> tuple[Callable[[DeviceProfile], float], float]:
+        return lambda device: times(device.efficiency.gemm, device.sample_ms)[index], measured_s
 
     truth = times(0.4, 3.0)
     fitted = fit_device(

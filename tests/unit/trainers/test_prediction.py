@@ -10,7 +10,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.placement.plan import plan_placement
-from megarl.step_time.device_files import load_device
+from megarl.step_time.device import load_device
 from megarl.step_time.lengths import expected_lengths
 from megarl.step_time.step import predict_step
 from megarl.tracking.metric_table import unknown_metrics

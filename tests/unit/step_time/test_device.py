@@ -9,9 +9,9 @@ import pytest
 
 from megarl.machine.errors import ConfigError
 from megarl.models.flops import peak_tflops
-from megarl.step_time.device import LinkProfile
-from megarl.step_time.device_files import (
+from megarl.step_time.device import (
     DEVICES_DIR,
+    LinkProfile,
     dump_device,
     load_device,
     shipped_devices,

@@ -15,7 +15,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.step_time.lengths import Lengths, expected_lengths, measured_lengths
-from megarl.step_time.micro_batches import MicroBatches, micro_batches_of, num_bins, sampled_rows
+from megarl.step_time.packed_batch import PackedBatch, micro_batches_of, num_bins, sampled_rows
 
 # 64 samples on 8 replicas. The longest row has 256 tokens.
 BY_HAND = (
@@ -30,7 +30,7 @@ BY_HAND = (
 )
 
 
-def actors(lengths: Lengths, *overrides: str) -> MicroBatches:
+def actors(lengths: Lengths, *overrides: str) -> tuple[int, PackedBatch]:
     """Return the micro-batches in which each of 8 replicas trains its 8 rows of 2 prompts."""
     path = CONFIGS_DIR / "qwen2.5_7b_grpo.yaml"
     config = with_published_models(load_config(PPOConfig, path, (*BY_HAND, *overrides)), str(path))[0]
@@ -39,9 +39,9 @@ def actors(lengths: Lengths, *overrides: str) -> MicroBatches:
     return micro_batches_of(config, role, architectures["actor"], lengths, trains=True)
 
 
-def pairs(found: MicroBatches) -> float:
+def pairs(count: int, typical: PackedBatch) -> float:
     """Return the pairs of a query and a key of all micro-batches."""
-    return found.count * found.typical.share * sum(each.pairs() for each in found.typical.attention)
+    return count * typical.share * sum(each.pairs() for each in typical.attention)
 
 
 @pytest.mark.parametrize("name", shipped_runs())
@@ -55,41 +55,43 @@ def test_tokens_and_attention_of_every_shipped_run_are_conserved(name: str) -> N
 
     for role in model_roles(config):
         for phase in role.row.phases:
-            found = micro_batches_of(config, role, architectures[role.name], lengths, trains=phase.trains)
+            count, typical = micro_batches_of(
+                config, role, architectures[role.name], lengths, trains=phase.trains
+            )
             num_rows = rows_of_replica(config, role, trains=phase.trains)
             # Every micro-batch has a prompt, and every prompt is in one.
-            prompts = max(found.count, num_rows / rows_of_prompt(config, role))
+            prompts = max(count, num_rows / rows_of_prompt(config, role))
             num_ranks = role.parallel.context_parallel_size
 
-            assert found.count * found.typical.responses == pytest.approx(num_rows * response, rel=3e-4)
+            assert count * typical.responses == pytest.approx(num_rows * response, rel=3e-4)
             expected = num_rows * response + prompts * prompt
-            assert found.count * found.typical.tokens * num_ranks == pytest.approx(expected, rel=2e-3)
+            assert count * typical.tokens * num_ranks == pytest.approx(expected, rel=2e-3)
             # Of each sequence the causal mask leaves half of the pairs; all responses see their prompt.
             expected = prompts * prompt**2 / 2 + num_rows * (square / 2 + response * prompt)
-            assert num_ranks * pairs(found) == pytest.approx(expected, rel=3e-3)
+            assert num_ranks * pairs(count, typical) == pytest.approx(expected, rel=3e-3)
 
 
 def test_one_row_in_each_micro_batch_has_the_mean_length_and_the_mean_square() -> None:
     # Three of four responses have 32 tokens, and one has 160: the median is 32, and the mean is 64.
     lengths = measured_lengths(16, [32, 32, 32, 160])
-    found = actors(lengths, "actor.micro_batch.max_tokens=256", "engine.share_prompts=false")
+    count, typical = actors(lengths, "actor.micro_batch.max_tokens=256", "engine.share_prompts=false")
     # Two of the 8 rows are alone with 176 tokens, and 80 tokens are left for a row of 48; four rows have 192.
-    assert found.count == 3
-    assert found.count * found.typical.responses == pytest.approx(8 * 64, abs=1)
-    assert found.count * found.typical.tokens == pytest.approx(8 * (16 + 64), abs=3)
+    assert count == 3
+    assert count * typical.responses == pytest.approx(8 * 64, abs=1)
+    assert count * typical.tokens == pytest.approx(8 * (16 + 64), abs=3)
     by_hand = 6 * 48 * 49 / 2 + 2 * 176 * 177 / 2
-    assert pairs(found) == pytest.approx(by_hand, rel=0.01)
+    assert pairs(count, typical) == pytest.approx(by_hand, rel=0.01)
 
 
 def test_prompts_that_micro_batches_share_count_once_in_each() -> None:
     lengths = measured_lengths(16, [64])
     # Both prompts, each with four responses: 2 x (16 + 4 x 64) = 544 tokens.
-    together = actors(lengths, "actor.micro_batch.max_tokens=544")
-    assert (together.count, together.typical.tokens, together.typical.responses) == (1, 544, 512)
+    count, typical = actors(lengths, "actor.micro_batch.max_tokens=544")
+    assert (count, typical.tokens, typical.responses) == (1, 544, 512)
     # Two responses and their prompt: 144 tokens, of which the prompt is computed four times.
-    apart = actors(lengths, "actor.micro_batch.max_tokens=150")
-    assert (apart.count, apart.typical.tokens, apart.typical.responses) == (4, 144, 128)
-    assert pairs(apart) == 4 * (16 * 17 / 2 + 2 * (64 * 65 / 2 + 64 * 16))
+    count, typical = actors(lengths, "actor.micro_batch.max_tokens=150")
+    assert (count, typical.tokens, typical.responses) == (4, 144, 128)
+    assert pairs(count, typical) == 4 * (16 * 17 / 2 + 2 * (64 * 65 / 2 + 64 * 16))
 
 
 def test_interleaved_pipelines_have_more_and_smaller_micro_batches() -> None:
@@ -102,8 +104,8 @@ def test_interleaved_pipelines_have_more_and_smaller_micro_batches() -> None:
         "engine.share_prompts=false",
     )
     # 32 rows of 80 tokens, six in a micro-batch: 6 micro-batches, and 8 with whole rounds of 4 stages.
-    found = actors(lengths, *layout)
-    assert (found.count, found.typical.tokens, found.typical.responses) == (8, 4 * 80, 4 * 64)
+    count, typical = actors(lengths, *layout)
+    assert (count, typical.tokens, typical.responses) == (8, 4 * 80, 4 * 64)
 
 
 def test_each_micro_batch_has_a_row_even_if_it_repeats_one() -> None:
@@ -116,8 +118,8 @@ def test_each_micro_batch_has_a_row_even_if_it_repeats_one() -> None:
         "actor.parallel.virtual_pipeline_parallel_size=7",
         "actor.micro_batch.max_tokens=480",
     )
-    found = actors(lengths, *layout)
-    assert (found.count, found.typical.tokens) == (4, 80)
+    count, typical = actors(lengths, *layout)
+    assert (count, typical.tokens) == (4, 80)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""The trained parameters of a rank in the order of the forward pass, and buckets of their gradients. Pure."""
+"""Count what an update costs besides its passes, on the first rank of a pipeline stage. Pure.
+
+The trained parameters of a rank, in the order of the forward pass, decide on the buckets of their gradients,
+and these on the calls that reduce gradients and gather parameters.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,20 @@ from math import lcm
 from typing import NamedTuple
 
 from megarl.config.roles import ModelRole
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import (
+    ParallelConfig,
+    RunConfig,
+)
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.mapping import EMBEDDING, Cut, MappingRow, StagePlacement
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, dimension_sizes, entry_size, rows_of
-from megarl.step_time.collectives import AXES
+from megarl.step_time.counts import AXES, NOTHING, Counts, call, dtype_of, total
+from megarl.step_time.stage_passes import chunks_of_stage
+
+# Replicated parameters whose gradients every tensor-parallel rank has whole.
+_WHOLE_GRADIENTS = ("output_layer.", "visual.", ".out_norm.")
+_NORMS_OF_HEADS = ("q_layernorm", "k_layernorm")
 
 _OUTPUT_PROJECTION = ".self_attention.linear_proj."
 # Megatron's buckets of gradients have at least this many elements, or as many per replica.
@@ -40,16 +52,7 @@ class TrainedParameter(NamedTuple):
     is_shared: bool
 
 
-class TrainedChunk(NamedTuple):
-    """The trained parameters of a virtual stage.
-
-    Attributes:
-        dense: Those whose gradients are reduced over the data axis: all of them, if a layer is on one rank.
-        experts: Those of experts, which have a layout of their own.
-    """
-
-    dense: tuple[TrainedParameter, ...]
-    experts: tuple[TrainedParameter, ...]
+TrainedChunk = tuple[tuple[TrainedParameter, ...], tuple[TrainedParameter, ...]]
 
 
 class _Trained(NamedTuple):
@@ -63,7 +66,10 @@ class _Trained(NamedTuple):
 def trained_chunks(
     architecture: Architecture, role: ModelRole, chunks: Sequence[range]
 ) -> tuple[TrainedChunk, ...]:
-    """Return the trained parameters of a rank.
+    """Return the trained parameters of a rank, by virtual stage.
+
+    The first ones are those whose gradients are reduced over the data axis, which are all if a layer is on
+    one rank. The others are those of experts, which have a layout of their own.
 
     Args:
         chunks: The layers of each virtual stage of the rank.
@@ -101,7 +107,7 @@ def _groups(
     for number, chunk in enumerate(_chunks(architecture, parallel, trained, chunks)):
         # Elsewhere Megatron uses a single bucket, whose reduction overlaps with other stages or chunks.
         overlaps = parallel.num_copies > 1 and stage == 0 and number == 0
-        for axis, parameters in (("data", chunk.dense), ("expert_data", chunk.experts)):
+        for axis, parameters in zip(("data", "expert_data"), chunk, strict=True):
             unit = lcm(_PART, AXES[axis](parallel).num_ranks)
             buckets = list(_buckets(parameters, least if overlaps else None, unit))
             if not overlaps:
@@ -176,7 +182,7 @@ def _chunks(
             # A tied output layer on the stage of the embedding is the embedding.
             ends = of_rows(StagePlacement.output)
             dense += [each for each in ends if not (is_tied and is_first and each.name == OUTPUT_LAYER)]
-        found.append(TrainedChunk(tuple(dense), tuple(experts)))
+        found.append((tuple(dense), tuple(experts)))
 
     return tuple(found)
 
@@ -201,3 +207,80 @@ def _parameter(row: MappingRow, sizes: dict[str, int], cut: int, *, is_shared: b
     whole = sum(entry_size(entry, sizes, row.place) for entry in row.tensors)
     is_replicated = row.cut is Cut.replicated
     return TrainedParameter(row.megatron, whole if is_replicated else whole // cut, is_replicated, is_shared)
+
+
+def gradient_counts(config: RunConfig, role: ModelRole, architecture: Architecture, stage: int) -> Counts:
+    """Return what a mini-batch costs besides its passes: sums of gradients and of router statistics."""
+    chunks = chunks_of_stage(architecture, role.parallel, stage)
+    reduced = reduction_counts(architecture, role, chunks, stage)
+    return total((reduced, router_counts(architecture, role)))
+
+
+def optimizer_counts(config: RunConfig, role: ModelRole, architecture: Architecture, stage: int) -> Counts:
+    """Return the calls of an optimizer step: the norm of the gradients, and the gathering of parameters."""
+    parallel = role.parallel
+    chunks = chunks_of_stage(architecture, parallel, stage)
+    dtype = dtype_of(config)
+    groups = bucket_groups(architecture, role, chunks, stage)
+    return total(
+        (
+            call(parallel, "all_reduce", "all", 1, "float32"),
+            *(call(parallel, "all_gather", axis, size, dtype) for axis, size in groups),
+        )
+    )
+
+
+def reduction_counts(
+    architecture: Architecture, role: ModelRole, chunks: Sequence[range], stage: int
+) -> Counts:
+    """Return the calls that reduce the gradients of a mini-batch.
+
+    Args:
+        chunks: The layers of each virtual stage of the rank.
+    """
+    parallel = role.parallel
+    groups = bucket_groups(architecture, role, chunks, stage)
+    held = [each for dense, _ in trained_chunks(architecture, role, chunks) for each in dense]
+    summed = sum(each.size for each in held if _is_summed(each, parallel))
+    tied = sum(each.size for each in held if each.is_shared)
+
+    return total(
+        (
+            *(call(parallel, "reduce_scatter", axis, size, "float32") for axis, size in groups),
+            call(parallel, "all_reduce", "tensor", summed, "float32", summed > 0),
+            call(parallel, "all_reduce", "embedding", tied, "float32", tied > 0),
+        )
+    )
+
+
+def _is_summed(parameter: TrainedParameter, parallel: ParallelConfig) -> bool:
+    """Return whether the gradients of tensor-parallel ranks are summed.
+
+    With sequence parallelism, ranks have gradients of their own tokens. Norms of heads have gradients of the
+    rank's heads.
+    """
+    if not parameter.is_replicated or any(part in parameter.name for part in _WHOLE_GRADIENTS):
+        return False
+    return parallel.sequence_parallel or any(norm in parameter.name for norm in _NORMS_OF_HEADS)
+
+
+def router_counts(architecture: Architecture, role: ModelRole) -> Counts:
+    """Return the calls that sum the statistics of routers over all ranks, for a mini-batch.
+
+    A load-balancing loss needs the statistics of a counting pass, too.
+    """
+    if not architecture.num_experts:
+        return NOTHING
+
+    losses = role.experts
+    passes = 1 + bool(losses.aux_loss_coefficient)
+    has_loss = bool(losses.aux_loss_coefficient or losses.z_loss_coefficient)
+    sizes = architecture.num_hidden_layers * (2 * architecture.num_experts + 1)
+
+    return total(
+        (
+            call(role.parallel, "all_reduce", "stage", sizes, "float64", passes),
+            call(role.parallel, "all_reduce", "stages", sizes, "float64", passes),
+            call(role.parallel, "all_reduce", "data", 1, "float64", has_loss),
+        )
+    )
