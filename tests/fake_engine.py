@@ -29,7 +29,7 @@ from megarl.rollout.interface import (
     check_request,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.simulation.generation import FinishReason, SimulatedGeneration, WrittenTokens
+from megarl.simulation.engines import FinishReason, SimulatedGeneration
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
 from megarl.weights.receiver import EngineLink, WeightReceiver
@@ -95,7 +95,7 @@ def recorded_calls(folder: Path) -> list[dict[str, Any]]:
 
 def plain_sample(token_ids: list[int], log_probs: list[float], reason: FinishReason, version: int) -> Sample:
     """Return a sample written by a single version of the weights."""
-    return Sample(*_written(token_ids, log_probs, reason), spans=(VersionSpan(version, len(token_ids)),))
+    return _written(token_ids, log_probs, reason)._replace(spans=(VersionSpan(version, len(token_ids)),))
 
 
 def random_weights(manifest: Manifest, seed: int) -> dict[str, torch.Tensor]:
@@ -184,7 +184,7 @@ class FakeEngine(RolloutEngine):
 
         return finished if lie is None or not finished else _falsified(finished, lie)
 
-    def _write(self, request: GenerationRequest, most: int) -> WrittenTokens:
+    def _write(self, request: GenerationRequest, most: int) -> Sample:
         """Return tokens that depend on the prompt, the seed and the weights."""
         sampling = request.sampling
         stops = set() if sampling.ignore_eos else {*sampling.stop_token_ids, *self._spec.end_token_ids}
@@ -327,8 +327,10 @@ def _drafted(finished: FinishedRequest) -> FinishedRequest:
     return finished._replace(sample=sample._replace(num_verifications=-(-len(sample.token_ids) // 2)))
 
 
-def _written(token_ids: list[int], log_probs: list[float], reason: FinishReason) -> WrittenTokens:
-    return WrittenTokens(np.array(token_ids, dtype=np.int32), np.array(log_probs, dtype=np.float32), reason)
+def _written(token_ids: list[int], log_probs: list[float], reason: FinishReason) -> Sample:
+    return Sample(
+        np.array(token_ids, dtype=np.int32), np.array(log_probs, dtype=np.float32), reason, spans=()
+    )
 
 
 def _numbers(text: str) -> Iterator[int]:

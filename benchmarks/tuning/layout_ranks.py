@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.calibration.measurements import RankMeasurements
-from megarl.calibration.rank import RankAddress, measure
-from megarl.calibration.request import CalibrationRequest
+from megarl.calibration.measurements import CalibrationRequest, RankMeasurements
+from megarl.calibration.rank import measure
 from megarl.config.batch_arithmetic import Row
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig
@@ -87,7 +86,7 @@ def _run_rank(
         if rank == 0:
             print(what, file=sys.stderr, flush=True)
 
-    device = measure(request, RankAddress(rank, _HOST, port), Path(folder), report)
+    device = measure(request, rank, (_HOST, port), Path(folder), report)
     store = f"file://{folder}/store"
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=request.num_ranks, timeout=_LIMIT

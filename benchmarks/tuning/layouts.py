@@ -30,9 +30,8 @@ import psutil
 from transformers import Qwen2Config
 
 from benchmarks.tuning.layout_ranks import PassSeconds, run_layouts
-from megarl.calibration.measurements import DecodeSweep, RankMeasurements
+from megarl.calibration.measurements import CalibrationRequest, DecodeSweep, RankMeasurements, make_request
 from megarl.calibration.profile import calibrate
-from megarl.calibration.request import CalibrationRequest, make_request
 from megarl.cli.tables.console import output_console, table
 from megarl.config.batch_arithmetic import Row
 from megarl.config.load import load_config

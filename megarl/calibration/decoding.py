@@ -7,9 +7,8 @@ from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.calibration.measurements import DecodeSweep, DecodeTime
+from megarl.calibration.measurements import CalibrationRequest, DecodeSweep, DecodeTime
 from megarl.calibration.reduced import most_layers, write_reduced
-from megarl.calibration.request import CalibrationRequest
 from megarl.config.schema import Device, DType, EngineDType, RolloutConfig
 from megarl.config.speculation import without_speculation
 from megarl.machine.errors import EngineDeadError

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from megarl.batch.ragged import RaggedTensor
-from megarl.calibration.measurements import LayerTime
+from megarl.calibration.measurements import CalibrationRequest, LayerTime
 from megarl.calibration.reduced import most_layers, write_reduced
-from megarl.calibration.request import CalibrationRequest
 from megarl.config.schema import Device, DType, ParallelConfig, RoutingReplay
 from megarl.engine import groups as engine_groups
 from megarl.engine.engine import MegatronEngine

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from megarl.calibration.measurements import DecodeSweep, RankMeasurements
-from megarl.calibration.request import CalibrationRequest
+from megarl.calibration.measurements import CalibrationRequest, DecodeSweep, RankMeasurements
 from megarl.config.schema import RolloutConfig
 from megarl.machine.errors import RunError
 from megarl.machine.ports import hold_port
@@ -27,12 +26,6 @@ class CalibrationError(RunError):
     """A process of the calibration failed. Its traceback is in its standard error."""
 
     hint = ("the standard error of the process, above, shows the cause",)
-
-
-class _Part(NamedTuple):
-    """The part of the calibration that begins."""
-
-    name: str
 
 
 def measure_devices(
@@ -72,7 +65,10 @@ def measure_decoding(
 def _run(
     target: Callable[..., None], arguments: Sequence[tuple[Any, ...]], report: Callable[[str], None]
 ) -> list[Any]:
-    """Run a function in a process for each tuple of arguments, and return what they send last."""
+    """Run a function in a process for each tuple of arguments, and return what they send last.
+
+    Before, they may send the name of each part that begins.
+    """
     context = FreshContext()
     pipes: list[Connection] = []
     processes = []
@@ -105,10 +101,10 @@ def _results(pipes: Sequence[Connection], report: Callable[[str], None]) -> list
                 message = ready.recv()
             except EOFError:
                 raise CalibrationError(f"process {rank} of {len(pipes)} ended without a result") from None
-            if isinstance(message, _Part):
+            if isinstance(message, str):
                 # All ranks measure the same parts, so the reports of one are enough.
                 if rank == 0:
-                    report(message.name)
+                    report(message)
             else:
                 results[rank] = message
                 del open_pipes[ready]
@@ -118,17 +114,16 @@ def _results(pipes: Sequence[Connection], report: Callable[[str], None]) -> list
 
 def _measure(connection: Connection, request: CalibrationRequest, rank: int, port: int, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from megarl.calibration.rank import RankAddress, measure
+    from megarl.calibration.rank import measure
 
-    address = RankAddress(rank, _HOST, port)
-    connection.send(measure(request, address, folder, lambda part: connection.send(_Part(part))))
+    connection.send(measure(request, rank, (_HOST, port), folder, connection.send))
 
 
 def _decode(
     connection: Connection, request: CalibrationRequest, rollout: RolloutConfig, memory_bytes: float
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    connection.send(_Part("decode steps of SGLang"))
+    connection.send("decode steps of SGLang")
     from megarl.calibration.decoding import decode_sweep
 
     connection.send(decode_sweep(request, rollout, memory_bytes))

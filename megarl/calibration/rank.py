@@ -6,58 +6,53 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from megarl.calibration.measurements import RankMeasurements
-from megarl.calibration.request import CalibrationRequest, ProductShape
+from megarl.calibration.measurements import CalibrationRequest, RankMeasurements
 from megarl.config.schema import Device, DType
 from megarl.engine import platform
 from megarl.engine.platform import Platform
 from megarl.engine.rendezvous import open_store
 from megarl.machine.processors import processor_name, usable_cores
+from megarl.step_time.counts import Product
 
 _LIMIT = timedelta(seconds=300)
 
 
-class RankAddress(NamedTuple):
-    """The store at which the ranks meet, and the number of this one."""
-
-    rank: int
-    host: str
-    port: int
-
-
 def measure(
-    request: CalibrationRequest, address: RankAddress, folder: Path, report: Callable[[str], None]
+    request: CalibrationRequest,
+    rank: int,
+    address: tuple[str, int],
+    folder: Path,
+    report: Callable[[str], None],
 ) -> RankMeasurements:
     """Measure everything except generation.
 
     Args:
-        address: Where the ranks meet.
+        address: The host and the port at which the ranks meet.
         folder: The folder in which the speed of storage is measured.
         report: Called with the name of each part before it starts.
     """
     # platform.activate reads this variable to select the GPU.
-    os.environ["LOCAL_RANK"] = str(address.rank)
+    os.environ["LOCAL_RANK"] = str(rank)
     active = platform.activate(Device.cuda if request.is_cuda else Device.cpu)
     if not request.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // request.num_ranks))
 
-    store = open_store(address.host, address.port, address.rank, request.num_ranks, _LIMIT)
+    store = open_store(*address, rank, request.num_ranks, _LIMIT)
     dist.init_process_group(
         active.distributed_backend,
         store=store,
-        rank=address.rank,
+        rank=rank,
         world_size=request.num_ranks,
         timeout=_LIMIT,
     )
 
     try:
-        return _measure(request, active, address.rank, folder, report)
+        return _measure(request, active, rank, folder, report)
     finally:
         dist.destroy_process_group()
 
@@ -65,12 +60,12 @@ def measure(
 def _measure(
     request: CalibrationRequest, active: Platform, rank: int, folder: Path, report: Callable[[str], None]
 ) -> RankMeasurements:
-    from megarl.calibration import collectives, kernels, layers
+    from megarl.calibration import kernels, layers
 
     device = active.device
     memory_bytes = _memory_bytes(active, request.num_ranks)
     report("matrix products")
-    shapes = [ProductShape(size, size, size) for size in request.squares]
+    shapes = [Product(size, size, size) for size in request.squares]
     squares = [kernels.product_times(shapes, dtype, device) for dtype in (DType.float32, DType.bfloat16)]
     products = kernels.product_times(request.products, request.dtype, device)
 
@@ -88,7 +83,7 @@ def _measure(
 
     report("collectives")
     collective_times = (
-        tuple(collectives.collective_times(request.collective_bytes, device)) if request.num_ranks > 1 else ()
+        tuple(kernels.collective_times(request.collective_bytes, device)) if request.num_ranks > 1 else ()
     )
 
     report("layers of the training engine")

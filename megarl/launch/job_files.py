@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -58,13 +58,8 @@ _WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are 
 _IGNORE_FILES = (".gitignore", ".rayignore")  # already applied; Ray would apply them again
 
 
-class Package(NamedTuple):
-    num_files: int
-    nbytes: int
-
-
-def pack(config: RunConfig, folder: Path, here: Path) -> Package:
-    """Fill the job's current directory, the empty `folder`.
+def pack(config: RunConfig, folder: Path, here: Path) -> tuple[int, int]:
+    """Fill the job's current directory, the empty `folder`, and return how many files and bytes it gets.
 
     It receives the files of `here` that git does not ignore, the megarl of this process, and `run.yaml`.
     Outside a git work tree, only the code that the configuration names is taken from `here`.
@@ -94,7 +89,7 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
         shutil.copyfile(source, target)
 
     OmegaConf.save(OmegaConf.create(resolved), folder / RUN_FILE)
-    return Package(len(files) + 1, sum(sizes.values()))
+    return len(files) + 1, sum(sizes.values())
 
 
 def absent_secrets(config: RunConfig) -> list[str]:

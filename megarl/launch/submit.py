@@ -79,10 +79,9 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     client = _connect(address)
 
     with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
-        package = pack(config, Path(folder), Path.cwd())
+        num_files, nbytes = pack(config, Path(folder), Path.cwd())
         print(
-            f"{config_path}: OK; uploading {counted(package.num_files, 'file')}, "
-            f"{package.nbytes / 2**20:.1f} MiB",
+            f"{config_path}: OK; uploading {counted(num_files, 'file')}, {nbytes / 2**20:.1f} MiB",
             flush=True,
         )
         job = Job(client, folder)

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -50,11 +50,6 @@ _LEFT = "left"
 
 class LaunchError(RuntimeError):
     """The nodes cannot form or keep a cluster."""
-
-
-class Address(NamedTuple):
-    own: str  # address of this node, with which it connects to node 0
-    node_0: str  # address of node 0, as this node resolves it
 
 
 class Meeting:
@@ -171,7 +166,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
 
     # Use the address that the other nodes see, because node 0 may resolve its own name to loopback.
-    address = Address(*meeting.what(names[0])).node_0 if names else _address().own
+    address = meeting.what(names[0])[1] if names else _addresses()[0]
     environment = _of_children()
     add_key(environment)
     node = RayNode(address, num_cpus=num_cpus, environment=environment)
@@ -198,10 +193,11 @@ def join(meeting: Meeting) -> int:
     reason = "it failed"
 
     try:
-        meeting.say(f"{_NODE} {meeting.rank}", _address())
+        meeting.say(f"{_NODE} {meeting.rank}", _addresses())
         if meeting.first_of(_HEAD, _STATUS) == _HEAD:
             head, num_cpus, key = meeting.what(_HEAD)
-            node = RayNode(_address().own, head, num_cpus=num_cpus, environment={**_of_children(), **key})
+            own, _ = _addresses()
+            node = RayNode(own, head, num_cpus=num_cpus, environment={**_of_children(), **key})
             try:
                 reason = _wait_for_status(meeting, node)
             finally:
@@ -222,13 +218,13 @@ def _wait_for_status(meeting: Meeting, node: RayNode) -> str:
     return "the run has ended"
 
 
-def _address() -> Address:
-    """Return this node's address on the interface to node 0, and the address of node 0."""
+def _addresses() -> tuple[str, str]:
+    """Return this node's address on the interface to node 0, and the address of node 0 as it resolves it."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     family, kind, _, _, target = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # a datagram socket sends nothing on connect
-        return Address(probe.getsockname()[0], str(target[0]))
+        return probe.getsockname()[0], str(target[0])
 
 
 def _of_children() -> dict[str, str]:

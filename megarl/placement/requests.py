@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megarl.config.roles import ENVIRONMENT, WITHOUT_DEVICES, judge_roles, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
@@ -53,7 +52,7 @@ class PoolRequest:
     """
 
     name: str
-    groups: tuple[GroupRequest, ...]
+    groups: tuple[GroupRequest, ...] = ()
     devices_on_nodes: tuple[int, ...] | None = None
 
     @property
@@ -68,27 +67,24 @@ class PoolRequest:
         return max(group.together for group in self.groups)
 
 
-class _Pool(NamedTuple):
-    """A row of a strategy's table."""
-
-    name: str
-    devices_on_nodes: tuple[int, ...] | None = None
-
-
 def pool_requests(config: RunConfig) -> list[PoolRequest]:
     """Return the pools in role order. Roles with one pool and one layout are fused in one group."""
     needs = group_requests(config)
     strategy = config.placement.strategy
     # Supervised fine-tuning has no strategy: its only role is the actor.
-    table = _STRATEGIES[strategy](config) if isinstance(config, PPOConfig) else {"actor": _Pool("actor")}
+    table = (
+        _STRATEGIES[strategy](config)
+        if isinstance(config, PPOConfig)
+        else {"actor": PoolRequest(name="actor")}
+    )
     bases = base_roles(config)
     pools: dict[str, PoolRequest] = {}
 
     for need in needs:
         # A model without its adapters is in the processes that train them.
-        name, devices_on_nodes = table[bases.get(need.name, need.name)]
-        pool = pools.get(name, PoolRequest(name=name, groups=(), devices_on_nodes=devices_on_nodes))
-        pools[name] = replace(pool, groups=_joined(pool.groups, need))
+        empty = table[bases.get(need.name, need.name)]
+        pool = pools.get(empty.name, empty)
+        pools[pool.name] = replace(pool, groups=_joined(pool.groups, need))
 
     return list(pools.values())
 
@@ -217,46 +213,49 @@ def _devices_of_a_node(config: PPOConfig) -> int | None:
     return placement.devices_per_node
 
 
-def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
+def _split_collocate(config: PPOConfig) -> Mapping[str, PoolRequest]:
     """Place actor and reference, critic and reward, and rollout in three separate pools.
 
     A reward model is placed with the critic: in the same processes if their layouts are equal, and otherwise
     in separate processes on the same devices.
     """
-    models = {role.name: _Pool(role.shares_with or role.name) for role in model_roles(config)}
-    functions = _Pool("critic" if needs_critic(config) else "reward")
-    others = {"reward": functions, ENVIRONMENT: functions, "rollout": _Pool("rollout")}
+    models = {role.name: PoolRequest(name=role.shares_with or role.name) for role in model_roles(config)}
+    functions = PoolRequest(name="critic" if needs_critic(config) else "reward")
+    others = {"reward": functions, ENVIRONMENT: functions, "rollout": PoolRequest(name="rollout")}
     return {**models, **others, **_judges(config)}
 
 
-def _judges(config: PPOConfig) -> Mapping[str, _Pool]:
+def _judges(config: PPOConfig) -> Mapping[str, PoolRequest]:
     """Place each judge in a pool of its own: SGLang takes all memory of a device, and judges always serve."""
-    return {role: _Pool(role) for role in judge_roles(config)}
+    return {role: PoolRequest(name=role) for role in judge_roles(config)}
 
 
-def _hybrid(config: PPOConfig) -> Mapping[str, _Pool]:
+def _hybrid(config: PPOConfig) -> Mapping[str, PoolRequest]:
     """Place roles as `split_collocate` does, but the rollout on the actor's devices."""
-    return {**_split_collocate(config), "rollout": _Pool("actor")}
+    return {**_split_collocate(config), "rollout": PoolRequest(name="actor")}
 
 
-def _fully_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
-    everywhere = _Pool("all")
+def _fully_collocate(config: PPOConfig) -> Mapping[str, PoolRequest]:
+    everywhere = PoolRequest(name="all")
     together = {role: everywhere for request in group_requests(config) for role in request.roles}
     return {**together, **_judges(config)}
 
 
-def _stand_alone(config: PPOConfig) -> Mapping[str, _Pool]:
-    return {role: _Pool(role) for request in group_requests(config) for role in request.roles}
+def _stand_alone(config: PPOConfig) -> Mapping[str, PoolRequest]:
+    return {role: PoolRequest(name=role) for request in group_requests(config) for role in request.roles}
 
 
-def _custom(config: PPOConfig) -> Mapping[str, _Pool]:
+def _custom(config: PPOConfig) -> Mapping[str, PoolRequest]:
     """Place roles as configured. Reward functions and environments need no device and may be omitted."""
     placement = config.placement
-    table = {role: _Pool(pool, tuple(placement.pools[pool])) for role, pool in placement.roles.items()}
-    return {**{role: _Pool("reward") for role in WITHOUT_DEVICES}, **table}
+    table = {
+        role: PoolRequest(name=pool, devices_on_nodes=tuple(placement.pools[pool]))
+        for role, pool in placement.roles.items()
+    }
+    return {**{role: PoolRequest(name="reward") for role in WITHOUT_DEVICES}, **table}
 
 
-_STRATEGIES: dict[PlacementStrategy, Callable[[PPOConfig], Mapping[str, _Pool]]] = {
+_STRATEGIES: dict[PlacementStrategy, Callable[[PPOConfig], Mapping[str, PoolRequest]]] = {
     PlacementStrategy.split_collocate: _split_collocate,
     PlacementStrategy.hybrid: _hybrid,
     PlacementStrategy.fully_collocate: _fully_collocate,

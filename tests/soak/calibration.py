@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from megarl.calibration.measurements import make_request
 from megarl.calibration.processes import measure_decoding
-from megarl.calibration.request import make_request
 from megarl.cli.main import main as megarl
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models

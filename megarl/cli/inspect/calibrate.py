@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
-from megarl.calibration.measurements import DecodeSweep, RankMeasurements
+from megarl.calibration.measurements import CalibrationRequest, DecodeSweep, RankMeasurements, make_request
 from megarl.calibration.processes import measure_decoding, measure_devices
 from megarl.calibration.profile import Calibration, calibrate, describes
-from megarl.calibration.request import CalibrationRequest, make_request
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.cli.tables.progress import ProgressLine
 from megarl.config.load import is_on_cuda, read_config

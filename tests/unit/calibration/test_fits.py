@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.calibration.measurements import CollectiveTime, DecodeSweep, DecodeTime, LayerTime, ProductTime
+from megarl.calibration.measurements import (
+    CollectiveTime,
+    DecodeSweep,
+    DecodeTime,
+    LayerTime,
+    ProductTime,
+)
 from megarl.calibration.profile import decode_layer_us, fit_link, product_efficiency, training_layer_us
-from megarl.calibration.request import ProductShape
+from megarl.step_time.counts import Product
 
 SIZES = (2**10, 2**16, 2**20, 2**26)
 
@@ -41,8 +47,8 @@ def test_neither_is_negative() -> None:
 
 def test_the_efficiency_of_products_leaves_out_their_reads_and_writes() -> None:
     # 2 * 1000 ** 3 operations at half of 1 TFLOP/s take 4 ms; 12 MB at 12 GB/s take 1 ms.
-    large = ProductTime(ProductShape(1000, 1000, 1000), "float32", 5e-3)
-    small = ProductTime(ProductShape(10, 1000, 1000), "float32", 1.0)
+    large = ProductTime(Product(1000, 1000, 1000), "float32", 5e-3)
+    small = ProductTime(Product(10, 1000, 1000), "float32", 1.0)
     assert product_efficiency([small, large], 1.0, 12.0) == pytest.approx(0.5)
     # Reads and writes take at most half of the time, here 2.5 ms.
     assert product_efficiency([large], 1.0, 1.0) == pytest.approx(0.8)

@@ -16,8 +16,8 @@ from megarl.calibration.measurements import (
     RankMeasurements,
 )
 from megarl.calibration.profile import Calibration, calibrate, describes
-from megarl.calibration.request import ProductShape
 from megarl.config.schema import DType
+from megarl.step_time.counts import Product
 from megarl.step_time.device import load_device
 
 GIB = 2**30
@@ -27,7 +27,7 @@ BATCHES = (1, 2, 4, 64)
 def measurements(device: str, **changes: Any) -> RankMeasurements:
     """A device with a bandwidth of 3 TB/s, whose products take 10 ms for 5 TFLOP: 500 TFLOP/s."""
     size = 5e12 ** (1 / 3) / 2 ** (1 / 3)
-    shape = ProductShape(round(size), round(size), round(size))
+    shape = Product(round(size), round(size), round(size))
     measured = RankMeasurements(
         device=device,
         memory_bytes=79 * GIB,

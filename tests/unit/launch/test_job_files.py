@@ -54,7 +54,7 @@ def config(*functions: str) -> PPOConfig:
 
 def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", here], check=True)
-    package = job_files.pack(
+    num_files, _ = job_files.pack(
         config("rewards/count.py", str(tmp_path / "elsewhere.py")), job := tmp_path / "job", here
     )
     outside = Path("outside", *tmp_path.resolve().parts[1:], "elsewhere.py")
@@ -68,7 +68,7 @@ def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, 
         str(outside),
     }
     assert {"megarl/__main__.py", "megarl/cli/run/train.py"} <= of_megarl
-    assert package.num_files == len(names)
+    assert num_files == len(names)
     found = load_config(PPOConfig, str(job / "run.yaml"))
     assert found.model.path == str(here / "model")
     assert found.data.train_files == [str(here / "train.parquet"), "/data/more.parquet"]
