@@ -203,6 +203,56 @@ class RolloutEngineKind(Kind):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransportNeeds:
+    """What a transport of weights connects, and what it costs.
+
+    Buckets have `resharding.bucket_mb`.
+
+    Attributes:
+        trainer_buckets: The buckets that a trainer rank has in device memory.
+        engine_buckets: The buckets that an engine rank has in device memory.
+        shares_devices: Whether each engine rank needs a trainer rank on its device (True), or engines need
+            devices without trainer ranks (False). None: they may run anywhere.
+        keeps_buckets: Whether trainer ranks keep their buckets until a part of their state is offloaded.
+            Otherwise they have them only during the sync.
+        joins_groups: Whether trainer and engine ranks join process groups.
+        through_files: Whether weights go through files, of which all replicas read the same. They have the
+            dtype of the model, and SGLang's own loader reads them, also into a draft model.
+        sends_changes: Whether it can send only the elements that changed (`resharding.delta`).
+    """
+
+    trainer_buckets: int = 0
+    engine_buckets: int = 0
+    shares_devices: bool | None = None
+    keeps_buckets: bool = True
+    joins_groups: bool = False
+    through_files: bool = False
+    sends_changes: bool = True
+
+
+class Transport(Kind):
+    """The transports of weights. The first one that works in a placement is chosen."""
+
+    needs: TransportNeeds
+
+    # device if every engine shares devices with trainers, group if none does
+    auto = "auto", TransportNeeds()
+    # shared device memory between a trainer rank and the engine rank on its device, on any number of nodes
+    device = (
+        "device",
+        # two buckets of IPC buffers, and two messages of half a bucket to other trainers
+        TransportNeeds(shares_devices=True, trainer_buckets=3, sends_changes=False),
+    )
+    # point-to-point transfers over the network, from trainers to engines on other devices
+    group = (
+        "group",
+        TransportNeeds(shares_devices=False, trainer_buckets=2, engine_buckets=2, joins_groups=True),
+    )
+    # files in `trainer.output_dir`, which must be visible on all nodes
+    folder = "folder", TransportNeeds(trainer_buckets=2, keeps_buckets=False, through_files=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggerNeeds:
     """The requirement of a logger.
 

@@ -44,7 +44,7 @@ from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, 
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
-from megarl.placement.sync_buffers import sync_buffers
+from megarl.placement.transport import sync_buffers
 
 _FLOAT32 = 4
 

@@ -15,7 +15,7 @@ from megarl.placement.memory import RoleMemory, Usage
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.placement.requests import base_roles
-from megarl.placement.sync_buffers import sync_buffers
+from megarl.placement.transport import sync_buffers
 from megarl.search.placements import Partition
 from megarl.search.space import ROLLOUT, Space
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from megarl.config.roles import model_roles
-from megarl.config.schema import PPOConfig, RunConfig, Transport
+from megarl.config.schema import PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.placement.dataflow import ENGINE, GRADIENTS, Item, Phase, phases_of, waits_for
 from megarl.placement.memory import Usage, engine_weights, model_state, pushed_bytes
@@ -242,11 +242,11 @@ def push_time(
     Engines receive at the same time, so the time is that of one device: what it receives, or what a trainer
     rank sends if fewer trainers than engine ranks share the work.
     """
-    transport = choose_transport(config, plan)
+    needs = choose_transport(config, plan).needs
     received = engine_weights(config, policy)
     copies_s = _COPIES * received / (device.memory_gb_s * device.efficiency.memory * 1e9)
 
-    if transport is Transport.folder:
+    if needs.through_files:
         whole = pushed_bytes(config, policy)
         nodes = len(plan.group_of("rollout").nodes)
         written_s = whole / (device.storage_gb_s * 1e9)
@@ -259,7 +259,7 @@ def push_time(
     link = device.between_nodes if plan.num_nodes > 1 else device.within_node
     # With shared devices, an engine rank finds a part of its weights on its own device or node.
     rate = link.gb_s
-    if transport is Transport.device and plan.num_nodes > 1:
+    if needs.shares_devices and plan.num_nodes > 1:
         rate = max(rate, device.within_node.gb_s / 2) if _fits_on_node(config, plan) else rate
     return PhaseTime.of(messages=sent / (rate * device.efficiency.links * 1e9), copies=copies_s)
 

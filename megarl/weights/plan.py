@@ -377,7 +377,7 @@ def message_bytes(transport: Transport, bucket_bytes: int, is_cuda: bool) -> int
     A message of `device` fills one IPC buffer, and all buffers together take at most two buckets. A message
     of `group` has the size of a bucket, and two are in flight. So has one in a file with patches (`folder`).
     """
-    if transport is not Transport.device:
+    if not transport.needs.shares_devices:
         return bucket_bytes
     each = 2 * bucket_bytes // NUM_IPC_BUFFERS
 

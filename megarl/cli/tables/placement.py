@@ -14,7 +14,7 @@ from rich.table import Table
 from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.config.megatron_options import uncounted_options
 from megarl.config.roles import model_roles
-from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig, Transport
+from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
@@ -231,14 +231,14 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
         drawn.add_row(
             "sent per trainer rank", about + _range(forecast.sent), counted(len(forecast.sent), "rank")
         )
-        if transport is Transport.device:
+        if transport.needs.shares_devices:
             away = about + _range(forecast.sent_away)
             drawn.add_row(
                 "sent to other devices",
                 away,
                 "shards that the trainer rank on the engine rank's device does not have",
             )
-        smaller = ", less on CPU" if transport is Transport.device and config.device is Device.auto else ""
+        smaller = ", less on CPU" if transport.needs.shares_devices and config.device is Device.auto else ""
         largest = (
             f"at most {_range([forecast.message_bytes])} per rank: "
             f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megarl.config.schema import CorrectionLevel, EngineDType, PPOConfig, RolloutEngineKind, Transport
+from megarl.config.schema import CorrectionLevel, EngineDType, PPOConfig, RolloutEngineKind
 from megarl.config.violation import Violation, Violations, either
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.fp8 import BLOCK, unsupported_parts
@@ -35,7 +35,7 @@ def run(config: PPOConfig) -> Violations:
             "sequence, or rollout_correction.bypass=true",
         )
 
-    if config.resharding.transport is Transport.folder:
+    if config.resharding.transport.needs.through_files:
         yield Violation(
             (_DTYPE, "resharding.transport"),
             "is fp8, but folders have the dtype of the model; use resharding.transport=auto",

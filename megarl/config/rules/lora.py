@@ -13,7 +13,6 @@ from megarl.config.schema import (
     PPOConfig,
     RolloutEngineKind,
     RunConfig,
-    Transport,
 )
 from megarl.config.violation import Violation, Violations
 from megarl.models.adapters import (
@@ -115,7 +114,7 @@ def served(config: PPOConfig) -> Violations:
             "rollout.engine=sglang",
         )
 
-    if config.resharding.transport is Transport.folder:
+    if config.resharding.transport.needs.through_files:
         yield Violation(
             (key, "resharding.transport"),
             "is adapter, but SGLang's own loader, which reads folders, does not load adapters into a running "

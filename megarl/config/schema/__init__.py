@@ -10,7 +10,14 @@ of sections and choices, are the text of that page.
 
 from __future__ import annotations
 
-from megarl.config.kinds import AdvantageEstimator, Aggregation, LoggerKind, PolicyLossKind, RolloutEngineKind
+from megarl.config.kinds import (
+    AdvantageEstimator,
+    Aggregation,
+    LoggerKind,
+    PolicyLossKind,
+    RolloutEngineKind,
+    Transport,
+)
 from megarl.config.schema.agent import (
     AgentConfig,
     CallsInThinking,
@@ -105,7 +112,6 @@ from megarl.config.schema.rollout import (
     SamplingConfig,
     SGLangConfig,
     SGLangMode,
-    Transport,
     Verify,
 )
 from megarl.config.schema.run import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megarl.config.kinds import RolloutEngineKind
+from megarl.config.kinds import RolloutEngineKind, Transport
 from megarl.config.schema.keys import Reader, naming, only_with, ranged
 
 
@@ -30,14 +30,6 @@ class Late(str, Enum):
     wait = "wait"  # each prompt belongs to a fixed step, which waits for it
     # a step takes the oldest finished prompts; tokens older than max_staleness are masked out of the loss
     mask = "mask"
-
-
-class Transport(str, Enum):
-    auto = "auto"  # device if every engine shares devices with trainers, group if none does
-    # shared device memory between a trainer rank and the engine rank on its device, on any number of nodes
-    device = "device"
-    group = "group"  # point-to-point transfers over the network, from trainers to engines on other devices
-    folder = "folder"  # files in `trainer.output_dir`, which must be visible on all nodes
 
 
 class Verify(str, Enum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig, Transport
+from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.engine_stages import engine_stages
 from megarl.models.fp8 import quantized_tensors
@@ -82,7 +82,8 @@ def forecast_weights(
 
     With `device: auto`, messages are as large as on GPUs. Raises the errors of `plan_transfer`.
     """
-    if (transport := choose_transport(config, placement)) is Transport.folder:
+    transport = choose_transport(config, placement)
+    if transport.needs.through_files:
         return None
     policy = policy.base  # adapters are merged, or sent separately
     element_bytes = weight_bytes(config.model.dtype)
