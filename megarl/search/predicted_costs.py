@@ -1,4 +1,4 @@
-"""The times that a search needs, as megarl/step_time predicts them for a device and lengths of samples."""
+"""The times that a search needs, predicted for a kind of device and lengths of samples."""
 
 from __future__ import annotations
 
