@@ -204,7 +204,7 @@ class RolloutEngineKind(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class TransportNeeds:
-    """What a transport of weights connects, and what it costs.
+    """The devices that a transport of weights connects, and its costs.
 
     Buckets have `resharding.bucket_mb`.
 

@@ -1,4 +1,4 @@
-"""What a rank does: matrix products, attention, and calls between ranks, as a dry run counts them. Pure.
+"""The work of a rank: matrix products, attention, and calls between ranks, as a dry run counts them. Pure.
 
 Linear layers and the blocks that consist of them have forward and backward passes.
 """
