@@ -33,12 +33,12 @@ from megarl.engine.layer_specs import (
     fuse_gradient_accumulation,
     mark_cut_parameters,
 )
-from megarl.engine.local_rotation import set_local_rotation
 from megarl.engine.lora import AdapterSwitch, add_adapters
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.engine.moe_router import BiasedExpertRouter
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
+from megarl.engine.rotary import set_local_rotation
 from megarl.engine.vision import ImageInputs, build_tower, insert_images, keep_frequencies
 from megarl.models.architecture import Activation, Architecture, QKNorm
 from megarl.models.counts import padded_vocab_size

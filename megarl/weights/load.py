@@ -16,7 +16,6 @@ from megarl.models.fp8 import scale_name
 from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight, stored_weights
 from megarl.weights.block_scaling import ScaledMatrix
 from megarl.weights.checkpoint_index import CheckpointIndex, Packing, TensorInFile, read_checkpoint_index
-from megarl.weights.finite_values import check_finite
 from megarl.weights.manifest import (
     check_index,
     check_tied_head,
@@ -26,6 +25,7 @@ from megarl.weights.manifest import (
 )
 from megarl.weights.mxfp4 import BLOCKS, SCALES, read_unpacked
 from megarl.weights.piece import Piece, enclosing_slice
+from megarl.weights.safetensors_file import check_finite
 from megarl.weights.shard_layout import (
     ShardLayout,
     padding,

@@ -20,8 +20,8 @@ from megarl.models.config_reader import ConfigReader
 from megarl.models.families import REWARD_CLASS
 from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors, trained_tensors
 from megarl.weights.checkpoint_index import ADAPTER_CONFIG_FILE
-from megarl.weights.finite_values import check_finite
 from megarl.weights.piece import Piece
+from megarl.weights.safetensors_file import check_finite
 from megarl.weights.tensors import WeightTransferError
 
 CONFIG_FILE = ADAPTER_CONFIG_FILE

@@ -12,8 +12,7 @@ import psutil
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from megarl.rollout.sglang.cpu_adapters import leave_adapters_unpinned
-from megarl.rollout.sglang.cpu_fp8 import dequantize_in_products
+from megarl.rollout.sglang.cpu_fp8 import dequantize_in_products, leave_adapters_unpinned
 
 
 class SGLangEvidence(NamedTuple):

@@ -1,6 +1,6 @@
-"""Block-scaled FP8 in SGLang without CUDA; see cpu_adaptations.py.
+"""Block-scaled FP8 and adapters in SGLang without CUDA; see cpu_adaptations.py.
 
-Weights are dequantized in each product. Unlike on a GPU, activations are not quantized.
+FP8 weights are dequantized in each product. Unlike on a GPU, activations are not quantized.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from megarl.models.fp8 import BLOCK
 
+_FACTORIES = ("tensor", "empty", "zeros")  # of tensors
 _DTYPE = "megarl_dtype"  # attribute of a weight: the dtype of the model
 
 
@@ -97,3 +98,23 @@ def _dequantized_without_scale(
     """
     dtype: torch.dtype = vars(x_q_block)[_DTYPE]
     return dequantized(x_q_block, x_s, dtype), None
+
+
+def leave_adapters_unpinned() -> None:
+    """Ignore requests for pinned memory, which needs CUDA. SGLang's LoRA layers make them everywhere."""
+
+    def without_pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @wraps(make)
+        def made(*arguments: Any, **options: Any) -> torch.Tensor:
+            options.pop("pin_memory", None)
+            return make(*arguments, **options)
+
+        return made
+
+    for name in _FACTORIES:
+        setattr(torch, name, without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = _itself
+
+
+def _itself(*arguments: Any, **_: Any) -> Any:
+    return arguments[0]

@@ -18,9 +18,22 @@ from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
 from megarl.rollout.sglang import environment, processes
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
-from megarl.rollout.sglang.endpoints import ENDPOINTS
 from megarl.rollout.sglang.last_words import LastWords
 
+# Calls that both modes offer under one name: a path of the server, and a method of the tokenizer manager in
+# this process. The values are the classes of their requests in SGLang's io_struct.
+_REQUESTS = {
+    "pause_generation": "PauseGenerationReqInput",
+    "continue_generation": "ContinueGenerationReqInput",
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "load_lora_adapter_from_tensors": "LoadLoRAAdapterFromTensorsReqInput",
+    "update_weight_version": "UpdateWeightVersionReqInput",
+    "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+}
 _END_LIMIT_S = 10.0
 _LOOK_S = 1.0  # interval at which it is looked whether SGLang has received anything
 
@@ -72,9 +85,8 @@ class InProcessBackend(Backend):
     async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
         import sglang.srt.managers.io_struct as requests
 
-        kind = ENDPOINTS[endpoint]
-        method: Callable[[Any], Any] = getattr(self._manager, kind.method)
-        answer = await method(getattr(requests, kind.request)(**payload))
+        method: Callable[[Any], Any] = getattr(self._manager, endpoint)
+        answer = await method(getattr(requests, _REQUESTS[endpoint])(**payload))
         # Some methods return success and message instead of raising.
         if isinstance(answer, tuple) and not answer[0]:
             raise CallRefusedError(f"{endpoint}: {answer[1]}")

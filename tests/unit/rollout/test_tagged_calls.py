@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megarl.rollout.sglang.tagged_calls import FORMATS, TagFormat, lost_value, read_tagged
+from megarl.rollout.sglang.function_calls import FORMATS, TagFormat, lost_value, read_tagged
 from tests import fork_server
 from tests.fork_server.client import SGLANG
 
