@@ -594,10 +594,10 @@ class MegatronEngine:
         traced = self.trace if self.trace is not None and loss is not None else None
         with nullcontext() if traced is None else traced.recording(micro_batch):
             hidden = chunk(
-                micro_batch.tokens,
-                micro_batch.positions,
+                micro_batch.inputs.tokens,
+                micro_batch.inputs.positions,
                 None,
-                packed_seq_params=micro_batch.packed,
+                packed_seq_params=micro_batch.inputs.packed,
                 output_processor=keep_hidden,
                 **({} if self.spec.architecture.vision is None else {"images": micro_batch.images}),
                 **routed,

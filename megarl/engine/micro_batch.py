@@ -35,12 +35,10 @@ from megarl.engine.micro_batch_layout import (
     ConcatenatedRows,
     ModelInputs,
     SequenceSlice,
-    TokenPositions,
     logit_positions,
     packed_inputs,
     padded_inputs,
 )
-from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 from megarl.engine.rotary import set_positions
 from megarl.engine.vision import ImageInputs
@@ -74,43 +72,32 @@ class MicroBatchRoutes:
 class MicroBatch:
     """Model inputs for b rows, and the indices of their response tokens.
 
-    With context parallelism, `predictors`, `targets` and `scored` cover the rank's own tokens, and N may be
-    0; `cells` and `rows` are complete.
+    With context parallelism, `inputs`, `predictors` and `targets` cover the rank's own tokens, and N may be 0;
+    `cells` and `rows` are complete.
 
     Attributes:
-        tokens: (1, T) packed or (b, S') padded, int64.
-        positions: Positions for the rotary embedding, shaped like `tokens`.
-        counts: How often each token counts in router statistics, shaped like `tokens`: once for each row that
-            contains it and has a token that the loss reads; 0 for padding.
-        num_counted: The sum of `counts`.
+        inputs: The inputs, on the device.
+        num_counted: The sum of their `counts`.
         predictors: (N,) indices into the model's flattened (sequence-major) output that predict the N
-            response tokens.
+            response tokens. They are those of `inputs` unless the last layer keeps only some tokens.
         targets: (N,) the ids of those tokens.
         top_ids: (N, k) the ids of the teacher's most likely tokens there, if the batch has them.
-        scored: (N,) their indices among the M response tokens of all rows, concatenated row by row.
         cells: (M,) indices of all response tokens in a flattened (b, R) tensor.
         rows: The columns of response tokens for the loss, (b, R), padded with 0. TEACHER_TOP_LOG_PROBS is
             (b, R, k + 1).
         shape: (b, R).
         routes: The routes, if they are replayed.
         images: The images, on ranks that have the tower.
-        token_predictors: `predictors`, counted among all tokens, also if the last layer keeps only some.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    packed: PackedRows | None
-    counts: Tensor
+    inputs: ModelInputs
     num_counted: int
-    places: TokenPositions | None
     predictors: Tensor
     targets: Tensor
-    scored: Tensor
     cells: Tensor
     rows: Mapping[str, Tensor]
     shape: tuple[int, int]
     row_numbers: tuple[int, ...]
-    token_predictors: Tensor
     routes: MicroBatchRoutes | None = None
     images: ImageInputs | None = None
     top_ids: Tensor | None = None
@@ -121,9 +108,10 @@ class MicroBatch:
         Differentiable.
         """
         # `scored` is ascending, so a rank that has all tokens has them in order.
-        if len(self.scored) == len(self.cells):
+        scored = self.inputs.scored
+        if len(scored) == len(self.cells):
             return values
-        return values.new_zeros((len(self.cells), *values.shape[1:])).index_copy(0, self.scored, values)
+        return values.new_zeros((len(self.cells), *values.shape[1:])).index_copy(0, scored, values)
 
     def padded(self, values: Tensor) -> Tensor:
         """Scatter values (M, ...) of all response tokens into (b, R, ...), 0 elsewhere. Differentiable."""
@@ -177,7 +165,7 @@ def make_micro_batch(
         if packing
         else padded_inputs(real, cut)
     )
-    positions = to_device(inputs.positions, device)
+    placed = inputs.on(device)
 
     # The rotary embedding would count from 0 in every sequence, which is wrong for shared or split rows.
     images = None
@@ -187,13 +175,14 @@ def make_micro_batch(
         if holds_tower and len(found.grids):
             images = _image_inputs(inputs, found, cut, device)
     elif inputs.packed is not None and inputs.packed.needs_positions:
-        set_positions(inputs.packed.cu_seqlens_q, positions[0])
+        set_positions(inputs.packed.cu_seqlens_q, placed.positions[0])
 
     # Predictors are counted among the tokens that the last layer keeps.
-    predictors = inputs.predictors
+    predictors = placed.predictors
     if inputs.packed is not None and ends_with_predictors:
-        chosen, predictors = logit_positions(predictors, inputs.tokens.numel(), cut)
+        chosen, among_chosen = logit_positions(inputs.predictors, inputs.tokens.numel(), cut)
         inputs.packed.predicting = to_device(chosen, device)
+        predictors = to_device(among_chosen, device)
 
     # Indices of the response tokens among each other, and in tensors that are padded for the loss.
     responses = columns["responses"]
@@ -202,20 +191,14 @@ def make_micro_batch(
     top_ids = _top_ids(columns, inputs.scored)
 
     return MicroBatch(
-        tokens=to_device(inputs.tokens, device),
-        positions=positions,
-        packed=inputs.packed,
-        counts=to_device(inputs.counts, device),
+        inputs=placed,
         num_counted=int(inputs.counts.sum()),
-        places=inputs.places,
-        predictors=to_device(predictors, device),
+        predictors=predictors,
         targets=to_device(responses.flat()[inputs.scored].long(), device),
-        scored=to_device(inputs.scored, device),
         cells=to_device(cells, device),
         rows={key: to_device(values, device) for key, values in _loss_columns(columns, cells).items()},
         shape=(num_rows, response_length),
         row_numbers=tuple(rows),
-        token_predictors=to_device(inputs.predictors, device),
         images=images,
         top_ids=None if top_ids is None else to_device(top_ids, device),
     )

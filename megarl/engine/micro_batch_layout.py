@@ -16,6 +16,7 @@ from megarl.batch.token_rows import ImagePlace, first_with_prompt
 from megarl.config.batch_arithmetic import padded_length
 from megarl.engine.context import ContextParallelRank, own_tokens
 from megarl.engine.packed_rows import PackedRows
+from megarl.engine.platform import to_device
 
 
 class TokenPositions(NamedTuple):
@@ -170,11 +171,18 @@ class ConcatenatedRows(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """The inputs of a MicroBatch on the host, except for `packed`.
+    """The tokens of a micro-batch on this rank.
 
     Attributes:
-        predictors: (N,) indices among all tokens.
-        scored: (N,) the indices of the predicted tokens among the rows' response tokens.
+        tokens: (1, T) packed or (b, S') padded, int64.
+        positions: Positions for the rotary embedding, shaped like `tokens`.
+        packed: The packed rows, on the device.
+        counts: How often each token counts in router statistics, shaped like `tokens`: once for each row that
+            contains it and has a token that the loss reads; 0 for padding.
+        places: The positions of packed tokens, on the host.
+        predictors: (N,) indices among all tokens, in the sequence-major order of the model's output, that
+            predict the N response tokens.
+        scored: (N,) the indices of these N among the M response tokens of all rows, concatenated row by row.
     """
 
     tokens: Tensor
@@ -184,6 +192,16 @@ class ModelInputs(NamedTuple):
     places: TokenPositions | None
     predictors: Tensor
     scored: Tensor
+
+    def on(self, device: torch.device) -> ModelInputs:
+        """Return the inputs with the tensors that the model reads on a device."""
+        return self._replace(
+            tokens=to_device(self.tokens, device),
+            positions=to_device(self.positions, device),
+            counts=to_device(self.counts, device),
+            predictors=to_device(self.predictors, device),
+            scored=to_device(self.scored, device),
+        )
 
 
 class SequenceSlice(NamedTuple):

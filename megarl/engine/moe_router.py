@@ -40,7 +40,7 @@ class RoutedTokens(NamedTuple):
     """The tokens of a micro-batch on this rank, as its routers need them.
 
     Attributes:
-        counts: (T,) int64, how often each token counts (see MicroBatch).
+        counts: (T,) int64, how often each token counts (see ModelInputs).
         tally: Where they are counted, or None.
         routes: See router_replay.py.
     """
@@ -54,7 +54,7 @@ class RoutedTokens(NamedTuple):
         cls, micro_batch: MicroBatch, tally: RouterStatistics | None, groups: ParallelGroups
     ) -> RoutedTokens:
         """Describe the tokens of a micro-batch. Each sequence-parallel rank has a part of them."""
-        flat = micro_batch.counts.t().flatten()  # hidden states are (S, b, H)
+        flat = micro_batch.inputs.counts.t().flatten()  # hidden states are (S, b, H)
         if groups.parallel.sequence_parallel:
             flat = flat.chunk(groups.parallel.tensor_parallel_size)[groups.tensor_rank]
         return cls(flat, tally, micro_batch.routes)

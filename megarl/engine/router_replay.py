@@ -129,8 +129,9 @@ class RouterReplayBuffer:
         entered = []
 
         for micro_batch, rows in zip(made, micro_batches, strict=True):
-            assert micro_batch.places is not None, "routes are replayed in packed rows"
-            places = micro_batch.places._replace(sources=self._own_part(micro_batch.places.sources))
+            places = micro_batch.inputs.places
+            assert places is not None, "routes are replayed in packed rows"
+            places = places._replace(sources=self._own_part(places.sources))
             given = (
                 None if column is None else self._given(column.select(torch.as_tensor(rows)), places, rows)
             )

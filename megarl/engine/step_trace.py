@@ -121,10 +121,11 @@ class StepTrace:
         hidden = hidden.flatten(0, 1)
 
         # The last layer of a packed batch keeps only the tokens that predict another.
-        packed = micro_batch.packed
+        inputs = micro_batch.inputs
+        packed = inputs.packed
         is_last = packed is not None and packed.predicting is not None and name.startswith(self._last_layer)
-        predictors = micro_batch.predictors if may_be_selected and is_last else micro_batch.token_predictors
-        places, names = self._chosen(micro_batch, micro_batch.scored.cpu())
+        predictors = micro_batch.predictors if may_be_selected and is_last else inputs.predictors
+        places, names = self._chosen(micro_batch, inputs.scored.cpu())
         self._keep(name, names, hidden[predictors[places]])
 
     @property

@@ -62,20 +62,21 @@ def make(
         place=ContextParallelRank(*place),
         **options,
     )
-    plain = {
-        key: getattr(made, key).tolist()
-        for key in ("tokens", "positions", "counts", "predictors", "targets", "scored", "cells")
-    }
-    assert made.num_counted == made.counts.sum()
+    inputs = made.inputs
+    plain = {key: getattr(inputs, key).tolist() for key in ("tokens", "positions", "counts", "scored")}
+    plain |= {key: getattr(made, key).tolist() for key in ("predictors", "targets", "cells")}
+    assert made.num_counted == inputs.counts.sum()
+    if not ends:
+        assert made.predictors.tolist() == inputs.predictors.tolist()
 
-    if made.packed is not None:
-        plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
-        plain["longest"] = made.packed.max_seqlen_kv
-        plain["prompts"] = list(map(list, made.packed.prompts))
-        plain["predicting"] = None if made.packed.predicting is None else made.packed.predicting.tolist()
+    if (packed := inputs.packed) is not None:
+        plain["boundaries"] = packed.cu_seqlens_q.tolist()
+        plain["longest"] = packed.max_seqlen_kv
+        plain["prompts"] = list(map(list, packed.prompts))
+        plain["predicting"] = None if packed.predicting is None else packed.predicting.tolist()
 
     plain["rows"] = {key: value.tolist() for key, value in made.rows.items()}
-    whole = made.of_all_tokens(torch.arange(1.0, len(made.scored) + 1))
+    whole = made.of_all_tokens(torch.arange(1.0, len(inputs.scored) + 1))
     plain["whole"] = whole.tolist()
     plain["scattered"] = made.padded(whole).tolist()
     return plain

@@ -183,7 +183,7 @@ def with_logits(engine: Any) -> Any:
         dist.all_gather(parts, part, group=engine.groups.tensor)
         logits = torch.cat(parts, -1)[:, : engine.spec.architecture.vocab_size]
         whole = logits.new_zeros(len(micro_batch.cells), logits.shape[1])
-        whole[micro_batch.scored] = logits
+        whole[micro_batch.inputs.scored] = logits
         dist.all_reduce(whole, group=engine.groups.context)
 
         return {**score(micro_batch, hidden, *arguments), "logits": whole}
