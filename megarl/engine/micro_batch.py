@@ -72,8 +72,8 @@ class MicroBatchRoutes:
 class MicroBatch:
     """Model inputs for b rows, and the indices of their response tokens.
 
-    With context parallelism, `inputs`, `predictors` and `targets` cover the rank's own tokens, and N may be 0;
-    `cells` and `rows` are complete.
+    With context parallelism, `inputs`, `predictors` and `targets` cover the rank's own tokens, and N may be
+    0; `cells` and `rows` are complete.
 
     Attributes:
         inputs: The inputs, on the device.

@@ -15,10 +15,12 @@ from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import decode_rows, decode_turns, load_tokenizer
 from megarl.models.thinking import THINK
 from megarl.rewards.judge_client import JudgeEndpoint
-from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreReport, ScoreRequest
+from megarl.rewards.process import Outcome
+from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreRequest
 
 WROTE = "model_wrote"  # column of episodes, whose `response_mask` covers only the last turn
 PROMPT_ENDS = "prompt_ends"  # column with the last tokens of each prompt
+_NO_SCORE = Outcome(0.0, {})  # of a run with a reward model and neither functions nor judges
 NUM_PROMPT_END = 16  # enough for a tag and the line breaks after it, in tokens of one character
 
 
@@ -106,7 +108,7 @@ class RewardWorker(Worker):
         Some were begun before. The others are in `others`, in order.
         """
         if self._scorer is None:  # nothing was begun
-            return _table(_no_scores(len(uids)))
+            return _table([_NO_SCORE] * len(uids))
 
         # Take each sample from where it was begun, in the order of the batch.
         others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
@@ -185,29 +187,33 @@ class RewardWorker(Worker):
     def _scores(
         self, samples: Sequence[ScoreRequest | BegunScore], shown: Sequence[ScoreRequest] | None = None
     ) -> DataProto:
-        return _table(self._scorer.score(samples) if self._scorer else _no_scores(len(samples)), shown)
+        return _table(self._scorer.score(samples) if self._scorer else [_NO_SCORE] * len(samples), shown)
 
 
-def _table(report: ScoreReport, shown: Sequence[ScoreRequest] | None = None) -> DataProto:
+def _table(outcomes: Sequence[Outcome], shown: Sequence[ScoreRequest] | None = None) -> DataProto:
     """Return the result of RewardWorker.score."""
-    arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
+    is_scored = [outcome.error is None for outcome in outcomes]
+    arrays: dict[str, list] = {
+        "score": [outcome.score for outcome in outcomes],
+        "reward_numbers": [outcome.numbers for outcome in outcomes],
+    }
 
     # Texts are returned only on request, because a training step does not read them.
     if shown is not None:
         arrays |= {
             "response_text": [request.solution_str for request in shown],
             "opens_thinking": [request.opens_thinking for request in shown],
-            "answer": list(report.answers),
-            "has_answer": list(report.has_answer),
+            "answer": [outcome.answer for outcome in outcomes],
+            "has_answer": [any(outcome.has_answer) for outcome in outcomes],
         }
 
     return DataProto.from_dict(
         tensors={
-            "score_parts": torch.tensor(report.parts, dtype=torch.float32),
-            "is_scored": torch.tensor(report.is_scored, dtype=torch.bool),
+            "score_parts": torch.tensor([outcome.parts for outcome in outcomes], dtype=torch.float32),
+            "is_scored": torch.tensor(is_scored, dtype=torch.bool),
         },
         non_tensors=arrays,
-        meta_info={"reward/error_rate": len(report.errors) / len(report.scores)},
+        meta_info={"reward/error_rate": is_scored.count(False) / len(outcomes)},
     )
 
 
@@ -217,15 +223,3 @@ def _score_of(begun: BegunScore) -> float | None:
         return None
     outcome = begun.outcome.result()
     return outcome.score if outcome.error is None else None
-
-
-def _no_scores(num_samples: int) -> ScoreReport:
-    """Return the report of a run with a reward model and neither functions nor judges."""
-    return ScoreReport(
-        scores=[0.0] * num_samples,
-        numbers=[{}] * num_samples,
-        errors=[],
-        parts=[()] * num_samples,
-        answers=[None] * num_samples,
-        has_answer=[False] * num_samples,
-    )

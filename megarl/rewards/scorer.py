@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import active_children
 from types import TracebackType
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
@@ -40,39 +39,6 @@ MAX_POOL_RESTARTS = 3  # in a row without a scored sample in between
 NUM_SHOWN_MESSAGES = 5
 Result = TypeVar("Result")
 _ALWAYS_GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", OWNER)
-
-
-@dataclass(frozen=True)
-class ScoreError:
-    """The reason why a sample has no score."""
-
-    index: int  # in the batch
-    uid: str
-    kind: Literal["function", "time_limit", "process_died"]
-    message: str
-
-    def __str__(self) -> str:
-        return f"sample {self.index} (uid {self.uid}): {self.message}"
-
-
-class ScoreReport(NamedTuple):
-    """The scores of a batch, in the order of the requests; see Outcome.
-
-    A sample with an error scores 0, also for each function and judge.
-    """
-
-    scores: list[float]
-    numbers: list[dict[str, float]]
-    errors: list[ScoreError]
-    parts: list[tuple[float, ...]]
-    answers: list[str | None]
-    has_answer: list[bool]  # whether a function returned the key "answer"
-
-    @property
-    def is_scored(self) -> list[bool]:
-        """False for the samples with an error."""
-        failed = {error.index for error in self.errors}
-        return [index not in failed for index in range(len(self.scores))]
 
 
 class BegunScore(NamedTuple):
@@ -243,22 +209,27 @@ class RewardScorer:
         future: Future[Result] = self._pool.schedule(function, args=[request], timeout=self.time_limit_s)
         return future
 
-    def score(self, samples: Sequence[ScoreRequest | BegunScore]) -> ScoreReport:
+    def score(self, samples: Sequence[ScoreRequest | BegunScore]) -> list[Outcome]:
         """Score samples, or wait for those that have begun.
+
+        Returns:
+            The outcomes, in order. A sample with an `error` scores 0, also for each function and judge. Where
+            a function has no opinion on a sample, `has_answer` is what it declared for other samples of the
+            data source.
 
         Raises:
             RewardError: The fraction of failed samples exceeds `max_error_rate`. The remaining samples are
                 then not scored.
         """
         outcomes: dict[int, Outcome] = {}
-        errors: list[ScoreError] = []
+        failed: dict[int, str] = {}  # samples without a score, and why
         requests = [sample.request if isinstance(sample, BegunScore) else sample for sample in samples]
         begun = {index: sample for index, sample in enumerate(samples) if isinstance(sample, BegunScore)}
         waiting = list(range(len(requests)))
         num_fruitless = 0
 
         while waiting:
-            unscored = self._score_some(requests, waiting, begun, outcomes, errors)
+            unscored = self._score_some(requests, waiting, begun, outcomes, failed)
             begun = {}  # samples left by a broken pool start again
             # Only attempts without any progress count towards the limit.
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
@@ -270,20 +241,11 @@ class RewardScorer:
                 )
             waiting = unscored
 
-        errors.sort(key=lambda error: error.index)
-        rows = [outcomes.get(index, self._failed) for index in range(len(requests))]
-
-        return ScoreReport(
-            scores=[row.score for row in rows],
-            numbers=[row.numbers for row in rows],
-            errors=errors,
-            parts=[row.parts for row in rows],
-            answers=[row.answer for row in rows],
-            has_answer=[
-                any(self._has_answer[request.data_source] if None in row.has_answer else row.has_answer)
-                for request, row in zip(requests, rows, strict=True)
-            ],
-        )
+        rows = [outcomes[index] for index in range(len(requests))]
+        return [
+            row._replace(has_answer=self._has_answer[request.data_source]) if None in row.has_answer else row
+            for request, row in zip(requests, rows, strict=True)
+        ]
 
     def _start(self) -> ProcessPool:
         """Start the processes, and wait until one of them has loaded the functions."""
@@ -341,9 +303,9 @@ class RewardScorer:
         waiting: Sequence[int],
         begun: Mapping[int, BegunScore],
         outcomes: dict[int, Outcome],
-        errors: list[ScoreError],
+        failed: dict[int, str],
     ) -> list[int]:
-        """Fill in outcomes and errors.
+        """Fill in outcomes, and the failed samples.
 
         Returns the samples that the pool did not reach because it broke, for example because an idle process
         was killed.
@@ -355,7 +317,7 @@ class RewardScorer:
         for index in waiting:
             # Results are collected in the order of the samples, but a later one may have failed already.
             while not self._is_over(futures[index]):
-                self._refuse_failures(requests, futures, errors)
+                self._refuse_failures(requests, futures, failed)
             result = self._result(futures[index])
             if isinstance(result, Outcome) and result.error is None:
                 result = self._consistent(requests[index], result)
@@ -364,12 +326,12 @@ class RewardScorer:
             elif isinstance(result, Outcome) and result.error is None:
                 outcomes[index] = result
             else:
-                if isinstance(result, Outcome):
-                    outcomes[index] = self._failed._replace(numbers=result.numbers)
-                errors.append(self._describe(index, requests[index].uid, result))
+                numbers = result.numbers if isinstance(result, Outcome) else {}
+                failed[index] = self._failure(result)
+                outcomes[index] = self._failed._replace(numbers=numbers, error=failed[index])
                 # Later successes cannot change this, so the rest need not be scored.
-                if len(errors) > self._max_error_rate * len(requests):
-                    self._refuse_failures(requests, futures, errors)
+                if len(failed) > self._max_error_rate * len(requests):
+                    self._refuse_failures(requests, futures, failed)
 
         return unscored
 
@@ -414,18 +376,21 @@ class RewardScorer:
         self,
         requests: Sequence[ScoreRequest],
         futures: Mapping[int, BegunScore],
-        errors: Sequence[ScoreError],
+        found: Mapping[int, str],
     ) -> None:
-        """Raise RewardError if more samples have failed than allowed, in whatever order they ended."""
-        failed = {error.index: error for error in errors}
+        """Raise RewardError if more samples have failed than allowed, in whatever order they ended.
+
+        `found` are those whose failure was noticed so far.
+        """
+        failed = dict(found)
         for index, begun in futures.items():
             result = self._result(begun) if begun.outcome.done() else None
             if result is not None and not (isinstance(result, Outcome) and result.error is None):
-                failed.setdefault(index, self._describe(index, requests[index].uid, result))
+                failed.setdefault(index, self._failure(result))
 
         if len(failed) > self._max_error_rate * len(requests):
             self._stop()  # the pool is restarted by the next call
-            raise RewardError(self._too_many([failed[index] for index in sorted(failed)], len(requests)))
+            raise RewardError(self._too_many(failed, requests))
 
     def _is_over(self, begun: BegunScore) -> bool:
         """Wait at most a second for the sample. It is never completed if its pool is broken."""
@@ -442,38 +407,33 @@ class RewardScorer:
         except BrokenProcessPool:
             return None
 
-    def _describe(self, index: int, uid: str, result: Outcome | TimeoutError | ProcessExpired) -> ScoreError:
+    def _failure(self, result: Outcome | TimeoutError | ProcessExpired) -> str:
+        """Return why a sample has no score."""
         if isinstance(result, Outcome):
             assert result.error is not None
-            return ScoreError(index, uid, "function", result.error)
-
+            return result.error
         if isinstance(result, ProcessExpired):
-            return ScoreError(
-                index, uid, "process_died", f"its process died while scoring it (exit code {result.exitcode})"
-            )
+            return f"its process died while scoring it (exit code {result.exitcode})"
+        return f"it took more than reward.time_limit_s={self.time_limit_s:g} s and was killed"
 
-        return ScoreError(
-            index,
-            uid,
-            "time_limit",
-            f"it took more than reward.time_limit_s={self.time_limit_s:g} s and was killed",
-        )
-
-    def _too_many(self, errors: Sequence[ScoreError], num_requests: int) -> str:
+    def _too_many(self, failed: Mapping[int, str], requests: Sequence[ScoreRequest]) -> str:
         # A function usually fails for one reason, which is shown once.
-        by_message: dict[str, list[ScoreError]] = {}
-        for error in errors:
-            by_message.setdefault(error.message, []).append(error)
-        shown = "\n".join(map(_shown, list(by_message.values())[:NUM_SHOWN_MESSAGES]))
+        by_message: dict[str, list[int]] = {}
+        for index in sorted(failed):
+            by_message.setdefault(failed[index], []).append(index)
+        lines = []
+        for message, (first, *others) in list(by_message.items())[:NUM_SHOWN_MESSAGES]:
+            how_many = f"{1 + len(others)} samples, such as " if others else ""
+            lines.append(f"  {how_many}{described_failure(first, requests[first].uid, message)}")
+        shown = "\n".join(lines)
         sources = [*(["reward function"] if self._functions else []), *(["judge"] if self._judges else [])]
         return (
-            f"scoring failed for at least {len(errors)} of {num_requests} samples, more than "
+            f"scoring failed for at least {len(failed)} of {len(requests)} samples, more than "
             f"reward.max_error_rate={self._max_error_rate:g} allows:\n{shown}\n"
             f"Fix the {' or '.join(sources)}, or raise reward.max_error_rate to score such samples as 0"
         )
 
 
-def _shown(errors: Sequence[ScoreError]) -> str:
-    """Return a line for samples that failed with the same message."""
-    how_many = f"{len(errors)} samples, such as " if len(errors) > 1 else ""
-    return f"  {how_many}{errors[0]}"
+def described_failure(index: int, uid: str, message: str) -> str:
+    """Name a sample that has no score, by its place in the batch, and say why."""
+    return f"sample {index} (uid {uid}): {message}"

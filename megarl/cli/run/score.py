@@ -15,7 +15,7 @@ from megarl.data.tables import DataRow, read_rows, typed_value
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 from megarl.models.thinking import THINK
-from megarl.rewards.scorer import RewardScorer
+from megarl.rewards.scorer import RewardScorer, described_failure
 from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless
 
 GOOD = 0
@@ -75,7 +75,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
         if of_ground_truth:
             return _print_trials(reward, rows, try_truths(scorer, truths))
         responses = [_response(row) for row in rows]
-        report = scorer.score(
+        outcomes = scorer.score(
             [
                 truth.request(response)._replace(
                     uid=_uid(row),
@@ -86,15 +86,20 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
             ]
         )
 
-    scored = zip(rows, responses, report.scores, report.is_scored, strict=True)
+    scored = list(enumerate(zip(rows, responses, outcomes, strict=True)))
     _print_scores(
         [
-            (index, _uid(row), text, score)
-            for index, (row, text, score, is_scored) in enumerate(scored)
-            if is_scored
+            (index, _uid(row), text, outcome.score)
+            for index, (row, text, outcome) in scored
+            if outcome.error is None
         ]
     )
-    return _print_errors(reward, [str(error) for error in report.errors], len(rows))
+    errors = [
+        described_failure(index, _uid(row), outcome.error)
+        for index, (row, _, outcome) in scored
+        if outcome.error is not None
+    ]
+    return _print_errors(reward, errors, len(rows))
 
 
 def _truth(row: DataRow) -> TruthRow:

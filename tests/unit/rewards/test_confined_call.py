@@ -10,6 +10,7 @@ from megarl.rewards import process
 from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardScorer, ScoreRequest
 from tests.unit.rewards import runs_its_sample
+from tests.unit.rewards.outcome_columns import column
 
 SANDBOXED = RewardFunctionConfig(path=runs_its_sample.__file__, sandbox=True)
 
@@ -31,8 +32,7 @@ def score(scorer, *programs, given=None):
         ScoreRequest(f"u{number}", "s", program, None, given or {}) for number, program in enumerate(programs)
     ]
     report = scorer.score(requests)
-    errors = {error.index: error.message for error in report.errors}
-    return [errors.get(number, value) for number, value in enumerate(report.scores)]
+    return [outcome.score if outcome.error is None else outcome.error for outcome in report]
 
 
 def test_a_sample_sees_nothing_of_another_and_only_named_variables(scorer):
@@ -166,7 +166,11 @@ def test_functions_beside_it_work_as_ever(tmp_path):
         with RewardScorer(functions, 5.0, 0.0, 1) as scorer:
             report = scorer.score([ScoreRequest("u", "s", "score = 1", None, {})])
 
-    assert (report.scores, report.parts, report.answers) == ([11.0], [(1.0, 5.0)], ["1"])
+    assert (column(report, "score"), column(report, "parts"), column(report, "answer")) == (
+        [11.0],
+        [(1.0, 5.0)],
+        ["1"],
+    )
 
 
 def test_a_missing_file_is_named_as_ever(tmp_path):

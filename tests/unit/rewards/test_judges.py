@@ -16,6 +16,7 @@ from megarl.rewards.judges import JudgePanel, JudgePromptError, load_template
 from megarl.rewards.process import RewardFunctionError, ScoreRequest
 from megarl.rewards.scorer import RewardError, RewardScorer
 from tests.judge_server import JudgeServer, serve_judge
+from tests.unit.rewards.outcome_columns import column, declared, errors
 
 TEMPLATE = """Question: {{ messages[-1].content }}
 Right: {{ ground_truth }}, level {{ extra_info.level }}, from {{ data_source }}, {{ turns | length }} turn
@@ -236,9 +237,9 @@ def test_scores_of_functions_and_judges_are_added_by_weight(
 
     with RewardScorer([function], 20.0, 0.5, 1, judges=judges) as scorer:
         report = scorer.score([request("ab"), request("raise")])
-        assert report.scores == [1 + 1.5 - 15, 0.0]
-        assert report.parts == [(2.0, 3.0, 1.5), (0.0, 0.0, 0.0)]
-        numbers = report.numbers[0]
+        assert column(report, "score") == [1 + 1.5 - 15, 0.0]
+        assert column(report, "parts") == [(2.0, 3.0, 1.5), (0.0, 0.0, 0.0)]
+        numbers = column(report, "numbers")[0]
         assert numbers.pop("judge/quality/latency_s") > 0
         assert numbers.pop("judge/second/latency_s") > 0
         assert numbers == {
@@ -249,9 +250,9 @@ def test_scores_of_functions_and_judges_are_added_by_weight(
             "judge/second": 1.5,
             "judge/second/failed": 0.0,
         }
-        assert report.numbers[1] == {}  # the function failed, so the judges' scores are unused
-        assert (report.answers, report.has_answer) == (["ab", None], [True, False])
-        assert [error.index for error in report.errors] == [1]
+        assert column(report, "numbers")[1] == {}  # the function failed, so the judges' scores are unused
+        assert (column(report, "answer"), declared(report)) == (["ab", None], [True, False])
+        assert list(errors(report)) == [1]
 
 
 def test_failed_judgments_are_errors_of_their_samples(server: JudgeServer, judge: JudgeConfig) -> None:
@@ -265,18 +266,18 @@ def test_failed_judgments_are_errors_of_their_samples(server: JudgeServer, judge
     samples = [request(text) for text in ("good", "down", "none", "text", "huge")]
     with RewardScorer([], 20.0, 0.8, 1, judges=[judge]) as scorer:
         report = scorer.score(samples)
-        assert report.scores == [0.0] * 5
-        assert report.is_scored == [True, False, False, False, False]
-        assert [numbers["judge/quality/failed"] for numbers in report.numbers] == [0, 1, 1, 1, 1]
-        assert ["judge/quality" in numbers for numbers in report.numbers] == [
+        assert column(report, "score") == [0.0] * 5
+        assert [error is None for error in column(report, "error")] == [True, False, False, False, False]
+        assert [numbers["judge/quality/failed"] for numbers in column(report, "numbers")] == [0, 1, 1, 1, 1]
+        assert ["judge/quality" in numbers for numbers in column(report, "numbers")] == [
             True,
             False,
             False,
             False,
             False,
         ]
-        assert report.parts == [(0.0,)] * 5
-        messages = [error.message for error in report.errors]
+        assert column(report, "parts") == [(0.0,)] * 5
+        messages = list(errors(report).values())
         assert messages[0].startswith("judge quality: status 400 (fault 400), from http://")
         assert messages[1] == "judge quality: no match of 'Score: (-?[0-9.]+)' in 'I like it'"
         assert messages[2] == "judge quality: the score is '...', expected a finite number, in 'Score: ...'"

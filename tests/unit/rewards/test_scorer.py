@@ -12,6 +12,7 @@ from megarl.config.schema import RewardFunctionConfig
 from megarl.rewards.process import RewardFunctionError, function_labels
 from megarl.rewards.scorer import RewardError, RewardScorer, ScoreRequest
 from tests.unit.rewards import functions_under_test
+from tests.unit.rewards.outcome_columns import column, declared, errors
 
 FILE = functions_under_test.__file__
 COMPUTE_SCORE = RewardFunctionConfig(path=FILE)
@@ -34,7 +35,7 @@ def scorer():
 
 
 def process_ids(scorer):
-    return {int(score) for score in scorer.score(requests(*["process"] * 20)).scores}
+    return {int(score) for score in column(scorer.score(requests(*["process"] * 20)), "score")}
 
 
 def is_running(pid):
@@ -50,27 +51,18 @@ def wait_until(condition, limit_s=20):
 
 def test_numbers_truth_values_and_dicts_are_scores(scorer):
     report = scorer.score(requests("right", "equal", "dict", "wrong"))
-    assert report.scores == [1.0, 1.0, 0.5, 0.0]
-    assert report.errors == []
-    assert report.numbers == [{}, {}, {"format": 1.0}, {}]  # `score` itself is not among the numbers
-    assert report.is_scored == [True] * 4
+    assert column(report, "score") == [1.0, 1.0, 0.5, 0.0]
+    assert errors(report) == {}
+    assert column(report, "numbers") == [{}, {}, {"format": 1.0}, {}]  # not `score` itself
+    assert [error is None for error in column(report, "error")] == [True] * 4
 
 
 def test_each_failure_is_reported_for_its_sample_and_the_others_are_scored(scorer):
     solutions = ["right", "raise", "die", "sleep", "hang in C", "nan", "text", "no score", "exit", "right"]
     report = scorer.score(requests(*solutions))
-    assert report.scores == [1.0] + [0.0] * 8 + [1.0]
-    assert [(error.index, error.uid, error.kind) for error in report.errors] == [
-        (1, "u1", "function"),
-        (2, "u2", "process_died"),
-        (3, "u3", "time_limit"),
-        (4, "u4", "time_limit"),
-        (5, "u5", "function"),
-        (6, "u6", "function"),
-        (7, "u7", "function"),
-        (8, "u8", "function"),
-    ]
-    messages = [error.message for error in report.errors]
+    assert column(report, "score") == [1.0] + [0.0] * 8 + [1.0]
+    assert list(errors(report)) == [1, 2, 3, 4, 5, 6, 7, 8]
+    messages = list(errors(report).values())
     assert messages[0].startswith(
         "compute_score raised ZeroDivisionError: division by zero (functions_under_test.py:"
     )
@@ -87,7 +79,7 @@ def test_what_a_sample_that_takes_too_long_has_started_ends_with_it(scorer, tmp_
     file = tmp_path / "pids"
     slow = requests("sleep with children")[0]._replace(extra_info={"pids": str(file)})
     report = scorer.score([slow, *requests("right")])
-    assert [error.kind for error in report.errors] == ["time_limit"]
+    assert errors(report) == {0: "it took more than reward.time_limit_s=1 s and was killed"}
     pids = [int(line) for line in file.read_text().split()]
     assert len(pids) == 2
     assert wait_until(lambda: not any(is_running(pid) for pid in pids))
@@ -95,7 +87,7 @@ def test_what_a_sample_that_takes_too_long_has_started_ends_with_it(scorer, tmp_
 
 def test_the_run_stops_above_the_error_rate_and_shows_each_reason_once():
     with RewardScorer([COMPUTE_SCORE], time_limit_s=5.0, max_error_rate=0.25, num_processes=1) as scorer:
-        assert len(scorer.score(requests("raise", "right", "right", "right")).errors) == 1
+        assert len(errors(scorer.score(requests("raise", "right", "right", "right")))) == 1
         with pytest.raises(RewardError) as caught:
             # 3 of 9 exceed a quarter, so the sleeping samples are not awaited
             scorer.score(requests("raise", "right", "nan", "raise", *["sleep"] * 5))
@@ -106,7 +98,7 @@ def test_the_run_stops_above_the_error_rate_and_shows_each_reason_once():
         )
         assert reasons[1].startswith("  sample 2 (uid u2): compute_score returned the float nan")
         assert len(reasons) == 2
-        assert scorer.score(requests("right")).scores == [1.0]  # the scorer can be used again
+        assert column(scorer.score(requests("right")), "score") == [1.0]  # the scorer can be used again
 
 
 def test_a_failure_behind_a_slow_sample_ends_the_scoring():
@@ -125,13 +117,15 @@ def test_weights_combine_functions():
     ]
     with RewardScorer(functions, time_limit_s=5.0, max_error_rate=0.0, num_processes=1) as scorer:
         report = scorer.score(requests("right"))
-        of_dict = scorer.score(requests("dict")).numbers
+        of_dict = column(scorer.score(requests("dict")), "numbers")
 
-    assert report.scores == pytest.approx([2.0 * 1.0 - 0.1 * 5])
-    assert report.numbers == [{"functions_under_test.compute_score": 1.0, "functions_under_test.length": 5.0}]
+    assert column(report, "score") == pytest.approx([2.0 * 1.0 - 0.1 * 5])
+    assert column(report, "numbers") == [
+        {"functions_under_test.compute_score": 1.0, "functions_under_test.length": 5.0}
+    ]
     assert of_dict[0]["functions_under_test.compute_score/format"] == 1.0
-    assert report.parts == [(1.0, 5.0)]  # before weights
-    assert report.answers == [None]
+    assert column(report, "parts") == [(1.0, 5.0)]  # before weights
+    assert column(report, "answer") == [None]
 
 
 def test_labels_of_functions_are_unique():
@@ -153,10 +147,10 @@ def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none
         report = scorer.score([*samples, samples[2]._replace(data_source="without answers")])
         later = scorer.score(requests("{}"))
 
-    assert report.answers == ["5", None, None, None, None, None]
-    assert report.has_answer == [True, True, False, False, False, False]
-    assert report.is_scored == [True, True, False, False, False, True]
-    said = [error.message for error in report.errors]
+    assert column(report, "answer") == ["5", None, None, None, None, None]
+    assert declared(report) == [True, True, False, False, False, False]
+    assert [error is None for error in column(report, "error")] == [True, True, False, False, False, True]
+    said = list(errors(report).values())
     assert said[0].startswith(
         "keys_of returned no 'answer' for it, but one for other samples of 's'; return this key for all "
         "samples"
@@ -168,24 +162,24 @@ def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none
         said[2]
         == "keys_of returned 'model', but reward/model/mean is a metric of the reward model; give it another name"
     )
-    assert later.errors[0].message == said[0]  # also in the next batch
+    assert later[0].error == said[0]  # also in the next batch
 
 
 def test_a_process_that_is_killed_while_idle_is_replaced(scorer):
     victim = process_ids(scorer).pop()
     os.kill(victim, signal.SIGKILL)
-    assert scorer.score(requests(*["right"] * 10)).scores == [1.0] * 10
+    assert column(scorer.score(requests(*["right"] * 10)), "score") == [1.0] * 10
     time.sleep(0.5)  # the idle pool has noticed by now
-    assert scorer.score(requests(*["right"] * 10)).scores == [1.0] * 10
+    assert column(scorer.score(requests(*["right"] * 10)), "score") == [1.0] * 10
     assert victim not in process_ids(scorer)
 
 
 def test_reward_processes_do_not_import_torch(scorer):
-    assert scorer.score(requests("torch")).scores == [0.0]
+    assert column(scorer.score(requests("torch")), "score") == [0.0]
 
 
 def test_large_texts_pass(scorer):
-    assert scorer.score(requests(*["x" * 300_000] * 10)).scores == [0.0] * 10
+    assert column(scorer.score(requests(*["x" * 300_000] * 10)), "score") == [0.0] * 10
 
 
 def test_nothing_is_left_after_close():
@@ -202,7 +196,7 @@ from megarl.config.schema import RewardFunctionConfig
 from megarl.rewards.scorer import RewardScorer, ScoreRequest
 scorer = RewardScorer([RewardFunctionConfig(path={file!r})], 1000.0, 1.0, 2)
 request = ScoreRequest(uid="u", data_source="s", solution_str="process", ground_truth="", extra_info={{}})
-print(*(int(score) for score in scorer.score([request] * 20).scores), flush=True)
+print(*(int(outcome.score) for outcome in scorer.score([request] * 20)), flush=True)
 scorer.score([request._replace(solution_str=text) for text in ("hang in C", "sleep")])
 """  # without `if __name__ == "__main__":`, which a script needs for processes that begin with it
 
@@ -270,38 +264,38 @@ def test_none_is_no_opinion(tmp_path, sandbox):
         report = scorer.score(requests("xxc", "xx", "a", "xb", "ab"))
         # A function that had no opinion may still declare its answers later, and not otherwise.
         mixed = scorer.score(requests("bx", "yy"))
-    assert report.scores == [0.5 * 3, 0.5 * 2 + 3 * 2, 3 * 2, 0.5 * 2, 0.0]
-    assert [[str(part) for part in parts] for parts in report.parts] == [
+    assert column(report, "score") == [0.5 * 3, 0.5 * 2 + 3 * 2, 3 * 2, 0.5 * 2, 0.0]
+    assert [[str(part) for part in parts] for parts in column(report, "parts")] == [
         ["3.0", "nan"],
         ["2.0", "2.0"],
         ["nan", "2.0"],
         ["2.0", "nan"],
         ["0.0", "0.0"],
     ]
-    assert report.numbers == [
+    assert column(report, "numbers") == [
         {"f.lengths": 3.0},
         {"f.lengths": 2.0, "f.votes": 2.0},
         {"f.votes": 2.0},
         {"f.lengths": 2.0, "f.votes/seen": 1.0},
         {},
     ]
-    assert report.is_scored == [True, True, True, True, False]
-    assert [error.message for error in report.errors] == [
+    assert [error is None for error in column(report, "error")] == [True, True, True, True, False]
+    assert list(errors(report).values()) == [
         "f.lengths and f.votes returned None (no opinion), and nothing else scores the sample"
     ]
-    assert report.answers == [None, "xx", "a", None, None]
-    assert report.has_answer == [True, True, True, True, False]
-    assert mixed.errors == []
+    assert column(report, "answer") == [None, "xx", "a", None, None]
+    assert declared(report) == [True, True, True, True, False]
+    assert errors(mixed) == {}
 
     with RewardScorer(functions, 20.0, 1.0, 1, scored_elsewhere=True) as scorer:
         report = scorer.score(requests("ab"))
-    assert (report.scores, report.errors, report.has_answer) == ([0.0], [], [False])
+    assert (column(report, "score"), errors(report), declared(report)) == ([0.0], {}, [False])
 
 
 def test_the_only_function_may_not_be_silent(tmp_path):
     (tmp_path / "f.py").write_text("def compute_score(**kwargs):\n    pass\n")
     with RewardScorer([RewardFunctionConfig(path=str(tmp_path / "f.py"))], 20.0, 1.0, 1) as scorer:
         report = scorer.score(requests("a"))
-    assert [error.message for error in report.errors] == [
+    assert list(errors(report).values()) == [
         "compute_score returned None (no opinion), and nothing else scores the sample"
     ]

@@ -17,6 +17,7 @@ from megarl.rewards.judges import prompt_variables
 from megarl.rewards.process import ScoreRequest
 from megarl.rewards.scorer import RewardScorer
 from megarl.rewards.thinking import outside_thinking, set_opens_thinking
+from tests.unit.rewards.outcome_columns import column
 
 REGEX = JudgeParseConfig(regex=r"Score: (\d+)")
 JSON = JudgeParseConfig(json="score")
@@ -179,7 +180,7 @@ def test_rewards_know_whether_the_prompt_opened_the_thinking() -> None:
                     request._replace(opens_thinking=True),
                 ]
             )
-        assert report.scores == [1.0, 0.0, 1.0, 0.0]
+        assert column(report, "score") == [1.0, 0.0, 1.0, 0.0]
 
     assert prompt_variables(request)["solution_without_thinking"] == response
     opened = prompt_variables(request._replace(opens_thinking=True))
