@@ -142,6 +142,16 @@ class PolicyLossKind(Kind):
     dppo_kl = "dppo_kl", PolicyLossNeeds(aggregation=None, dual_clip=True)
 
 
+# Switches of SGLang with which samples are not those of the weights. Workers get all SGLANG_ variables.
+WRONG_SAMPLES = {
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "permutes the weights of experts after loading, but not in a sync",
+    "SGLANG_FORCE_FP8_MARLIN": "repacks FP8 weights after loading, but not in a weight sync",
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": "sends tokens to experts that no router selected",
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "sends tokens to experts that no router selected",
+    "SGLANG_SIMULATE_ACC_LEN": "accepts drafted tokens that the policy did not sample",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutEngineNeeds:
     """The requirements and capabilities of a rollout engine.
@@ -154,6 +164,10 @@ class RolloutEngineNeeds:
             rollout.
         answers_meanwhile: It responds every few seconds during a batch. Otherwise it responds when the batch
             is done.
+        computes_fp8: It can have weights in FP8, so `rollout.dtype` may be fp8.
+        serves_adapters: It applies LoRA adapters itself, so `actor.lora.sync` may be adapter.
+        speculates: It can verify drafted tokens.
+        wrong_switches: Environment variables with which its samples are not those of the weights, and why.
         section: The section of `rollout` with its settings, None if it has none. `server_args` in it is
             passed to the engine's library unchanged.
         memory_arg: The key of `server_args` that sets the share of a GPU that the engine reserves for weights
@@ -164,6 +178,10 @@ class RolloutEngineNeeds:
     cuts_models: bool
     returns_routes: bool
     answers_meanwhile: bool
+    computes_fp8: bool
+    serves_adapters: bool
+    speculates: bool
+    wrong_switches: Mapping[str, str]
     section: str | None
     memory_arg: str | None
 
@@ -184,6 +202,10 @@ class RolloutEngineKind(Kind):
             cuts_models=False,
             returns_routes=False,
             answers_meanwhile=False,
+            computes_fp8=False,
+            serves_adapters=False,
+            speculates=False,
+            wrong_switches={},
             section=None,
             memory_arg=None,
         ),
@@ -196,6 +218,10 @@ class RolloutEngineKind(Kind):
             cuts_models=True,
             returns_routes=True,
             answers_meanwhile=True,
+            computes_fp8=True,
+            serves_adapters=True,
+            speculates=True,
+            wrong_switches=WRONG_SAMPLES,
             section="sglang",
             memory_arg="mem_fraction_static",
         ),

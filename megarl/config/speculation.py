@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megarl.config.schema import RolloutConfig, RolloutEngineKind
+from megarl.config.schema import RolloutConfig
 
 SECTION = "rollout.sglang.server_args"
 PREFIX = "speculative_"
@@ -97,9 +97,8 @@ def draft_folder(server_args: Mapping[str, Any]) -> str | None:
 
 def draft_of(rollout: RolloutConfig) -> str | None:
     """Return the folder of the draft model of a run's engines; None without one."""
-    if rollout.engine is not RolloutEngineKind.sglang:
-        return None
-    return draft_folder(rollout.sglang.server_args)
+    settings = rollout.settings_of(rollout.engine)
+    return None if settings is None else draft_folder(settings.server_args)
 
 
 def without_speculation(server_args: Mapping[str, Any]) -> dict[str, Any]:

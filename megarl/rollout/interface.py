@@ -207,15 +207,11 @@ class RolloutEngine(EnginePart, ReceivingEngine):
         """
 
     @abstractmethod
-    def collect(self, wait_s: float) -> list[FinishedRequest]:
-        """Return the requests that finished since the last call, in order of finishing.
+    def collect(self, wait_s: float) -> Sequence[FinishedRequest | FailedRequest]:
+        """Return the requests that ended since the last call, in order.
 
         Waits at most `wait_s` for the first one.
         """
-
-    def failed(self) -> list[FailedRequest]:
-        """Return the requests that failed since the last call. A failure also ends the wait of `collect`."""
-        return []
 
     @abstractmethod
     def abort(self, request_ids: Collection[int] | None = None) -> None:
@@ -238,10 +234,11 @@ class RolloutEngine(EnginePart, ReceivingEngine):
         samples: dict[int, Sample] = {}
 
         while len(samples) < len(requests):
-            samples |= dict(self.collect(_WAIT_S))
-            # All samples are needed, so the first failure ends the wait.
-            if failed := self.failed():
-                raise RequestFailedError(failed[0].why)
+            for ended in self.collect(_WAIT_S):
+                # All samples are needed, so the first failure ends the wait.
+                if isinstance(ended, FailedRequest):
+                    raise RequestFailedError(ended.why)
+                samples[ended.request_id] = ended.sample
 
         return [samples[request.request_id] for request in requests]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megarl.config.schema import CorrectionLevel, EngineDType, PPOConfig, RolloutEngineKind
+from megarl.config.schema import CorrectionLevel, EngineDType, PPOConfig
 from megarl.config.violation import Violation, Violations, either
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.fp8 import BLOCK, unsupported_parts
@@ -19,7 +19,7 @@ def run(config: PPOConfig) -> Violations:
     if config.rollout.dtype is not EngineDType.fp8:
         return
 
-    if config.rollout.engine is not RolloutEngineKind.sglang:
+    if not config.rollout.engine.needs.computes_fp8:
         yield Violation(
             (_DTYPE, "rollout.engine"),
             f"is fp8, but the engine {config.rollout.engine.value} computes in the dtype of the model; use "

@@ -11,7 +11,6 @@ from megarl.config.schema import (
     LoRASync,
     PlacementStrategy,
     PPOConfig,
-    RolloutEngineKind,
     RunConfig,
 )
 from megarl.config.violation import Violation, Violations
@@ -107,7 +106,7 @@ def served(config: PPOConfig) -> Violations:
     if config.actor.served_adapters is None:
         return
 
-    if config.rollout.engine is not RolloutEngineKind.sglang:
+    if not config.rollout.engine.needs.serves_adapters:
         yield Violation(
             (key, "rollout.engine"),
             f"is adapter, but the engine {config.rollout.engine.value} has no adapters; use merged, or "

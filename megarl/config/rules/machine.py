@@ -202,26 +202,18 @@ def _gpus(config: RunConfig) -> Violations:
         yield Violation(("device",), message, Absence.gpu)
 
 
-# Switches of SGLang with which samples are not those of the weights. Workers get all SGLANG_ variables.
-WRONG_SAMPLES = {
-    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "permutes the weights of experts after loading, but not in a sync",
-    "SGLANG_FORCE_FP8_MARLIN": "repacks FP8 weights after loading, but not in a weight sync",
-    "SGLANG_SIMULATE_UNIFORM_EXPERTS": "sends tokens to experts that no router selected",
-    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "sends tokens to experts that no router selected",
-    "SGLANG_SIMULATE_ACC_LEN": "accepts drafted tokens that the policy did not sample",
-}
-
-
 def _engine_switches(config: RunConfig) -> Violations:
-    """Check that no switch in this machine's environment makes SGLang's samples wrong without an error."""
-    if config.rollout_engine is not RolloutEngineKind.sglang:
+    """Check that no switch in this machine's environment silently makes the engine's samples wrong."""
+    engine = config.rollout_engine
+    if engine is None:
         return
-    for name, effect in WRONG_SAMPLES.items():
+    for name, effect in engine.needs.wrong_switches.items():
         value = os.environ.get(name, "").strip()
-        # SGLang ignores these values.
+        # The engine ignores these values.
         if value.lower() not in ("", "0", "false", "no", "n") and not value.startswith("-"):
             yield Violation(
-                ("rollout.engine",), f"is sglang, but the variable {name}={value} {effect}; unset {name}"
+                ("rollout.engine",),
+                f"is {engine.value}, but the variable {name}={value} {effect}; unset {name}",
             )
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.schema import Device, EngineDType, PPOConfig, RolloutEngineKind, RoutingReplay
+from megarl.config.schema import Device, EngineDType, PPOConfig, RoutingReplay
 from megarl.config.speculation import (
     ALGORITHM,
     ALGORITHMS,
@@ -174,7 +174,7 @@ def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Violations:
 
 def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
     """Check what else the run asks of its engines."""
-    if config.rollout.engine is not RolloutEngineKind.sglang:
+    if not config.rollout.engine.needs.speculates:
         yield Violation(
             (_ALGORITHM, "rollout.engine"),
             f"is {name}, but the engine {config.rollout.engine.value} decodes one token at a time; use "

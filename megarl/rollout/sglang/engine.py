@@ -115,7 +115,6 @@ class SGLangEngine(RolloutEngine):
 
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self.backend.start)
-        self._failed: list[FailedRequest] = []
         self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = (
             queue.SimpleQueue()
         )
@@ -193,12 +192,12 @@ class SGLangEngine(RolloutEngine):
 
         self._finished.put((ticket, outcome))
 
-    def collect(self, wait_s: float) -> list[FinishedRequest]:
+    def collect(self, wait_s: float) -> list[FinishedRequest | FailedRequest]:
         self._lifecycle.require_ready()
-        collected: list[FinishedRequest] = []
+        collected: list[FinishedRequest | FailedRequest] = []
         deadline_s = time.monotonic() + wait_s
 
-        while self._in_flight and not self._failed:
+        while self._in_flight:
             remaining_s = deadline_s - time.monotonic()
             # Wait only for the first request, then take those that have already finished.
             try:
@@ -225,17 +224,11 @@ class SGLangEngine(RolloutEngine):
                 self._raise_if_dead()
                 if not isinstance(outcome, RequestFailedError):
                     raise outcome
-                self._failed.append(FailedRequest(in_flight.request.request_id, str(outcome)))
-                continue
+                outcome = FailedRequest(in_flight.request.request_id, str(outcome))
             assert outcome is not None
             collected.append(outcome)
 
         return collected
-
-    def failed(self) -> list[FailedRequest]:
-        failed = self._failed
-        self._failed = []
-        return failed
 
     def interrupt(self) -> None:
         self._finished.put((_NUDGE, None))

@@ -48,10 +48,10 @@ class RolloutWorker(WeightImport):
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def submit_and_poll(
         self, requests: Sequence[GenerationRequest], wait_s: float
-    ) -> list[FinishedRequest | FailedRequest]:
+    ) -> Sequence[FinishedRequest | FailedRequest]:
         """Submit requests, wait at most `wait_s` for one in flight to end, and return all that have."""
         self._engine.submit(requests)
-        return [*self._engine.collect(wait_s), *self._engine.failed()]
+        return self._engine.collect(wait_s)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def abort(self, request_ids: Sequence[int]) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from megarl.config.kinds import WRONG_SAMPLES
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
-from megarl.config.rules.machine import WRONG_SAMPLES, missing, writable_folders
+from megarl.config.rules.machine import missing, writable_folders
 from megarl.config.rules.rollout import generation_ahead
 from megarl.config.rules.run import sft_metrics, validation_metrics
 from megarl.config.schema import (
