@@ -9,7 +9,6 @@ p, with the reference q. Log-probs are in nats.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -99,11 +98,6 @@ def sequence_mean_kl(log_probs: Column, ref_log_prob: Column, mask: Column, esti
     return _mean_over_sequences(row_sums(KL_ESTIMATORS[estimator], mask, log_probs, ref_log_prob), mask)
 
 
-class PenalisedRewards(NamedTuple):
-    token_level_rewards: Column  # (B, R)
-    mean_kl: float  # sequence_mean_kl of the batch
-
-
 def apply_kl_penalty(
     token_level_scores: Column,
     old_log_probs: Column,
@@ -111,10 +105,10 @@ def apply_kl_penalty(
     mask: Column,
     beta: float,
     estimator: KLEstimator,
-) -> PenalisedRewards:
+) -> tuple[Column, float]:
     """Subtract the KL penalty from the scores: scores - beta * KL on valid tokens, 0 elsewhere.
 
-    Ouyang et al. 2022, eq. 2.
+    Also returns `sequence_mean_kl` of the batch. Ouyang et al. 2022, eq. 2.
 
     Args:
         token_level_scores: (B, R).
@@ -133,7 +127,7 @@ def apply_kl_penalty(
         sums[block.rows] = block.row_sums(estimates)
         rewards.values[block.tokens] = block.only_valid(scores - beta * estimates)
 
-    return PenalisedRewards(of_form(rewards, mask), _mean_over_sequences(sums, mask))
+    return of_form(rewards, mask), _mean_over_sequences(sums, mask)
 
 
 def _mean_over_sequences(sums: Tensor, mask: Column) -> float:
@@ -142,23 +136,8 @@ def _mean_over_sequences(sums: Tensor, mask: Column) -> float:
     return float((sums / num_tokens.clamp(min=1)).sum() / (num_tokens > 0).sum().clamp(min=1))
 
 
-class KLController(Protocol):
-    """The controller of beta, the coefficient of the KL penalty.
-
-    Its state is a plain dict, for checkpoints.
-    """
-
-    coefficient: float
-
-    def update(self, kl: float, num_samples: int) -> None: ...
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
-
-
 class FixedKLController:
-    """Keeps beta constant."""
+    """Keeps beta, the coefficient of the KL penalty, constant. Its state is a plain dict, for checkpoints."""
 
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
@@ -197,7 +176,7 @@ class AdaptiveKLController(FixedKLController):
         self.coefficient *= 1.0 + error * num_samples / self._horizon
 
 
-KL_CONTROLLERS: dict[KLControllerKind, Callable[[KLConfig], KLController]] = {
+KL_CONTROLLERS: dict[KLControllerKind, Callable[[KLConfig], FixedKLController]] = {
     KLControllerKind.fixed: lambda config: FixedKLController(config.coefficient),
     KLControllerKind.adaptive: lambda config: AdaptiveKLController(
         config.coefficient, target=config.controller.target, horizon=config.controller.horizon

@@ -238,13 +238,13 @@ class CriticLoss:
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
-        value = clipped_value_loss(
+        per_token, clipped = clipped_value_loss(
             outputs["values"], rows["values"], rows["returns"], mask, self.value_loss.clip
         )
-        loss = self.counts.aggregate(value.loss, rows, self.value_loss)
+        loss = self.counts.aggregate(per_token, rows, self.value_loss)
         metrics = {
             "critic/vf_loss": Metric.sum(loss),
-            "critic/vf_clipfrac": self.counts.token_mean(value.clipped.to(loss.dtype), mask),
+            "critic/vf_clipfrac": self.counts.token_mean(clipped.to(loss.dtype), mask),
             "critic/vpred_mean": self.counts.token_mean(outputs["values"], mask),
         }
 
@@ -272,17 +272,10 @@ class SFTLoss:
         return LossShare(loss, {"sft/loss": Metric.sum(loss)})
 
 
-class ValueLoss(NamedTuple):
-    """The value loss per token, both (b, R), with 0 (or False) in masked slots."""
-
-    loss: Tensor
-    clipped: Tensor  # bool: the clipped term is the larger one
-
-
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
-) -> ValueLoss:
-    """Return the clipped value loss per token.
+) -> tuple[Tensor, Tensor]:
+    """Return the clipped value loss per token, and where its clipped term is the larger one.
 
     The loss is 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), and 1/2 (V - R)^2 if `clip` is
     None.
@@ -293,18 +286,21 @@ def clipped_value_loss(
         returns: (b, R), R.
         mask: (b, R) bool.
         clip: c, the clip range.
+
+    Returns:
+        (b, R) each, with 0 or False in masked slots.
     """
     values = masked(values, mask)
     old_values = masked(old_values, mask)
     returns = masked(returns, mask)
     plain = (values - returns).square()
     if clip is None:
-        return ValueLoss(0.5 * plain, torch.zeros_like(mask))
+        return 0.5 * plain, torch.zeros_like(mask)
 
     # A clamp to the bounds leaves a value inside them bitwise unchanged. With old_values + a clamped
     # difference, rounding would count as clipping.
     bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
-    return ValueLoss(0.5 * torch.maximum(plain, bounded), bounded > plain)
+    return 0.5 * torch.maximum(plain, bounded), bounded > plain
 
 
 def top_k_kl(log_probs: Tensor, teacher: Tensor, direction: DistillationKL) -> Tensor:

@@ -7,7 +7,6 @@ penalty.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,11 +72,6 @@ def refuse_unusable(name: str, per_row: Tensor, uid: np.ndarray) -> None:
         )
 
 
-class ShapedScores(NamedTuple):
-    token_level_scores: Column  # (B, R)
-    metrics: dict[str, float]
-
-
 def overlong_penalty(lengths: Tensor, max_response_length: int, config: OverlongConfig) -> Tensor:
     """Return DAPO's soft overlong penalty (Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
@@ -96,8 +90,8 @@ def overlong_penalty(lengths: Tensor, max_response_length: int, config: Overlong
 
 def penalise_overlong(
     token_level_scores: Column, mask: Column, max_response_length: int, config: OverlongConfig
-) -> ShapedScores:
-    """Add the overlong penalty to the scores (B, R), on each row's last valid token.
+) -> tuple[Column, dict[str, float]]:
+    """Add the overlong penalty to the scores (B, R), on each row's last valid token, and return its metrics.
 
     The length of a response counts the tokens that the model generated.
 
@@ -112,4 +106,4 @@ def penalise_overlong(
         "reward/overlong_penalty": float(penalty.mean()),
         "reward/overlong_fraction": float((penalty < 0).float().mean()),
     }
-    return ShapedScores(map_tokens(torch.add, mask, token_level_scores, place_scores(penalty, mask)), metrics)
+    return map_tokens(torch.add, mask, token_level_scores, place_scores(penalty, mask)), metrics

@@ -68,18 +68,6 @@ LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tens
 _LOSS = "loss of the engine"  # no metric of a loss has this name
 
 
-class TrainedBatch(NamedTuple):
-    """The result of a training pass. Both fields are empty except on the last pipeline stage.
-
-    Attributes:
-        metrics: The metrics of the loss, merged over this replica's micro-batches.
-        scores: The scores of all rows by the weights before the update, as in `forward`.
-    """
-
-    metrics: dict[str, Metric]
-    scores: dict[str, RaggedTensor]
-
-
 class _LossShare(NamedTuple):
     """The loss's result for a micro-batch, and the detached outputs, which do not keep activations alive."""
 
@@ -89,7 +77,7 @@ class _LossShare(NamedTuple):
 
 
 class PassTrace(Protocol):
-    """Records what modules compute in the forward passes of an update; see step_trace.py."""
+    """Records what modules compute in an update. Its class, in step_trace.py, imports this module."""
 
     def recording(self, micro_batch: MicroBatch) -> AbstractContextManager[None]: ...
 
@@ -391,11 +379,16 @@ class MegatronEngine:
         micro_batches: MicroBatches,
         loss: LossFunction,
         extras: Collection[Extra] = ENTROPY,
-    ) -> TrainedBatch:
-        """Run `forward_backward`, and also return the scores that the pass computed."""
+    ) -> tuple[dict[str, Metric], dict[str, RaggedTensor]]:
+        """Run `forward_backward`.
+
+        Returns:
+            Its metrics, merged over this replica's micro-batches, and the scores of all rows by the weights
+            before the update, as in `forward`. Both are empty except on the last pipeline stage.
+        """
         shares = self._forward_backward(batch, micro_batches, loss, extras)
         scores = _in_order_of_rows([share.outputs for share in shares], batch, micro_batches)
-        return TrainedBatch(self._merged(shares), scores)
+        return self._merged(shares), scores
 
     def _merged(self, shares: Sequence[_LossShare]) -> dict[str, Metric]:
         """Return the metrics of a pass, and remember whether its loss is finite."""

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -183,11 +183,6 @@ def new_host_buffer() -> _HostBuffer:
     return PinnedMemory() if platform.current().is_cuda else _File()
 
 
-class _Moved(NamedTuple):
-    storage: UntypedStorage
-    nbytes: int
-
-
 class MovableState:
     """One part of a model's state.
 
@@ -200,7 +195,7 @@ class MovableState:
         self._find = find
         self._kept = kept
         self._host_buffer = new_host_buffer()
-        self._offloaded: list[_Moved] | None = None
+        self._offloaded: list[tuple[UntypedStorage, int]] | None = None  # with their sizes
 
     @property
     def is_offloaded(self) -> bool:
@@ -218,19 +213,19 @@ class MovableState:
         if self._offloaded is not None:
             return 0
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._find()}
-        moved = [_Moved(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        moved = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
 
         # All bytes are stored before any memory is released: if that fails, nothing has moved.
         if self._kept:
-            self._host_buffer.put([each.storage for each in moved])
-        for each in moved:
-            each.storage.resize_(0)
+            self._host_buffer.put([storage for storage, _ in moved])
+        for storage, _ in moved:
+            storage.resize_(0)
         self._offloaded = moved
 
         # Other processes can use the memory only after the allocator has returned it.
         platform.current().return_freed_memory()
 
-        return sum(each.nbytes for each in moved)
+        return sum(nbytes for _, nbytes in moved)
 
     def restore(self) -> int:
         """Restore the state. Returns the number of allocated bytes; 0 if nothing is offloaded."""
@@ -238,14 +233,14 @@ class MovableState:
             return 0
 
         # The storages grow in place, which makes every view of them valid again.
-        for each in self._offloaded:
-            each.storage.resize_(each.nbytes)
+        for storage, size in self._offloaded:
+            storage.resize_(size)
             if not self._kept:
-                _bytes_of(each.storage).zero_()
+                _bytes_of(storage).zero_()
 
         if self._kept:
-            self._host_buffer.take([each.storage for each in self._offloaded])
-        nbytes = sum(each.nbytes for each in self._offloaded)
+            self._host_buffer.take([storage for storage, _ in self._offloaded])
+        nbytes = sum(size for _, size in self._offloaded)
         self._offloaded = None
 
         return nbytes
@@ -261,8 +256,8 @@ class MovableState:
             Whether the tensor is offloaded.
         """
         identity = tensor.untyped_storage()._cdata  # the address is lost with the memory
-        for number, moved in enumerate(self._offloaded or ()):
-            if moved.storage._cdata == identity:
+        for number, (storage, _) in enumerate(self._offloaded or ()):
+            if storage._cdata == identity:
                 assert self._kept
                 first = (int(tensor.storage_offset()) + start) * tensor.itemsize
                 self._host_buffer.read(number, first, target.view(-1).view(torch.uint8))

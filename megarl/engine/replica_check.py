@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _EXPERT = ".experts."
 
 
-class HeldSums(NamedTuple):
-    """The sums of one rank.
-
-    Attributes:
-        owner: The rank and its node, as errors name them.
-        copies: For each group of ranks with equal parameters, its ranks and the sums by parameter.
-    """
-
-    owner: str
-    copies: tuple[tuple[tuple[int, ...], Mapping[str, int]], ...]
+# For each group of ranks with equal parameters, its ranks and a rank's sums by parameter.
+HeldSums = Sequence[tuple[tuple[int, ...], Mapping[str, int]]]
 
 
 def check_replicas(engine: MegatronEngine, owner: str) -> None:
@@ -70,21 +61,15 @@ def check_replicas(engine: MegatronEngine, owner: str) -> None:
     dist.all_reduce(differ)
     if not int(differ):
         return
-    own = HeldSums(
-        owner,
-        tuple(
-            (
-                tuple(dist.get_process_group_ranks(group)),
-                {name: int(value) for name, value in held.items()},
-            )
-            for group, held in copies
-        ),
-    )
-    ranks: list[HeldSums] = [own] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
-    suspects, name = suspected(ranks)
+    own: HeldSums = [
+        (tuple(dist.get_process_group_ranks(group)), {name: int(value) for name, value in held.items()})
+        for group, held in copies
+    ]
+    ranks = [(owner, own)] * dist.get_world_size()
+    dist.all_gather_object(ranks, (owner, own))
+    suspects, name = suspected([sums_of_rank for _, sums_of_rank in ranks])
     message = (
-        f"{', '.join(ranks[rank].owner for rank in suspects)}: {name} is not bitwise equal to the copies on "
+        f"{', '.join(ranks[rank][0] for rank in suspects)}: {name} is not bitwise equal to the copies on "
         f"other ranks"
         + ("" if len(suspects) == 1 else "; the copies differ from each other, and any of them may be wrong")
     )
@@ -100,12 +85,12 @@ def suspected(ranks: Sequence[HeldSums]) -> tuple[tuple[int, ...], str]:
     Without a majority, all ranks that hold the parameter are returned.
     """
     for rank, held in enumerate(ranks):
-        for place, (members, sums) in enumerate(held.copies):
+        for place, (members, sums) in enumerate(held):
             # Each set of copies is compared once, when its first rank is visited.
             if rank != members[0]:
                 continue
             for name in sums:
-                values = {member: ranks[member].copies[place][1][name] for member in members}
+                values = {member: ranks[member][place][1][name] for member in members}
                 if len(set(values.values())) == 1:
                     continue
                 (common, count), *_ = Counter(values.values()).most_common()

@@ -7,9 +7,9 @@ device has finished all its work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,23 +115,22 @@ class _Rotation(torch.autograd.Function):
         return turned, None, None, None
 
 
-class _Pairs(NamedTuple):
-    """The first and the second number of each pair of a tensor, as views (T, heads, R/2)."""
-
-    first: Tensor
-    second: Tensor
+# The first and the second number of each pair of a tensor, as views (T, heads, R/2).
+_Pairs = Sequence[Tensor]
 
 
 def _pairs(heads: Tensor, rotated: int, interleaved: bool = False) -> _Pairs:
     if interleaved:
-        return _Pairs(heads[..., 0:rotated:2], heads[..., 1:rotated:2])
-    return _Pairs(*heads[..., :rotated].chunk(2, -1))
+        return heads[..., 0:rotated:2], heads[..., 1:rotated:2]
+    return heads[..., :rotated].chunk(2, -1)
 
 
 def _rotate(pairs: _Pairs, turned: _Pairs, cos: Tensor, sin: Tensor, direction: int) -> None:
     """Write the rotated `pairs` into `turned`, without a temporary tensor for each product."""
-    torch.mul(pairs.first, cos, out=turned.first).addcmul_(pairs.second, sin, value=-direction)
-    torch.mul(pairs.second, cos, out=turned.second).addcmul_(pairs.first, sin, value=direction)
+    first, second = pairs
+    first_turned, second_turned = turned
+    torch.mul(first, cos, out=first_turned).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=second_turned).addcmul_(first, sin, value=direction)
 
 
 def rotary_packed(

@@ -39,18 +39,6 @@ class ImageInputs(NamedTuple):
     features: Tensor
 
 
-class ImageFeatures(NamedTuple):
-    """Outputs of a tower.
-
-    Attributes:
-        tokens: (F, H), the embeddings of image tokens.
-        deepstack: (F, H) for each block of `deepstack_blocks`.
-    """
-
-    tokens: Tensor
-    deepstack: tuple[Tensor, ...]
-
-
 def build_tower(vision: Vision) -> Any:
     """Build transformers' tower. Its weights are not set."""
     from transformers import AutoConfig, AutoModel
@@ -68,15 +56,18 @@ def keep_frequencies(tower: torch.nn.Module) -> None:
     rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
 
 
-def run_tower(tower: torch.nn.Module, vision: Vision, pixels: Tensor, grids: Tensor) -> ImageFeatures:
+def run_tower(tower: torch.nn.Module, vision: Vision, pixels: Tensor, grids: Tensor) -> list[Tensor]:
     """Run the tower on the patches of images.
 
     What follows from the sizes of images is computed on the host, so that nothing is read from the device.
+
+    Returns:
+        (F, H) each: the embeddings of image tokens, and the features of each block of `deepstack_blocks`.
     """
     outputs = tower(
         pixels, grid_thw=grids, return_dict=True, **_geometry(tower, vision, grids, pixels.device)
     )
-    return ImageFeatures(outputs.pooler_output, tuple(getattr(outputs, "deepstack_features", None) or ()))
+    return [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
 
 
 def _geometry(tower: Any, vision: Vision, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
@@ -141,7 +132,7 @@ def insert_images(
         features = run_tower(
             tower, vision, to_device(images.pixels, hidden.device).to(hidden.dtype), images.grids
         )
-        every = torch.stack([features.tokens, *features.deepstack])
+        every = torch.stack(features)
         if gathering_group is not None:
             every = copy_to_tensor_model_parallel_region(every, group=gathering_group)
         own = every.index_select(1, images.features)

@@ -14,9 +14,9 @@ from megarl.weights.execution import PipelinedTransfer
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import Part, PeerTransfers
+from megarl.weights.shards import merged_shards
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import Channel
-from megarl.weights.transforms import merged_shards
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine

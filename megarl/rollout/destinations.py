@@ -27,15 +27,8 @@ from megarl.weights.tensors import (
     row_major_strides,
 )
 
-
-class Destination(NamedTuple):
-    """A slice of a Hugging Face tensor in a parameter.
-
-    `elements` is a view of the parameter in the shape of `tensor_slice`.
-    """
-
-    tensor_slice: TensorSlice
-    elements: torch.Tensor
+# A slice of a Hugging Face tensor, and the view of a parameter, in the shape of the slice, that receives it.
+Destination = tuple[TensorSlice, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ class DestinationPlan(NamedTuple):
         Slices stored twice, such as tied weights, count once.
         """
         return {
-            name: list(dict.fromkeys(part.tensor_slice for part in tensor.parts))
+            name: list(dict.fromkeys(tensor_slice for tensor_slice, _ in tensor.parts))
             for name, tensor in self.tensors.items()
         }
 
@@ -115,7 +108,7 @@ class DestinationPlan(NamedTuple):
         """Return whether the model's parameters still use the memory to which this plan's views refer."""
         storages = {place.storage for place in self.places}
         return self.places == _places(model) and all(
-            storage_of(destination.elements) in storages for destination in self.destinations
+            storage_of(elements) in storages for _, elements in self.destinations
         )
 
 
@@ -130,13 +123,13 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
             error.
     """
     try:
-        recorded = _record(model, manifest)
+        recorded, not_followed = _record(model, manifest)
     except _LOADER_ERRORS:
-        recorded = _record_one_by_one(model, manifest)
+        recorded, not_followed = _record_one_by_one(model, manifest)
 
-    plan = DestinationPlan({}, recorded.not_followed, [], _places(model))
+    plan = DestinationPlan({}, not_followed, [], _places(model))
     # Convert each recorded copy into a slice of the tensor and the view that receives it.
-    for name, copies in recorded.copies.items():
+    for name, copies in recorded.items():
         shape = manifest[name].shape
         try:
             parts = tuple(_destination(shape, source, target) for source, target in copies if target.numel())
@@ -146,7 +139,7 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
         plan.tensors[name] = TensorDestinations(manifest[name], parts)
 
     # A parameter that receives nothing shows that the manifest is not that of the model.
-    reached = {storage_of(destination.elements) for destination in plan.destinations}
+    reached = {storage_of(elements) for _, elements in plan.destinations}
     named = model.named_parameters()
     plan.unreached.extend(
         name
@@ -168,9 +161,9 @@ def zero_what_is_not_written(model: Any, plan: DestinationPlan) -> None:
     written: dict[int, int] = {}
 
     # Count the elements that are filled in each storage.
-    for destination in plan.destinations:
-        key = storage_of(destination.elements)
-        written[key] = written.get(key, 0) + destination.tensor_slice.volume
+    for tensor_slice, elements in plan.destinations:
+        key = storage_of(elements)
+        written[key] = written.get(key, 0) + tensor_slice.volume
 
     # A parameter with padding is zeroed completely: the weights that follow fill the rest.
     for parameter in model.parameters():
@@ -178,15 +171,13 @@ def zero_what_is_not_written(model: Any, plan: DestinationPlan) -> None:
             parameter.detach().zero_()
 
 
-class _Recorded(NamedTuple):
-    """Copies (source, target) of each tensor that could be followed, and the reasons for the others."""
-
-    copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
-    not_followed: dict[str, str]
+_Copies = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]  # source and target, by tensor
 
 
-def _record(model: Any, manifest: Manifest) -> _Recorded:
+def _record(model: Any, manifest: Manifest) -> tuple[_Copies, dict[str, str]]:
     """Record one call of `load_weights` with all tensors of the manifest.
+
+    Returns the copies of each tensor that could be followed, and the reasons for the others.
 
     A copy belongs to the tensor whose storage it reads, so the loader may hold back tensors and copy them in
     any order.
@@ -207,41 +198,40 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
         if storage in names:
             not_followed[names[storage]] = reason
 
-    copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
-        name: [] for name in manifest if name not in not_followed
-    }
+    copies: _Copies = {name: [] for name in manifest if name not in not_followed}
     for source, target in recorder.copies:
         name = names.get(storage_of(source))
         # Otherwise the source was computed, or is zero: such parameters are zeroed before an update.
         if name in copies and storage_of(source) not in recorder.zeroed:
             copies[name].append((source, target))
 
-    return _Recorded(copies, not_followed)
+    return copies, not_followed
 
 
-def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
+def _record_one_by_one(model: Any, manifest: Manifest) -> tuple[_Copies, dict[str, str]]:
     """Record one call of `load_weights` per tensor.
 
     Raises WeightTransferError for the first tensor that the model refuses.
     """
-    all_recorded = _Recorded({}, {})
+    copies: _Copies = {}
+    not_followed: dict[str, str] = {}
     for name, meta in manifest.items():
         try:
-            recorded = _record(model, {name: meta})
+            recorded, refused = _record(model, {name: meta})
         except (
             _NotFollowedError,
             NotImplementedError,
         ) as error:  # RuntimeError: torch, for elements that a meta tensor lacks
-            all_recorded.not_followed[name] = str(error)
+            not_followed[name] = str(error)
         except _LOADER_ERRORS as error:
             raise WeightTransferError(
                 f"the engine's model refuses {name} of shape {meta.shape}: {type(error).__name__} {error}"
             ) from error
         else:
-            all_recorded.copies.update(recorded.copies)
-            all_recorded.not_followed.update(recorded.not_followed)
+            copies |= recorded
+            not_followed |= refused
 
-    return all_recorded
+    return copies, not_followed
 
 
 def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tensor) -> Destination:
@@ -284,7 +274,7 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
         target.stride(target_dims[place]) if place in target_dims else 1 for place in range(len(shape))
     ]
     elements = target.as_strided(sizes, target_strides, target.storage_offset())
-    return Destination(TensorSlice(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements)
+    return TensorSlice(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements
 
 
 def _is_engines_own(parameter: torch.Tensor) -> bool:

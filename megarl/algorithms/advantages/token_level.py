@@ -33,11 +33,6 @@ _HINT = "use rloo, whose baseline needs only the scores"
 _CHUNK_TOKENS = 16
 
 
-class _Block(NamedTuple):
-    advantages: Tensor  # (b, r)
-    returns: Tensor
-
-
 def gae(
     token_level_rewards: Column, values: Column, response_mask: Column, gamma: float, lam: float
 ) -> Advantages:
@@ -138,17 +133,15 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
         index = inputs.groups.index[rows]
         rewards, mask, old, squared = (column[rows] for column in columns)
         # Within the block, groups are numbered from its first one.
-        block = _of_whole_groups(rewards, mask, old, squared, index - index[0])
-        advantages[rows] = block.advantages
-        returns[rows] = block.returns
+        advantages[rows], returns[rows] = _of_whole_groups(rewards, mask, old, squared, index - index[0])
 
     return Advantages(of_form(advantages, inputs.response_mask), of_form(returns, inputs.response_mask))
 
 
 def _of_whole_groups(
     rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor
-) -> _Block:
-    """Compute a block of whole groups.
+) -> tuple[Tensor, Tensor]:
+    """Return the advantages and returns (b, r) of a block of whole groups.
 
     `index` (b,) is the group number of each row, ascending from 0; the other arguments are (b, R).
     """
@@ -176,7 +169,7 @@ def _of_whole_groups(
     baseline = (over_samples(returns_here * gathered) / torch.where(weight > 0, weight, 1.0))[index]
     advantages = torch.where(compared, returns_here - baseline, 0.0) * here
 
-    return _Block(advantages if slots is None else from_front(advantages, slots), returns)
+    return advantages if slots is None else from_front(advantages, slots), returns
 
 
 def rewards_to_go(token_level_rewards: Column, response_mask: Column, gamma: float) -> Column:

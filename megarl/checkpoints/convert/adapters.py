@@ -32,8 +32,8 @@ from megarl.weights.peft_folder import (
     write_adapter,
 )
 from megarl.weights.piece import Piece
+from megarl.weights.shards import MergedAdapters
 from megarl.weights.tensors import TensorSlice, WeightTransferError
-from megarl.weights.transforms import MergedAdapters
 
 
 def with_stored_adapters(architecture: Architecture, companions: Path) -> Architecture:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.group import RayWorkerGroup, RoleGroup
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class ExclusiveAccess(Protocol):
-    """Gives the calling thread exclusive access to the replicas. `for_weights`: to sync weights to them."""
-
-    def __call__(self, for_weights: bool = False) -> AbstractContextManager[None]: ...
+# Gives the calling thread exclusive access to the replicas, with `for_weights` to sync weights to them.
+ExclusiveAccess = Callable[..., AbstractContextManager[None]]
 
 
 def unshared(for_weights: bool = False) -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool, check_fits
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
@@ -11,12 +10,8 @@ from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.sync import WeightSync
 
-
-class PlannedReplica(NamedTuple):
-    """A replica of the placement plan, with the locations of its engine's ranks."""
-
-    place: ReplicaPlace
-    ranks: Sequence[RankLocation]
+# A replica of the placement plan, and the locations of its engine's ranks.
+PlannedReplica = tuple[ReplicaPlace, Sequence[RankLocation]]
 
 
 class ReplicaScaling:
@@ -77,11 +72,11 @@ class ReplicaScaling:
         with self._replicas.exclusive():
             # The transfer schedules depend on the locations of all replicas; the next weight sync rebuilds
             # them.
-            self._sync.send_to([self._of(number).ranks for number in range(count)])
+            self._sync.send_to([self._of(number)[1] for number in range(count)])
             while len(self._replicas) > count:
                 self._replicas.leave()
             while len(self._replicas) < count:
-                self._replicas.join(self._of(len(self._replicas)).place)
+                self._replicas.join(self._of(len(self._replicas))[0])
             self._scheduler.resize()
 
         # Release devices only after their replicas have ended.
@@ -93,8 +88,6 @@ class ReplicaScaling:
             return self._planned[number]
 
         # A replica that joined shares no device with a trainer, so its rank locations only have to be unique.
-        place = ReplicaPlace(self._pools[number - len(self._planned)])
-        return PlannedReplica(
-            place,
-            [RankLocation(f"joined {number}", f"joined {number}:{rank}") for rank in range(self._num_ranks)],
-        )
+        node = f"joined {number}"
+        ranks = [RankLocation(node, f"{node}:{rank}") for rank in range(self._num_ranks)]
+        return ReplicaPlace(self._pools[number - len(self._planned)]), ranks

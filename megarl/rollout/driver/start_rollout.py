@@ -19,7 +19,7 @@ from megarl.placement.placement_plan import PlacementPlan
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.scaling import PlannedReplica, ReplicaScaling
+from megarl.rollout.driver.scaling import ReplicaScaling
 from megarl.rollout.driver.scheduler import RolloutLimits
 from megarl.rollout.engines import build_engine
 from megarl.rollout.episodes.environments import Environments
@@ -132,9 +132,7 @@ def replica_scaling(
     rollout: Rollout,
     sync: WeightSync,
 ) -> ReplicaScaling:
-    planned = [
-        PlannedReplica(*each) for each in zip(replicas.places, rank_places(plan, "rollout"), strict=True)
-    ]
+    planned = list(zip(replicas.places, rank_places(plan, "rollout"), strict=True))
     size = config.rollout.devices_per_engine
     num_nodes = plan.group_of("rollout").nodes_per_engine
 

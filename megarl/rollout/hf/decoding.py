@@ -73,9 +73,10 @@ def decode(
             rows = rows._replace(positions=rows.positions + 1)
         # End tokens are forbidden until the sample has its minimum length.
         forbidden = stop_token_ids[: 0 if step >= sampling.min_new_tokens else None]
-        sampled = sample_tokens(logits, sampling, keys[rows.indices], step, forbidden)
-        sampled_ids[rows.indices, step], log_probs[rows.indices, step] = sampled
-        ends = torch.isin(sampled.token_ids, stop_token_ids)
+        token_ids, of_tokens = sample_tokens(logits, sampling, keys[rows.indices], step, forbidden)
+        sampled_ids[rows.indices, step] = token_ids
+        log_probs[rows.indices, step] = of_tokens
+        ends = torch.isin(token_ids, stop_token_ids)
         if is_ended is not None:
             written = sampled_ids[rows.indices, : step + 1].tolist()
             ends |= torch.tensor([is_ended(token_ids) for token_ids in written], device=model.device)
@@ -190,20 +191,18 @@ def _left_pad(prompts: list[list[int]], device: torch.device) -> tuple[torch.Ten
 # ---- sampling one token per row of logits, with its log-prob as defined by `Sample`
 
 
-class SampledTokens(NamedTuple):
-    token_ids: torch.Tensor  # (B,) int64
-    log_probs: torch.Tensor  # (B,) float32
-
-
 def sample_tokens(
     logits: torch.Tensor, sampling: SamplingParameters, keys: torch.Tensor, step: int, forbidden: torch.Tensor
-) -> SampledTokens:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample token `step` of each row. The seed of `sampling` is not used.
 
     Args:
         logits: Shape (B, V), any float type. A few float32 copies of it are allocated.
         keys: Shape (B,), from row_keys.
         forbidden: Shape (F,), token ids that are not sampled.
+
+    Returns:
+        The token ids (B,) int64, and their log-probs (B,) float32.
     """
     logits = logits.float()
     if sampling.temperature != 0:
@@ -215,7 +214,7 @@ def sample_tokens(
     token_ids = allowed.argmax(dim=-1)
     chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1)
 
-    return SampledTokens(token_ids, chosen - logits.logsumexp(dim=-1))
+    return token_ids, chosen - logits.logsumexp(dim=-1)
 
 
 def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:

@@ -135,23 +135,23 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
             columns[key] for key in ("token_level_scores", "old_log_probs", "ref_log_prob")
         )
         correction = correct(old, columns["rollout_log_probs"], columns["response_mask"], config)
-        penalized = penalise_overlong(
+        penalized, penalty_metrics = penalise_overlong(
             scores, columns["response_mask"], WIDTH, OverlongConfig(buffer_share=0.5, penalty=1.0)
         )
         assert correction.weights is not None
-        with_kl = apply_kl_penalty(scores, old, reference, columns["response_mask"], 0.1, KLEstimator.k3)
+        with_kl, mean_kl = apply_kl_penalty(scores, old, reference, columns["response_mask"], 0.1, KLEstimator.k3)
         tokens = [
-            with_kl.token_level_rewards,
+            with_kl,
             correction.weights,
-            penalized.token_level_scores,
+            penalized,
         ]
         metrics = {
             **correction.metrics,
-            **penalized.metrics,
+            **penalty_metrics,
             **data_metrics({**columns, "advantages": columns["values"], "returns": scores}, WIDTH),
             **age_metrics(columns, 3),
             "kl": sequence_mean_kl(old, reference, columns["response_mask"], KLEstimator.k3),
-            "kl of the penalty": with_kl.mean_kl,
+            "kl of the penalty": mean_kl,
             "mean": masked_mean(columns["values"], columns["response_mask"]),
         }
         results.append(

@@ -53,17 +53,17 @@ def test_greedy_takes_the_largest_and_reports_raw_log_probs() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forbidden_tokens_are_not_drawn_and_stay_in_the_log_probs(temperature: float) -> None:
     parameters = SamplingParameters(max_new_tokens=1, seed=0, temperature=temperature, top_k=2)
-    sampled = sample_tokens(
+    token_ids, log_probs = sample_tokens(
         LOGITS.expand(1000, 5), parameters, row_keys(range(1000), CPU), 0, torch.tensor([0, 2])
     )
-    assert set(sampled.token_ids.tolist()) == ({1, 3} if temperature else {1})
-    assert torch.allclose(sampled.log_probs, torch.log_softmax(LOGITS, 0)[sampled.token_ids], atol=1e-6)
+    assert set(token_ids.tolist()) == ({1, 3} if temperature else {1})
+    assert torch.allclose(log_probs, torch.log_softmax(LOGITS, 0)[token_ids], atol=1e-6)
 
 
 def test_bfloat16_logits_are_computed_in_float32() -> None:
     parameters = SamplingParameters(max_new_tokens=1, seed=0, temperature=0.7)
-    log_probs = sample_tokens(
+    _, log_probs = sample_tokens(
         LOGITS.to(torch.bfloat16)[None], parameters, row_keys([0], CPU), 0, NONE_FORBIDDEN
-    ).log_probs
+    )
     assert log_probs.dtype == torch.float32
     assert torch.isclose(torch.log_softmax(LOGITS / 0.7, 0), log_probs, atol=1e-6).any()

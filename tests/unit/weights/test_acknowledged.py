@@ -25,9 +25,8 @@ from megarl.weights.message_words import slices_in_words
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shard_layout import layouts_of, shard_shapes
-from megarl.weights.shards import Shards, held_slices
+from megarl.weights.shards import Shards, held_slices, merged_shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError
-from megarl.weights.transforms import merged_shards
 from tests.families import example_architecture
 
 # 1,000 elements of a matrix and 40 of a vector, in rounds of 260 elements

@@ -10,7 +10,7 @@ import pytest
 from megarl.controller.resource_pool import InsufficientResourcesError
 from megarl.rollout.driver import scaling as scaling_module
 from megarl.rollout.driver.replicas import ReplicaPlace, unshared
-from megarl.rollout.driver.scaling import PlannedReplica, ReplicaScaling
+from megarl.rollout.driver.scaling import ReplicaScaling
 from megarl.weights.plan import RankLocation
 
 NUM_FREE = 3  # pools for which the cluster has room, in addition to the planned one
@@ -54,10 +54,9 @@ class Replicas:
 def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling_module, "check_fits", lambda pools: None)
     monkeypatch.setattr(Pool, "reserved", [])
-    planned: Any = PlannedReplica(
-        ReplicaPlace(Pool("planned")), [RankLocation("0", "0:7"), RankLocation("0", "0:8")]
-    )  # type: ignore[arg-type]
-    replicas: Any = Replicas(planned.place)
+    place = ReplicaPlace(Pool("planned"))  # type: ignore[arg-type]
+    planned = place, [RankLocation("0", "0:7"), RankLocation("0", "0:8")]
+    replicas: Any = Replicas(place)
     sent: list[list[list[RankLocation]]] = []
     transport: Any = SimpleNamespace(send_to=sent.append)
     resized: list[int] = []
@@ -75,7 +74,7 @@ def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest
     joined = [
         [RankLocation(f"joined {number}", f"joined {number}:{rank}") for rank in (0, 1)] for number in (1, 2)
     ]
-    assert sent[-1] == [planned.ranks, *joined]
+    assert sent[-1] == [planned[1], *joined]
     with pytest.raises(InsufficientResourcesError, match="joined-4"):
         scaling.scale(6)
     assert names() == ["planned", "joined-1", "joined-2"]

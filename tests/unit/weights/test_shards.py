@@ -17,9 +17,8 @@ from megarl.weights.load import load_into_shards
 from megarl.weights.piece import Piece
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
-from megarl.weights.shards import Shards, held_slices
+from megarl.weights.shards import MergedAdapters, Shards, held_slices, merged_shards
 from megarl.weights.tensors import TensorSlice
-from megarl.weights.transforms import MergedAdapters, merged_shards
 from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, save_adapted
 from tests.unit.engine.models import load_lm
 
