@@ -37,8 +37,7 @@ from megarl.engine.lora import AdapterSwitch, add_adapters
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.engine.moe_router import BiasedExpertRouter
 from megarl.engine.packed_rows import PackedRows
-from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
-from megarl.engine.rotary import set_local_rotation
+from megarl.engine.rotary import attention_factor, inverse_frequencies, set_local_rotation
 from megarl.engine.vision import ImageInputs, build_tower, insert_images, keep_frequencies
 from megarl.models.architecture import Activation, Architecture, QKNorm
 from megarl.models.counts import padded_vocab_size

@@ -1,10 +1,11 @@
-"""Receive weights on an engine rank, over any transport.
+"""Receive weights on an engine: its interface for a weight sync, and a rank's receiver over any transport.
 
 The `EngineLink` that tells a rank how to receive its weights is sent as JSON.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from megarl.weights.message_words import Places, WordCounts, places_in_words, sl
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import TensorSlices
 from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import TensorSlice, WeightTransferError
+from megarl.weights.tensors import Manifest, TensorSlice, WeightTransferError
 from megarl.weights.transports.delta import DeltaReceiver
 from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
 from megarl.weights.transports.group import GroupEndpoint, GroupReceiver
@@ -166,3 +167,85 @@ class WeightReceiver:
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = self._destinations = None
+
+
+class ReceivingEngine(ABC):
+    """An engine whose weights come from trainers or from a folder, in updates with a beginning and an end."""
+
+    @abstractmethod
+    def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
+        """Return the slices that each of its ranks needs of a model with these tensors.
+
+        Raises:
+            WeightTransferError: The manifest is not that of the engine's model.
+            EngineStateError: The engine is asleep or closed.
+        """
+
+    @abstractmethod
+    def join_weights(self, links: Sequence[EngineLink]) -> None:
+        """Connect each rank to the source of its weights, replacing earlier connections.
+
+        Returns when all are connected.
+        """
+
+    @abstractmethod
+    def leave_weights(self) -> None:
+        """Disconnect from the trainers, whatever is in progress."""
+
+    @abstractmethod
+    def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
+        """Begin an update. Until `end_weight_update`, the engine refuses to generate.
+
+        Generation pauses: requests in flight continue after the update. An unfinished earlier update is
+        dropped. Raises the errors of `needed_slices`, which leave the engine unchanged.
+
+        Args:
+            manifest: All tensors of the model.
+            first_round: The first round that the trainers send. The tensors of earlier rounds, such as those
+                of a frozen model, are not sent again: the engine must have complete weights.
+        """
+
+    @abstractmethod
+    def receive_weights(self, folder: str | None = None) -> None:
+        """Receive all weights from the joined trainers, while they send them. Returns when all have arrived.
+
+        Args:
+            folder: The folder with what changed, if the trainers write files.
+
+        Raises:
+            WeightTransferError: A trainer is gone, or none was joined.
+            EngineStateError: No update is in progress.
+        """
+
+    @abstractmethod
+    def load_folder(self, folder: Path) -> None:
+        """Load all weights from a Hugging Face folder with safetensors.
+
+        Raises:
+            WeightTransferError: The folder has tensors that are not in the manifest.
+            EngineStateError: No update is in progress.
+        """
+
+    @abstractmethod
+    def end_weight_update(self, version: int) -> None:
+        """Set the version, flush the prefix cache and resume generation: the engine is usable.
+
+        Raises:
+            WeightTransferError: Tensors are missing or duplicated; the message names them, and the engine
+                stays unusable.
+        """
+
+    @abstractmethod
+    def checksums(self) -> dict[str, int]:
+        """Return Hugging Face name -> checksum (weights/checksum.py) of the engine's weights.
+
+        The weights are read back from its model.
+
+        Raises:
+            EngineStateError: There are no complete weights.
+        """
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int | None:
+        """Version of the complete weights, None without complete weights."""

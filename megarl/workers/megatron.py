@@ -460,15 +460,15 @@ class MegatronWorker(WeightExport):
 
     @register(blocking=False)
     def begin_profile(self) -> None:
-        """Start to profile this process; see engine/process_profile.py."""
-        from megarl.engine.process_profile import begin_profile
+        """Start to profile this process; see engine/phase_ranges.py."""
+        from megarl.engine.phase_ranges import begin_profile
 
         begin_profile(self.role)
 
     @register(blocking=False)
     def end_profile(self, folder: str) -> str | None:
         """Write the trace of this process to a folder, and return the name of the file, if this wrote it."""
-        from megarl.engine.process_profile import end_profile
+        from megarl.engine.phase_ranges import end_profile
 
         return end_profile(self.role, self.rank, Path(folder))
 

@@ -24,8 +24,7 @@ from megarl.controller.group import RoleGroup
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import RestartLimitError
 from megarl.rollout.driver.rollout import Rollout
-from megarl.rollout.driver.sample_check import EngineFaultError
-from megarl.rollout.interface import GenerationRequest, SamplingParameters
+from megarl.rollout.interface import EngineFaultError, GenerationRequest, SamplingParameters
 from megarl.rollout.router import RequestRoutingError
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import checksum

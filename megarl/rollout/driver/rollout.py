@@ -25,7 +25,6 @@ from megarl.data.images import row_files
 from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
 from megarl.rollout.driver.replicas import ExclusiveAccess, Replicas
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.sample_check import EngineFaultError
 from megarl.rollout.driver.scheduler import (
     Deliver,
     OnFailure,
@@ -35,6 +34,7 @@ from megarl.rollout.driver.scheduler import (
     RolloutLimits,
 )
 from megarl.rollout.interface import (
+    EngineFaultError,
     FinishedRequest,
     GenerationRequest,
     Sample,

@@ -20,8 +20,7 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import is_dead
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import Replicas
-from megarl.rollout.driver.sample_check import check_sample
-from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample
+from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, check_sample
 from megarl.rollout.router import RequestRouter
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 

@@ -19,8 +19,7 @@ from megarl.machine.wording import counted
 from megarl.models.families import family_of
 from megarl.models.family import stored_name
 from megarl.rollout.hf.attention import GROUPED
-from megarl.rollout.hf.decoding import decode
-from megarl.rollout.hf.images import prompt_images
+from megarl.rollout.hf.decoding import decode, prompt_images
 from megarl.rollout.interface import (
     FinishedRequest,
     GenerationRequest,

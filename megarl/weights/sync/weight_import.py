@@ -10,8 +10,7 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.weights.manifest import manifest_name
 from megarl.weights.plan import TensorSlices
-from megarl.weights.receiver import EngineLink
-from megarl.weights.receiving_engine import ReceivingEngine
+from megarl.weights.receiver import EngineLink, ReceivingEngine
 from megarl.weights.tensors import Manifest, WeightTransferError
 
 

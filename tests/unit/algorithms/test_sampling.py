@@ -38,12 +38,8 @@ def test_overlong_penalty_stands_with_the_score():
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]]).bool()
     scores = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, NAN, NAN], [0.0, NAN, 0.0, 1.0]])
     shaped, metrics = penalise_overlong(scores, mask, 4, OverlongConfig(buffer_share=0.5, penalty=1.0))
-    torch.testing.assert_close(
-        shaped[mask], torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.5])
-    )
-    assert metrics == pytest.approx(
-        {"reward/overlong_penalty": -0.5, "reward/overlong_fraction": 2 / 3}
-    )
+    torch.testing.assert_close(shaped[mask], torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.5]))
+    assert metrics == pytest.approx({"reward/overlong_penalty": -0.5, "reward/overlong_fraction": 2 / 3})
 
 
 def uids(names):

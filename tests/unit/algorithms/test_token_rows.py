@@ -139,7 +139,9 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
             scores, columns["response_mask"], WIDTH, OverlongConfig(buffer_share=0.5, penalty=1.0)
         )
         assert correction.weights is not None
-        with_kl, mean_kl = apply_kl_penalty(scores, old, reference, columns["response_mask"], 0.1, KLEstimator.k3)
+        with_kl, mean_kl = apply_kl_penalty(
+            scores, old, reference, columns["response_mask"], 0.1, KLEstimator.k3
+        )
         tokens = [
             with_kl,
             correction.weights,

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
-from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
+from megarl.engine.rotary import attention_factor, inverse_frequencies
 from megarl.models.architecture import Llama3Scaling
 from megarl.models.config_reader import ConfigReader
 from megarl.models.rope import read_rope

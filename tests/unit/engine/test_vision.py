@@ -14,7 +14,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import IMAGE_GRIDS, PIXEL_VALUES
 from megarl.config.schema import OptimConfig, ParallelConfig, Recomputation, Recompute
 from megarl.data.image_positions import token_positions
-from megarl.engine.image_rows import row_images
+from megarl.engine.micro_batch import row_images
 from tests.families import example_architecture
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same, max_difference

@@ -51,7 +51,7 @@ _ALLOWED = frozenset(
         ("doctor/storage.py", "num_nodes"),  # more than 1
         ("endpoint/session.py", "most"),  # the words of OpenAI's API
         ("endpoint/session.py", "num_tokens"),
-        ("engine/image_rows.py", "len(run)"),  # one token is contiguous
+        ("engine/micro_batch.py", "len(run)"),  # one token is contiguous
         ("engine/megatron_options.py", "layers.value"),
         ("engine/optimizer.py", "sorted(counts)"),
         ("placement/plan.py", "sum(asked.values())"),  # more than a node has
