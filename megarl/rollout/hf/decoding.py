@@ -22,13 +22,6 @@ from megarl.rollout.hf.attention import KVCache, SharedPrompts
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 
 
-class Decoded(NamedTuple):
-    token_ids: torch.Tensor  # (B, N) int64, after N steps
-    log_probs: torch.Tensor  # (B, N) float32
-    lengths: torch.Tensor  # (B,) int64: later tokens are not part of the sample
-    stopped: torch.Tensor  # (B,) bool: the last token is a stop token
-
-
 class _Rows(NamedTuple):
     """Rows that are still being generated.
 
@@ -51,7 +44,7 @@ def decode(
     seeds: Sequence[int],
     is_ended: Callable[[list[int]], bool] | None = None,
     images: Sequence[PromptImages] | None = None,
-) -> Decoded:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Generate one sample per prompt. Equal prompts are prefilled once.
 
     Rows that have ended leave the batch once they make up half of it.
@@ -60,6 +53,11 @@ def decode(
         seeds: One seed per prompt, used instead of the seed of `sampling`.
         is_ended: If it returns True for a sample's tokens, the sample stops as at a stop token.
         images: The images of each prompt, for a model that reads images.
+
+    Returns:
+        After N steps, the token ids (B, N) int64; their log-probs (B, N) float32; the length of each sample
+        (B,) int64, after which tokens are not part of it; and whether its last token is a stop token, (B,)
+        bool.
     """
     batch_size = len(prompts)
     sampled_ids = torch.zeros(batch_size, sampling.max_new_tokens, dtype=torch.int64, device=model.device)
@@ -91,7 +89,7 @@ def decode(
         if not len(rows.indices):
             break
 
-    return Decoded(sampled_ids[:, : step + 1], log_probs[:, : step + 1], lengths, stopped)
+    return sampled_ids[:, : step + 1], log_probs[:, : step + 1], lengths, stopped
 
 
 def _prefill(

@@ -130,7 +130,7 @@ class HFEngine(RolloutEngine):
         stops = () if sampling.ignore_eos else {*sampling.stop_token_ids, *self._end_token_ids}
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
         seeds = [request.sampling.seed for request in batch]
-        decoded = decode(
+        token_ids, log_probs, lengths, stopped = decode(
             self.model,
             [request.prompt for request in batch],
             sampling,
@@ -146,17 +146,17 @@ class HFEngine(RolloutEngine):
                 request.request_id,
                 Sample(
                     ids[:length],
-                    log_probs[:length],
-                    "stop" if stopped else "length",
+                    of_tokens[:length],
+                    "stop" if is_stopped else "length",
                     (VersionSpan(version, length),),
                 ),
             )
-            for request, ids, log_probs, length, stopped in zip(
+            for request, ids, of_tokens, length, is_stopped in zip(
                 batch,
-                decoded.token_ids.int().cpu().numpy(),
-                decoded.log_probs.cpu().numpy(),
-                decoded.lengths.tolist(),
-                decoded.stopped.tolist(),
+                token_ids.int().cpu().numpy(),
+                log_probs.cpu().numpy(),
+                lengths.tolist(),
+                stopped.tolist(),
                 strict=True,
             )
         ]

@@ -9,7 +9,7 @@ those of an engine without drafts.
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -213,14 +213,6 @@ def _attend_to_drafts() -> None:
 # ---- sampling
 
 
-class _Verification(NamedTuple):
-    """The arguments of SGLang's verification that is running."""
-
-    verify_input: Any
-    batch: Any
-    logits_output: Any
-
-
 def _sample_while_verifying() -> None:
     """Compare drafts with samples of the policy, and not with the most likely tokens."""
     from sglang.srt.speculative import eagle_utils
@@ -229,10 +221,10 @@ def _sample_while_verifying() -> None:
     accept = eagle_utils.verify_tree_greedy_func
 
     # The comparison gets only the most likely tokens. It finds what they were computed from here.
-    running: list[_Verification] = []
+    running: list[tuple[Any, Any, Any]] = []  # the arguments of the verification that is running
 
     def verify_samples(verify_input: Any, batch: Any, logits_output: Any, *rest: Any, **more: Any) -> Any:
-        running.append(_Verification(verify_input, batch, logits_output))
+        running.append((verify_input, batch, logits_output))
         try:
             return verify(verify_input, batch, logits_output, *rest, **more)
         finally:
@@ -249,8 +241,9 @@ def _sample_while_verifying() -> None:
         target_predict: torch.Tensor,
         topk: int = -1,
     ) -> Any:
-        if not running[-1].batch.sampling_info.is_all_greedy:
-            target_predict = _sampled(running[-1]).view(target_predict.shape)
+        verify_input, batch, logits_output = running[-1]
+        if not batch.sampling_info.is_all_greedy:
+            target_predict = _sampled(verify_input, batch, logits_output).view(target_predict.shape)
         return accept(
             predicts,
             accept_index,
@@ -267,14 +260,13 @@ def _sample_while_verifying() -> None:
     eagle_utils.verify_tree_greedy_func = accept_samples
 
 
-def _sampled(verification: _Verification) -> torch.Tensor:
+def _sampled(verify_input: Any, batch: Any, logits_output: Any) -> torch.Tensor:
     """Sample a token at each position that is verified, with SGLang's own functions. Shape (B * N,)."""
     from sglang.srt.layers.sampler import (
         sampling_from_probs_torch,
         top_k_top_p_min_p_sampling_from_probs_torch,
     )
 
-    verify_input, batch, logits_output = verification
     info = batch.sampling_info
 
     def of_positions(values: torch.Tensor) -> torch.Tensor:
