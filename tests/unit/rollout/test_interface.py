@@ -1,8 +1,18 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from megarl.rollout.interface import GenerationRequest, SamplingParameters, check_request
+from megarl.rollout.interface import (
+    GenerationRequest,
+    RequestFailedError,
+    RolloutEngine,
+    SamplingParameters,
+    check_request,
+)
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
+from megarl.simulation.generation import SimulatedGeneration
 from megarl.weights.tensors import ChunkMeta, TensorMeta, WeightTransferError
 
 MANIFEST = {"w": TensorMeta((4,), torch.float32)}
@@ -75,3 +85,16 @@ def test_prompts_that_cannot_be_continued(prompt: list[int], message: str) -> No
     request = GenerationRequest(1, prompt, SamplingParameters(max_new_tokens=6, seed=0))
     with pytest.raises(ValueError, match=message):
         check_request(request, vocab_size=97, max_length=64)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3])
+def test_the_first_request_that_fails_ends_generate(at_a_time: int) -> None:
+    """An engine returns what finished and what failed in one list, in the order of their ends."""
+    generation = SimulatedGeneration(
+        lambda: 0.0, lambda request: 0 if request.request_id == 1 else 2, token_s=0.0
+    )
+    engine: Any = SimpleNamespace(
+        submit=generation.submit, collect=lambda wait_s: generation.collect(at_a_time)
+    )
+    with pytest.raises(RequestFailedError, match="scripted"):
+        RolloutEngine.generate(engine, [[1], [2], [3]], SamplingParameters(max_new_tokens=2, seed=0))
