@@ -20,8 +20,14 @@ import torch
 import torch.utils._device
 
 from megarl.engine import rotary
-from megarl.engine.cpu_collectives import gather_unequal, numbers_on_host, scatter_unequal, unless_alone
-from megarl.engine.cpu_kernels import gated_linear, linear
+from megarl.engine.cpu_kernels import (
+    gated_linear,
+    gather_unequal,
+    linear,
+    numbers_on_host,
+    scatter_unequal,
+    unless_alone,
+)
 
 CPU = torch.device("cpu")
 

@@ -40,7 +40,7 @@ def _switch() -> None:
 
     from megarl.engine import data_parallel
     from megarl.engine.cpu_adaptations import adapt_products
-    from megarl.engine.cpu_collectives import unless_alone
+    from megarl.engine.cpu_kernels import unless_alone
 
     data_parallel.overlaps = lambda parallel, on_cuda: False
     adapt_products()
