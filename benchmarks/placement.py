@@ -60,7 +60,7 @@ from megarl.roles.start import PPORoles, start_ppo
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.timeline import Span
 from megarl.trainers.monitor import phases_by_call
-from megarl.trainers.ppo import AdvantageStep
+from megarl.trainers.advantages import AdvantageStep
 from tests.integration.tiny_run import SYMBOLS, save_inputs
 from tests.unit.placement.test_plan import large_cluster
 

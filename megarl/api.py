@@ -5,12 +5,16 @@
     with api.start("my.yaml", "trainer.total_steps=20") as run:
         for step in run.steps():
             batch = run.generate(next(run.prompts), step)
-            old = run.actor.old_log_probs(batch, step)
-            batch = batch.union(run.reward.score(batch), old, run.reference.log_probs(batch))
+            batch = batch.union(
+                run.reward.score(batch), run.actor.old_log_probs(batch, step), run.reference.log_probs(batch)
+            )
             batch = run.add_advantages(batch)
-            run.log(run.actor.update(batch, step).get())
+            update = run.actor.update(batch, step)
             run.push_weights()
+            run.log(update.get())
             run.log_batch(batch, step)
+
+`PPOTrainer.train_step` is this loop with a critic and teachers.
 
 A batch is a `DataProto` with the keys listed in docs/concepts.md. Calls of roles return futures. `union` and
 `get()` wait for the result; until then, roles on different pools work concurrently. Everything else is the
@@ -162,26 +166,22 @@ class Run:
 
         They are computed as `algorithm` configures. Their metrics are logged.
         """
-        batch, metrics = self._trainer.add_advantages(batch)
-        self.log(metrics)
-        return batch
+        return self._trainer.add_advantages(batch)
 
     def push_weights(self) -> None:
         """Sync the actor's current weights to the engines, once its update is done."""
-        self._trainer.roles.weights.push()
+        self._trainer.push_weights()
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the step, by their full names. A later value of a name replaces an earlier one."""
-        self._trainer.monitor.record(metrics)
+        self._trainer.log(metrics)
 
     def log_batch(self, batch: DataProto, step: int) -> None:
         """Log the metrics that `megarl train` logs for a step's samples and roles.
 
         The samples are stored if that is due. Call this after the updates.
         """
-        trainer = self._trainer
-        self.log(trainer.record_batch(batch, step))
-        self.log(trainer.roles.drain_metrics() | trainer.prompts.drain_metrics(trainer.prompts.taken))
+        self._trainer.log_batch(batch, step)
 
     def save_hf(self, folder: str | Path) -> None:
         """Save the policy as a Hugging Face folder."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +17,15 @@ from megarl.algorithms.user_functions import estimator_of
 from megarl.batch.branches import merge_branches, split_branches
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import Column, RaggedTensor
-from megarl.config.schema import AlgorithmConfig, RejectionEstimator, RolloutCorrectionConfig
+from megarl.config.schema import (
+    AlgorithmConfig,
+    KLControllerKind,
+    Late,
+    PPOConfig,
+    RejectionEstimator,
+    RolloutCorrectionConfig,
+)
+from megarl.rewards.role import score_weights
 from megarl.roles.models import LOSS_MASK
 
 Metrics = dict[str, float]
@@ -27,7 +35,7 @@ class AdvantageStep:
     """Computes advantages and returns from scores.
 
     The step applies the penalty for long responses and the KL penalty in the reward, then the advantage
-    estimator. It owns the KL controller.
+    estimator. It owns the KL controller, whose state it saves.
     """
 
     def __init__(
@@ -44,6 +52,24 @@ class AdvantageStep:
         self._max_response_length = max_response_length
         self._score_weights = torch.tensor(score_weights)
         self.kl_controller = KL_CONTROLLERS[algorithm.kl.controller.kind](algorithm.kl)
+
+    @classmethod
+    def of_run(cls, config: PPOConfig) -> AdvantageStep:
+        weights = score_weights(config.reward)
+        return cls(
+            config.algorithm, max_response_length=config.data.max_response_length, score_weights=weights
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the kind and state of the KL controller, as JSON-compatible values."""
+        return {"kind": self._algorithm.kl.controller.kind.value, **self.kl_controller.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the KL controller, if it is of the same kind."""
+        kind = self._algorithm.kl.controller.kind
+        # A fixed coefficient always comes from the configuration.
+        if kind is not KLControllerKind.fixed and state["kind"] == kind.value:
+            self.kl_controller.load_state_dict(state)
 
     def __call__(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Add `token_level_rewards`, `advantages`, `returns` (B, R).
@@ -137,6 +163,21 @@ class AdvantageStep:
         if not {"old_log_probs", "teacher_log_prob"} <= tensors.keys():
             return {}
         return distillation_metrics(tensors["teacher_log_prob"], tensors["old_log_probs"], mask)
+
+
+def add_advantages(
+    batch: DataProto, config: PPOConfig, advantages: AdvantageStep
+) -> tuple[DataProto, Metrics]:
+    """Apply rollout corrections and compute advantages; see correct_rollout, leave_out_late, AdvantageStep.
+
+    Metrics that depend on log-probs that the update itself computes are those of batch_metrics.
+    """
+    batch, metrics = correct_rollout(batch, config.algorithm.rollout_correction)
+    if config.rollout.late is Late.mask:
+        batch, of_late = leave_out_late(batch, config.rollout.max_staleness)
+        metrics = metrics | of_late
+    batch, of_advantages = advantages(batch)
+    return batch, metrics | of_advantages
 
 
 def _scored_tokens(mask: Column, tensors: Mapping[str, torch.Tensor]) -> Column:

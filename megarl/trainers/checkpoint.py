@@ -21,13 +21,13 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl import __version__
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER
@@ -36,50 +36,17 @@ from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import UNWRITTEN, CheckpointError, RunError
 from megarl.machine.processors import threads_setting
+from megarl.roles.saved_models import SavedModels
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import BestSoFar, patience_is_over
-from megarl.trainers.driver_states import DriverStates
+from megarl.trainers.driver_states import STATE_FILE, DriverStates
+from megarl.trainers.monitor import Monitor
+from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.uploads import Uploads
 
-STATE_FILE = "trainer.json"
 _log = logging.getLogger(__name__)
 
 State = dict[str, Any]
-
-
-class Models(Protocol):
-    """Interface of roles/saved_models.py."""
-
-    @property
-    def names(self) -> list[str]: ...
-
-    def begin_save(self, folder: Path) -> None: ...
-
-    def is_written(self) -> bool: ...
-
-    def finish_save(self, folder: Path, step: int) -> None: ...
-
-    def save_policy(self, folder: Path) -> None: ...
-
-
-class Recovery(Protocol):
-    """Interface of the run's recovery (trainers/recovery.py) that a save needs."""
-
-    def retry[T](self, action: Callable[[], T]) -> T:
-        """Return the result of an action between two steps, called again if ranks of a model were lost."""
-        ...
-
-    def on_loss(self, drop: Callable[[], None]) -> None:
-        """Call `drop` whenever ranks of a model are lost, before any of them is restarted."""
-        ...
-
-
-class RunFiles(Protocol):
-    """Interface of the run's monitor (trainers/monitor.py) that a save needs."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-    def flush(self, services: bool = True) -> None: ...
 
 
 @dataclass
@@ -101,16 +68,24 @@ class _Save:
 class Checkpointer:
     """Saves checkpoints at the configured steps, after the last step, and when the run is told to stop.
 
-    It also yields the step numbers: with `trainer.early_stop`, a run whose validations stop improving makes
-    no further steps.
+    With `trainer.early_stop`, it also ends a run whose validations stop improving.
+
+        for step in range(checkpoints.last_step + 1, total_steps + 1):
+            if checkpoints.stops_before(step):
+                break
+            ...  # train, and `validated` if `validation_is_due`
+            checkpoints.save(step, state)
+            ...  # write the metrics of the step
+            checkpoints.end_step(step)
+        checkpoints.finish()
     """
 
     def __init__(
         self,
         config: RunConfig,
         folder: CheckpointFolder,
-        models: Models,
-        monitor: RunFiles,
+        models: SavedModels,
+        monitor: Monitor,
         *,
         resumed: State | None = None,
         from_memory: bool = False,
@@ -119,7 +94,7 @@ class Checkpointer:
         is_told_to_end: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
-        recovery: Recovery | None = None,
+        recovery: StepRecovery | NoRecovery | None = None,
     ) -> None:
         """Create a checkpointer.
 
@@ -141,9 +116,8 @@ class Checkpointer:
         self._is_told_to_end = is_told_to_end
         self._say = say
         self._clock = clock
-        self._recovery = recovery
-        if recovery is not None:
-            recovery.on_loss(self.drop_save)
+        self._recovery = recovery or NoRecovery()
+        self._recovery.on_loss(self.drop_save)
 
         # Continue the counts of the resumed run: steps, time, and the validations so far.
         resumed = resumed or {"step": 0, "seconds": 0.0}
@@ -194,31 +168,30 @@ class Checkpointer:
         """Best checkpoint that has been saved or is being saved."""
         return _as_checkpoint(self._best)
 
-    def steps(self) -> Iterator[int]:
-        """Yield the numbers of the remaining steps.
+    def stops_before(self, step: int) -> bool:
+        """Return whether the run ends before this step, because it is told to or no longer improves."""
+        # The run may be told to stop before its first step; later requests are handled in `save`, within a
+        # step.
+        if self._is_told_to_end() and step == self._first_step:
+            self.stopped_after = step - 1
+        return self.stopped_after is not None or self.stopped_early is not None
 
-        Saves in progress are advanced between steps and awaited at the end.
-        """
-        for step in range(self._first_step, self._config.trainer.total_steps + 1):
-            # The run may be told to stop before its first step; later requests are handled in `save`, within
-            # a step.
-            if self._is_told_to_end() and step == self._first_step:
-                self.stopped_after = step - 1
-            if self.stopped_after is not None or self.stopped_early:
-                break
-            yield step
-            self.last_step = step
+    def validation_is_due(self, step: int) -> bool:
+        trainer = self._config.trainer
+        every = trainer.validate_every_steps
+        return step == trainer.total_steps or (every > 0 and step % every == 0)
 
-            # The metrics of this step are complete now, so its checkpoint may be committed.
-            self._between_steps(self._continue_save)
-            self._write_driver_state(step)
+    def end_step(self, step: int) -> None:
+        """Advance the save in progress. The metrics of the step are complete, so it may be committed."""
+        self.last_step = step
+        self._recovery.retry(self._continue_save)
+        self._write_driver_state(step)
 
-        self._between_steps(lambda: self._continue_save(at_end=True))
+    def finish(self) -> None:
+        """Wait for the save in progress and for uploads, after the last step."""
+        self._recovery.retry(partial(self._continue_save, at_end=True))
         if self._uploads is not None:
             self._uploads.finish()
-
-    def _between_steps(self, action: Callable[[], None]) -> None:
-        action() if self._recovery is None else self._recovery.retry(action)
 
     def _continue_save(self, at_end: bool = False) -> None:
         """Advance the save in progress between two steps. One that was lost with a process begins again."""

@@ -22,6 +22,7 @@ from megarl.machine.files import parse_json
 from megarl.placement.snapshots import NUM_KEPT
 
 FOLDER = "driver"
+STATE_FILE = "trainer.json"  # also in checkpoints
 _CHECKSUMS_FILE = "checksums.json"  # written last
 
 

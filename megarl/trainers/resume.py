@@ -32,7 +32,7 @@ from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
 from megarl.roles.model_snapshots import TakenSnapshot
 from megarl.tracking.run_files import CONFIG_FILE
-from megarl.trainers.checkpoint import STATE_FILE
+from megarl.trainers.driver_states import STATE_FILE
 from megarl.weights.peft_folder import adapter_tensors, has_adapter, read_lora
 
 

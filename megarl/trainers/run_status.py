@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from megarl.roles.start import PPORoles
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.scheduler import ReplicaState, RequestState, SchedulerTotals
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
+from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import WAIT, Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 
@@ -41,16 +41,14 @@ class StatusOfRun:
         monitor: Monitor,
         prompts: BufferedRollout,
         recovery: StepRecovery | NoRecovery,
-        seconds: Callable[[], float],
-        last_step: Callable[[], int],
+        checkpoints: Checkpointer,
     ) -> None:
         self._config = config
         self._roles = roles
         self._monitor = monitor
         self._prompts = prompts
         self._recovery = recovery
-        self._seconds = seconds  # of the whole run
-        self._last_step = last_step  # the last completed one; 0: none
+        self._checkpoints = checkpoints
         self._position = monitor.position
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
@@ -91,7 +89,7 @@ class StatusOfRun:
         return RunStatus(
             state=RUNNING,
             # Between two steps and after the last one, it is the step that has been completed.
-            step=position.step or self._last_step() or None,
+            step=position.step or self._checkpoints.last_step or None,
             total_steps=self._config.trainer.total_steps,
             phases=position.phases.copy(),
             phase_s=begun[-1].seconds() if begun else 0.0,
@@ -115,7 +113,7 @@ class StatusOfRun:
             num_restarts=rollout.num_restarts,
             num_recoveries=recovery.num_recoveries,
             recovery_lost_s=recovery.lost_s,
-            goodput=recovery.goodput(self._seconds()),
+            goodput=recovery.goodput(self._checkpoints.seconds),
             excluded_nodes=list(recovery.excluded_nodes),
             tokens_per_s=sum(num_tokens) / seconds,
             trainer_idle=_share(now.waited_s - first.waited_s, seconds),

@@ -1,4 +1,4 @@
-"""Convert a step's batch to the rows of its sample file (tracking/samples.py)."""
+"""What a run records of a step's samples: their metrics, and the rows of its sample file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,27 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megarl.algorithms.masked import masked_row_sums, row_lengths
+from megarl.algorithms.groups import group_metrics
+from megarl.algorithms.masked import masked_mean, masked_row_sums, row_lengths
+from megarl.algorithms.metrics import (
+    age_metrics,
+    agent_metrics,
+    data_metrics,
+    reward_model_metrics,
+    reward_number_metrics,
+)
+from megarl.algorithms.rollout_correction import correct
+from megarl.batch.branches import merge_branches
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
+from megarl.config.roles import scores_in_update
 from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
 from megarl.machine.strict_json import dump_readable
+from megarl.roles.models import valid_token_count
 from megarl.tracking.samples import OF_EPISODES, SCHEMA, SampleTable, list_column
+from megarl.trainers.advantages import AdvantageStep, Metrics
+from megarl.trainers.monitor import Monitor
 
 _REWARD_MODEL = "reward_model"
 
@@ -41,17 +55,15 @@ class SampleRows:
             self._parts.append(_REWARD_MODEL)
         self._own_log_probs = not config.algorithm.rollout_correction.bypass
 
-    @property
-    def max_bytes(self) -> int:
-        return int(self._tracking.samples_max_gb * 2**30)
+    def record(self, batch: DataProto, step: int, monitor: Monitor) -> None:
+        """Store the samples of the first step, every `tracking.samples_every_steps`-th, and the last.
 
-    def is_due(self, step: int) -> bool:
-        """Whether the samples of a step are stored.
-
-        These are the first step, every `tracking.samples_every_steps`-th, and the last.
+        The rows are made and written in the background, so the batch must not change any more.
         """
         every = self._tracking.samples_every_steps
-        return every > 0 and (step % every == 0 or step in (1, self._last_step))
+        if every > 0 and (step % every == 0 or step in (1, self._last_step)):
+            max_bytes = int(self._tracking.samples_max_gb * 2**30)
+            monitor.record_samples(step, lambda: self.table(batch, step), max_bytes)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -183,3 +195,49 @@ def _of_episodes(
 
 def _text(ground_truth: Any) -> str:
     return ground_truth if isinstance(ground_truth, str) else dump_readable(ground_truth, default=str)
+
+
+def batch_metrics(batch: DataProto, config: PPOConfig, advantages: AdvantageStep) -> Metrics:
+    """Return the metrics of a step's samples.
+
+    These are the metrics of data_metrics, age_metrics, group_metrics and reward_number_metrics, and
+
+    - `actor/entropy`: mean entropy over response tokens, in nats, of the policy that wrote the samples,
+      if the actor scored them;
+    - `critic/baseline/mean`: mean score of the greedy responses, over samples.
+    """
+    # Metrics of the samples: lengths, ages, scores, groups. They count an episode of several rows once.
+    num_tokens = float(valid_token_count(batch))
+    prompts = batch.ragged["prompts"]
+    batch = merge_branches(batch)
+    columns = {**batch.columns, "prompts": prompts}
+    arrays = batch.non_tensor_batch
+    if config.algorithm.rollout_correction.bypass:
+        # These are the engine's log-probs, so a comparison would be meaningless.
+        del columns["old_log_probs"]
+    metrics = data_metrics(columns, config.data.max_response_length)
+    metrics |= age_metrics(columns, batch.meta_info["weight_version"])
+    is_scored = batch.tensors.get("is_scored")  # a user's own loop may score the samples itself
+    metrics |= group_metrics(
+        torch.tensor([float(score) for score in arrays["score"]]), arrays["uid"], is_scored
+    )
+    metrics |= reward_number_metrics(arrays.get("reward_numbers", ()))
+    if "entropys" in columns:
+        metrics["actor/entropy"] = masked_mean(columns["entropys"], columns["response_mask"])
+    if "baseline_scores" in columns:
+        metrics["critic/baseline/mean"] = float(batch.tensors["baseline_scores"].mean())
+    metrics["reward/error_rate"] = batch.meta_info["reward/error_rate"]
+    metrics |= reward_model_metrics(batch.tensors)
+    metrics |= agent_metrics(arrays)
+
+    # The update scored the batch, so these metrics could not be computed before it.
+    if "old_log_probs" in columns and scores_in_update(
+        config.algorithm, one_update=config.trainer.one_update
+    ):
+        old, engine, mask = (columns[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
+        metrics |= correct(old, engine, mask, config.algorithm.rollout_correction).metrics
+        metrics |= advantages.kl_metrics(columns)
+        metrics |= advantages.teacher_metrics(columns, mask)
+
+    metrics["num_tokens"] = num_tokens
+    return metrics

@@ -61,7 +61,9 @@ class _SupervisedTrainer(ABC):
         trainer = self.config.trainer
         self.recovery.begin()
 
-        for step in self.checkpoints.steps():
+        for step in range(self.checkpoints.last_step + 1, trainer.total_steps + 1):
+            if self.checkpoints.stops_before(step):
+                break
             with self.monitor.step(step):
                 batch = next(self.batches)
                 self._batches.record(step, batch)
@@ -69,12 +71,12 @@ class _SupervisedTrainer(ABC):
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
 
                 # Validate before saving, because the result may decide whether this step is saved.
-                if step == trainer.total_steps or (
-                    trainer.validate_every_steps and step % trainer.validate_every_steps == 0
-                ):
+                if self.checkpoints.validation_is_due(step):
                     self.checkpoints.validated(step, self.recovery.retry(self._validate))
 
                 self.recovery.retry(partial(self.checkpoints.save, step, self.state_dict))
+            self.checkpoints.end_step(step)
+        self.checkpoints.finish()
 
     def _validate(self) -> Mapping[str, float]:
         """Return the metrics of a validation; none without held-out rows."""

@@ -7,19 +7,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
+from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.machine.errors import CheckpointError
-
-
-class Storage(Protocol):
-    """Interface of checkpoints/object_storage.py that uploads need."""
-
-    url: str
-
-    def close(self) -> None: ...
-
-    def upload(self, checkpoint: Path) -> int: ...
 
 
 class Uploads:
@@ -33,7 +23,7 @@ class Uploads:
         say: Receives a line for each copied or skipped checkpoint.
     """
 
-    def __init__(self, storage: Storage, say: Callable[[str], None]) -> None:
+    def __init__(self, storage: ObjectStorage, say: Callable[[str], None]) -> None:
         self._storage = storage
         self._say = say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")

@@ -3,6 +3,7 @@ nowhere."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -15,8 +16,10 @@ import pytest
 
 from docs.generate.configuration import reference
 from docs.generate.pages import PAGES as GENERATED
+from megarl import api
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.schema.keys import leaves
+from megarl.trainers.ppo import PPOTrainer
 from tests.docs.pages import PAGES, ROOT, SITE, anchors, links
 
 
@@ -117,5 +120,25 @@ def test_the_loop_of_the_readme_is_the_loop_that_runs() -> None:
     (shown,) = re.findall(
         r"(?s)One step is this.*?```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8")
     )
-    assert len(shown.splitlines()) == 27
-    assert textwrap.indent(shown, " " * 8) in (ROOT / "megarl/trainers/ppo.py").read_text(encoding="utf-8")
+    loop = inspect.getsource(PPOTrainer.train_step)
+    assert len(shown.splitlines()) == 18
+    assert textwrap.indent(shown, " " * 8) in loop
+
+
+def test_the_loop_of_the_api_is_the_loop_that_runs_without_critic_and_teachers() -> None:
+    shown = [
+        (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0],
+        str(api.__doc__),
+    ]
+    loop = _calls(inspect.getsource(PPOTrainer.train_step))
+    own = [call for call in loop if not call.startswith(("critic.", "teacher."))]
+    assert len(own) == 9
+    for text in shown:
+        # The trainer's `score` adds baselines, and leaves out what dynamic sampling has scored.
+        assert [call.replace("reward.score", "score") for call in _calls(text)] == own
+
+
+def _calls(code: str) -> list[str]:
+    """Return the calls on the run or its roles from `generate` to `log_batch`, such as "actor.update"."""
+    calls = re.findall(r"\b(?:self|roles|run)\.([\w.]+)\(", code)
+    return calls[calls.index("generate") : calls.index("log_batch") + 1]

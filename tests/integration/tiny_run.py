@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +23,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megarl.agents.user_tools import load_agent
 from megarl.checkpoints.object_storage import ObjectStorage
-from megarl.config.roles import model_roles
+from megarl.cli.run.processes import RayProcesses
+from megarl.cli.run.session import Session
+from megarl.cli.run.termination import Termination
+from megarl.cli.run.train import build_ppo, read_inputs
 from megarl.config.schema import (
     ActorConfig,
     CheckpointConfig,
@@ -53,22 +55,18 @@ from megarl.config.schema import (
 )
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
-from megarl.data.curriculum import prompt_loader
-from megarl.data.images import ImageProcessor
 from megarl.data.loader import BatchLoader
 from megarl.data.pairs import PairDataset, pair_encoder
-from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
-from megarl.roles.model_recovery import ppo_recovery, single_recovery
+from megarl.roles.model_recovery import single_recovery
 from megarl.roles.model_snapshots import model_snapshots
 from megarl.roles.models import Actor
 from megarl.roles.preferences import PairPolicy
-from megarl.roles.saved_models import SavedModels, pair_models, ppo_models, sft_models
-from megarl.roles.start import PPORoles, start_ppo, start_preferences, start_sft
-from megarl.rollout.driver.rollout import TokenRules
+from megarl.roles.saved_models import SavedModels, pair_models, sft_models
+from megarl.roles.start import PPORoles, start_preferences, start_sft
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.metric_table import unknown_metrics
 from megarl.tracking.progress import ProgressBar
@@ -76,9 +74,7 @@ from megarl.tracking.samples import read_samples, sample_files
 from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.checkpoint import Checkpointer
-from megarl.trainers.evaluation import Evaluation
-from megarl.trainers.monitor import Monitor
-from megarl.trainers.ppo import PPOTrainer
+from megarl.trainers.monitor import Monitor, Position
 from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
 from megarl.trainers.reference import compute_reference, read_reference
@@ -247,15 +243,14 @@ class Finished(NamedTuple):
         return self.output_dir / "huggingface"
 
 
-class WatchedTrainer(PPOTrainer):
-    """Trainer that calls `look` with the number of each step, from 1, before its samples are requested."""
+class WatchedPhases(list[str]):
+    """The phases of a position, which calls `look` with each phase that begins."""
 
-    look: Callable[[int], None]
+    look: Callable[[str], None] = staticmethod(lambda phase: None)
 
-    def steps(self) -> Iterator[int]:
-        for number, step in enumerate(super().steps(), 1):
-            self.look(number)
-            yield step
+    def append(self, phase: str) -> None:
+        super().append(phase)
+        self.look(phase)
 
 
 class WatchedMonitor(Monitor):
@@ -282,52 +277,22 @@ def run_ppo(
             from another's checkpoint (`checkpoint.resume`).
         look_at_phase: Called with the step, the phase and the roles when a phase of the driver begins.
     """
-    path = config.model.path
-    data = config.data
-    trainer = config.trainer
     resume = find_resume(config)
-    tokenizer = load_tokenizer(path)
-    tools = load_agent(config.agent)[1] if config.agent.tools else None
-    train, held_out = (
-        PromptDataset(files, tokenizer, data, tools, ImageProcessor.of_folder(path))
-        for files in (data.train_files, data.val_files)
-    )
-    rules = TokenRules(
-        pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=(tokenizer.eos_token_id,),
-        max_response_length=data.max_response_length,
-    )
-    evaluation = Evaluation(
-        held_out,
-        config.rollout.validation,
-        trainer.prompts_per_step,
-        config.tracking.log_generations,
-        pass_score=1.0,
-    )
+    phases = WatchedPhases()
+    with placed_pools(config) as pools, _session(config, pools, Position(phases=phases)) as session:
+        ppo = build_ppo(config, session, resume, *read_inputs(config, resume))
 
-    with placed_pools(config) as pools:
-        models = {role.name: read_architecture(role.path) for role in model_roles(config)}
-        roles = start_ppo(config, models, rules, Device.cpu, pools)
-        loader = prompt_loader(train, data, trainer.prompts_per_step)
-        saved = ppo_models(config, roles)
-        with _ended(roles.groups), closing(model_snapshots(config, saved, None)) as snapshots:
-            monitor = _monitor(config, roles.groups)
-            monitor.look = lambda step, phase: look_at_phase(step, phase, roles)
-            recovery = step_recovery(
-                config,
-                lambda: ppo_recovery(roles, saved, snapshots, config.recovery),
-                monitor,
-                0 if resume is None else resume.step,
-            )
-            checkpoints = _checkpoints(config, saved, monitor, resume, recovery)
-            ppo = WatchedTrainer(config, roles, loader, evaluation, monitor, checkpoints, recovery=recovery)
-            ppo.look = lambda step: look(step, roles)
-            if resume is not None:
-                saved.load(resume.checkpoint)
-                ppo.load_state_dict(resume.state, resume.checkpoint)
+        def on_phase(phase: str) -> None:
+            step = session.position.step
+            if phase == "step" and step is not None:
+                look(step if resume is None else step - resume.step, ppo.roles)
+            look_at_phase(step, phase, ppo.roles)
+
+        phases.look = on_phase
+        with _ended(ppo.roles.groups), session.at_end:
             with ppo.running():
                 ppo.fit()
-            roles.actor.save_hf(Path(trainer.output_dir) / "huggingface", path)
+            ppo.roles.actor.save_hf(session.output_dir / "huggingface", config.model.path)
 
     _check_samples(config, 1 if resume is None else resume.step + 1)
     return _finished(config)
@@ -438,6 +403,24 @@ def _ended(groups: list[RoleGroup]) -> Iterator[None]:
     finally:
         for group in groups:
             group.shutdown()
+
+
+@contextmanager
+def _session(config: RunConfig, pools: ResourcePoolManager, position: Position) -> Iterator[Session]:
+    """Open the session of a command on the current Ray cluster and these pools."""
+    output_dir = Path(config.trainer.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint_folder(config).prepare()
+    with ExitStack() as at_last, ExitStack() as at_end:
+        yield Session(
+            output_dir=output_dir,
+            processes=RayProcesses(device=Device.cpu, pools=pools),
+            console=Console(),
+            termination=Termination(print),
+            position=position,
+            at_end=at_end,
+            at_last=at_last,
+        )
 
 
 def _monitor(config: RunConfig, groups: list[RoleGroup]) -> WatchedMonitor:

@@ -25,6 +25,7 @@ from megarl.data.chat_clock import chat_time, saved_chat_time, set_chat_time
 from megarl.data.conversations import check_chats
 from megarl.data.curriculum import prompt_loader
 from megarl.data.images import ImageProcessor
+from megarl.data.loader import RowLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.inputs import endless_turns
@@ -92,6 +93,19 @@ def open_ppo(
     Args:
         own_loop: See PPOTrainer.
     """
+    inputs = read_inputs(config, resume)  # their errors come before a process is started
+    with open_session(context, resume) as session:
+        yield session, build_ppo(config, session, resume, *inputs, own_loop=own_loop)
+
+
+def read_inputs(
+    config: PPOConfig, resume: Resume | None
+) -> tuple[dict[str, Architecture], TokenRules, dict[str, PromptDataset], RowLoader]:
+    """Read the architectures of a run by role, its tokenizer's rules, its data by key, and make its loader.
+
+    Raises:
+        ValueError: They cannot be used together, or the data differs from that of the resumed run.
+    """
     models = {
         role.name: read_architecture(role.path, config.model.trust_remote_code)
         for role in model_roles(config)
@@ -105,7 +119,6 @@ def open_ppo(
     data_sets = _read_data(config, tokenizer)
     train = data_sets["data.train_files"]
     loader = prompt_loader(train, config.data, config.trainer.prompts_per_step)
-    evaluation = _evaluation(config, data_sets)
 
     sources = {train[index].data_source for index in range(len(train))}
     if problem := absent_teacher(config, sources):
@@ -113,33 +126,52 @@ def open_ppo(
     if REWARD_MODEL in models:
         check_reward_chats(config, models[REWARD_MODEL], data_sets, rules.chat_time)
     if resume is not None:
-        loader.load_state_dict(resume.state["data"])  # refuses changed data before a process is started
+        loader.load_state_dict(resume.state["data"])
+    return models, rules, data_sets, loader
 
-    with open_session(context, resume) as session:
-        report_filtered(session.console, data_sets)
-        # Start the roles, then restore models, run files and trainer from the checkpoint.
-        roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
-        saved = ppo_models(config, roles)
-        snapshots = restore_models(session, config, saved, resume)
-        monitor = open_monitor(session, config, roles.groups, resume)
-        # A user's own loop cannot be repeated.
-        recovery = (
-            NoRecovery()
-            if own_loop
-            else step_recovery(
-                config,
-                lambda: ppo_recovery(roles, saved, snapshots, config.recovery),
-                monitor,
-                0 if resume is None else resume.step,
-            )
+
+def build_ppo(
+    config: PPOConfig,
+    session: Session,
+    resume: Resume | None,
+    models: Mapping[str, Architecture],
+    rules: TokenRules,
+    data_sets: Mapping[str, PromptDataset],
+    loader: RowLoader,
+    *,
+    own_loop: bool = False,
+) -> PPOTrainer:
+    """Start the roles of a run on the pools of the session, and build its trainer in the state of `resume`.
+
+    Args:
+        models: This and the next three are the results of `read_inputs`.
+        own_loop: See PPOTrainer.
+    """
+    report_filtered(session.console, data_sets)
+    # Start the roles, then restore models, run files and trainer from the checkpoint.
+    roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
+    saved = ppo_models(config, roles)
+    snapshots = restore_models(session, config, saved, resume)
+    monitor = open_monitor(session, config, roles.groups, resume)
+    # A user's own loop cannot be repeated.
+    recovery = (
+        NoRecovery()
+        if own_loop
+        else step_recovery(
+            config,
+            lambda: ppo_recovery(roles, saved, snapshots, config.recovery),
+            monitor,
+            0 if resume is None else resume.step,
         )
-        checkpoints = open_checkpoints(session, config, saved, monitor, resume, recovery)
-        ppo = PPOTrainer(
-            config, roles, loader, evaluation, monitor, checkpoints, own_loop=own_loop, recovery=recovery
-        )
-        if resume is not None:
-            ppo.load_state_dict(resume.state, resume.checkpoint)
-        yield session, ppo
+    )
+    checkpoints = open_checkpoints(session, config, saved, monitor, resume, recovery)
+    evaluation = _evaluation(config, data_sets)
+    ppo = PPOTrainer(
+        config, roles, loader, evaluation, monitor, checkpoints, own_loop=own_loop, recovery=recovery
+    )
+    if resume is not None:
+        ppo.load_state_dict(resume.state, resume.checkpoint)
+    return ppo
 
 
 def _read_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptDataset]:

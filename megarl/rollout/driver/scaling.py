@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool, check_fits
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.scheduler import RequestScheduler
+from megarl.tracking.scale_request import take_request
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.sync import WeightSync
+
+_log = logging.getLogger(__name__)
 
 # A replica of the placement plan, and the locations of its engine's ranks.
 PlannedReplica = tuple[ReplicaPlace, Sequence[RankLocation]]
@@ -91,3 +96,17 @@ class ReplicaScaling:
         node = f"joined {number}"
         ranks = [RankLocation(node, f"{node}:{rank}") for rank in range(self._num_ranks)]
         return ReplicaPlace(self._pools[number - len(self._planned)]), ranks
+
+
+def apply_request(scaling: ReplicaScaling | None, run_dir: Path) -> None:
+    """Apply a pending request of `megarl scale`, a file in the run's folder that is deleted when it is read.
+
+    If it cannot be satisfied, log the reason and continue unchanged.
+    """
+    try:
+        count = take_request(run_dir)
+        if count is not None and scaling is not None:
+            scaling.scale(count)
+            _log.warning("the run now has %d rollout replicas", count)
+    except (ValueError, OSError) as error:
+        _log.warning("the number of rollout replicas is unchanged: %s", error)

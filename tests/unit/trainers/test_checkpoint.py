@@ -109,8 +109,8 @@ class Case:
         self.checkpoints = Checkpointer(
             config,
             self.folder,
-            self.models,
-            self.monitor,
+            self.models,  # type: ignore[arg-type]
+            self.monitor,  # type: ignore[arg-type]
             resumed=resumed,
             from_memory=from_memory,
             driver_states=self.states if with_snapshots else None,
@@ -123,11 +123,20 @@ class Case:
 
     def train(self) -> Iterator[int]:
         """Run steps like the trainers' loops; yields within each step, before it may be saved."""
-        for step in self.checkpoints.steps():
+        for step in self.steps():
             yield step
             if step in self.losses:
                 self.checkpoints.validated(step, {"val/loss": self.losses[step]})
             self.checkpoints.save(step, lambda: {"position": 10 * step})  # noqa: B023  (called at once)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that the trainers' loops make."""
+        for step in range(self.checkpoints.last_step + 1, self.config.trainer.total_steps + 1):
+            if self.checkpoints.stops_before(step):
+                break
+            yield step
+            self.checkpoints.end_step(step)
+        self.checkpoints.finish()
 
     @property
     def saved(self) -> list[int]:
@@ -312,7 +321,7 @@ def test_a_step_is_committed_only_when_its_metrics_are_in_their_files(tmp_path: 
     case = Case(tmp_path, total_steps=3, every_steps=1, asynchronous=False)
     saved = []
 
-    for step in case.checkpoints.steps():
+    for step in case.steps():
         case.checkpoints.save(step, dict)
         saved.append(list(case.saved))
         assert case.monitor.num_flushes == step - 1
@@ -345,7 +354,7 @@ def test_being_told_after_a_step_was_saved_makes_one_more(tmp_path: Path) -> Non
     case = Case(tmp_path, at_end=False)
     steps = []
 
-    for step in case.checkpoints.steps():
+    for step in case.steps():
         steps.append(step)
         case.checkpoints.save(step, dict)
         case.is_told_to_end = step >= 2  # between steps

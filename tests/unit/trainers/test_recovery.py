@@ -15,7 +15,7 @@ from megarl.controller.messages import CONSTRUCTION
 from megarl.machine.errors import CheckpointError, RunError
 from megarl.roles.model_recovery import Restarted, SavedStep, Source
 from megarl.roles.model_snapshots import SnapshotLostError
-from megarl.trainers.checkpoint import STATE_FILE
+from megarl.trainers.driver_states import STATE_FILE
 from megarl.trainers.recovery import RecoveryLimitError, RecoveryTotals, StepRecovery
 
 

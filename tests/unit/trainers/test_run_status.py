@@ -45,10 +45,8 @@ class Scene:
             trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400),
         )
         async_rollout: Any = SimpleNamespace(num_finished=lambda: 3)
-        self.last_step = 0
-        self._status = StatusOfRun(
-            *(config, roles, monitor, async_rollout, NoRecovery()), lambda: 0.0, lambda: self.last_step
-        )
+        self.checkpoints: Any = SimpleNamespace(seconds=0.0, last_step=0)
+        self._status = StatusOfRun(config, roles, monitor, async_rollout, NoRecovery(), self.checkpoints)
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         lengths = [(20, "a"), (30, "a"), (40, "a"), (150, "b"), (60, "b")]
         requests = [
@@ -93,7 +91,7 @@ def test_between_two_steps_and_at_the_end_it_names_the_completed_one(monkeypatch
     seen = []
     for running, completed in ((None, 0), (1, 0), (None, 1), (2, 1), (None, 2)):
         scene.position.step = running
-        scene.last_step = completed
+        scene.checkpoints.last_step = completed
         seen.append(scene.look_at(10).step)
     assert seen == [None, 1, 1, 2, 2]
 

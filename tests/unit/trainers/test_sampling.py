@@ -14,7 +14,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
-from megarl.controller.futures import RemoteFuture
+from megarl.controller.futures import DerivedFuture, RemoteFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
@@ -25,7 +25,7 @@ from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import Deliver
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, plan_requests
 from megarl.rollout.staleness import StalenessController
-from megarl.trainers.sampling import Samples, Sampling
+from megarl.trainers.sampling import Sampling
 from tests.fake_engine import plain_sample
 
 NUM_SAMPLES = 2
@@ -192,8 +192,10 @@ class Scene:
         )
         self._sampling = Sampling(self._buffered, reward, rules)  # type: ignore[arg-type]
 
-    def sample(self, step: int) -> Samples:
-        return self._sampling(self._buffered.next_step(), step)
+    def sample(self, step: int) -> tuple[DataProto, list[DerivedFuture], dict[str, float]]:
+        groups = self._buffered.next_step()
+        batch, metrics = self._sampling.generate(groups, step)
+        return batch, self._sampling.score(batch, groups), metrics
 
 
 def dynamic(
@@ -218,8 +220,8 @@ def test_prompts_without_signal_are_replaced(scores_rounds: bool) -> None:
     are drawn, and of these 4 is kept. The last one is expected among 8 to 10, and the margin of a fifth
     adds 11."""
     scene = dynamic([1, 2, 4, 9, 8], max_generations=3, scores_rounds=scores_rounds, step=5)
-    samples = scene.sample(5)
-    assert prompts_of(samples.batch) == [1, 1, 2, 2, 4, 4, 8, 8]
+    batch, scores, metrics = scene.sample(5)
+    assert prompts_of(batch) == [1, 1, 2, 2, 4, 4, 8, 8]
     assert [(number, step, generation) for number, _, step, generation in scene.rollout.asked] == [
         (4, 5, 0),
         (4, 5, 1),
@@ -227,8 +229,8 @@ def test_prompts_without_signal_are_replaced(scores_rounds: bool) -> None:
     ]
     # A resumed run continues after everything that was drawn.
     assert scene.loader.state_dict()["num_served"] == [12]
-    assert samples.scores == []
-    assert samples.metrics == pytest.approx(
+    assert scores == []
+    assert metrics == pytest.approx(
         {
             "dynamic_sampling/num_generations": 3,
             "dynamic_sampling/num_prompts": 12,
@@ -237,18 +239,18 @@ def test_prompts_without_signal_are_replaced(scores_rounds: bool) -> None:
             "dynamic_sampling/score_mean": (7 * 2 + 5) / 24,
         }
     )
-    assert samples.batch.meta_info == {"weight_version": 1, "reward/error_rate": 0.25}
+    assert batch.meta_info == {"weight_version": 1, "reward/error_rate": 0.25}
 
 
 def test_a_sample_that_failed_makes_no_signal() -> None:
     """Prompt 1's second sample scores 0 because its scoring failed. Its first sample has nothing to be
     compared with, and 5 takes its place."""
     scene = dynamic([0, 1, 2, 3, 5], max_generations=2, failed=(1, 1))
-    assert prompts_of(scene.sample(1).batch) == [0, 0, 2, 2, 3, 3, 5, 5]
+    assert prompts_of(scene.sample(1)[0]) == [0, 0, 2, 2, 3, 3, 5, 5]
 
 
 def test_samples_of_all_generations_have_one_width() -> None:
-    tensors = dynamic([0, 1, 2, 5, 6], max_generations=2).sample(1).batch.tensors
+    tensors = dynamic([0, 1, 2, 5, 6], max_generations=2).sample(1)[0].tensors
     assert tensors["responses"].tolist() == [[7, 0]] * 6 + [[7, 7]] * 2
     assert tensors["response_mask"].tolist() == [[True, False]] * 6 + [[True, True]] * 2
     assert tensors["attention_mask"].tolist() == [[1, 1, 0]] * 6 + [[1, 1, 1]] * 2
@@ -260,10 +262,10 @@ def test_samples_of_all_generations_have_one_width() -> None:
 
 def test_a_batch_full_of_signal_is_one_generation() -> None:
     scene = dynamic(range(12), max_generations=1)
-    samples = scene.sample(1)
-    assert prompts_of(samples.batch) == [0, 0, 1, 1, 2, 2, 3, 3]
+    batch, _, metrics = scene.sample(1)
+    assert prompts_of(batch) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len(scene.rollout.asked) == 1
-    assert samples.metrics["dynamic_sampling/num_without_signal"] == 0
+    assert metrics["dynamic_sampling/num_without_signal"] == 0
 
 
 def test_a_spent_budget_ends_the_run() -> None:
@@ -286,9 +288,9 @@ def test_a_resumed_run_draws_what_the_other_would_have_drawn() -> None:
     scene = dynamic(mixed, max_generations=3, size=40)
     scene.sample(1)
     state = scene.loader.state_dict()
-    following = prompts_of(scene.sample(2).batch)
+    following = prompts_of(scene.sample(2)[0])
     resumed = dynamic(mixed, max_generations=3, size=40, step=2, served=state)
-    assert prompts_of(resumed.sample(2).batch) == following
+    assert prompts_of(resumed.sample(2)[0]) == following
 
 
 class Done(RemoteFuture):
@@ -320,21 +322,21 @@ def test_the_greedy_baseline_is_generated_and_scored() -> None:
             )
 
     scene = Scene(ByTemperature([]), GroupRules(SAMPLING, greedy=True, scores_early=False), step=3)
-    samples = scene.sample(3)
+    _, scores, _ = scene.sample(3)
     assert [
         (number, sampling.n, sampling.temperature, step) for number, sampling, step, _ in scene.rollout.asked
     ] == [
         (4, 2, 0.7, 3),
         (4, 1, 0, 3),
     ]
-    _, baseline = samples.scores
+    _, baseline = scores
     assert baseline.get().tensors["baseline_scores"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert baseline.get().tensors["is_baseline_scored"].tolist() == [False, False] + [True] * 6
 
 
 def test_plain_samples_are_scored_while_the_loop_goes_on() -> None:
     scene = Scene(FakeReward([0]), GroupRules(SAMPLING), step=3)
-    samples = scene.sample(3)
+    _, scores, metrics = scene.sample(3)
     assert scene.rollout.asked == [(4, SAMPLING, 3, 0)]
-    assert len(samples.scores) == 1
-    assert samples.metrics == {}
+    assert len(scores) == 1
+    assert metrics == {}

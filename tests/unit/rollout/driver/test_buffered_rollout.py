@@ -386,7 +386,8 @@ def test_prompts_without_signal_are_dropped_and_others_trained_in_their_place(
         sampling = Sampling(one.buffered, scoring, rules)  # type: ignore[arg-type]
         num_dropped = 0.0
         for step in range(1, 6):
-            batch, scores, metrics = sampling(one.buffered.next_step(), step)
+            groups = one.buffered.next_step()
+            batch, metrics = sampling.generate(groups, step)
             surplus = int(metrics["dynamic_sampling/num_surplus"])
             assert surplus == 0 or max_staleness == 0
             wanted = with_signal[:PROMPTS]
@@ -394,7 +395,7 @@ def test_prompts_without_signal_are_dropped_and_others_trained_in_their_place(
             assert batch.non_tensor_batch["uid"].tolist() == [
                 uid for uid in wanted for _ in range(SAMPLING.n)
             ]
-            assert scores == []
+            assert sampling.score(batch, groups) == []  # they are in the batch
             dropped = metrics["dynamic_sampling/num_without_signal"]
             num_dropped += dropped
             assert metrics["dynamic_sampling/num_prompts"] == PROMPTS + dropped + surplus
@@ -599,7 +600,7 @@ def test_a_curriculum_learns_from_prompts_that_are_dropped_too() -> None:
     with scene(0, 3, rules=rules, scoring=scoring, loader=loader) as one:
         sampling = Sampling(one.buffered, scoring, rules)  # type: ignore[arg-type]
         groups = one.buffered.next_step()
-        sampling(groups, 1)
+        sampling.generate(groups, 1)
         one.buffered.end_step(1)
         drawn = groups.prompts.non_tensor_batch["uid"].tolist()
     assert sampler.updates == [[int(uid.partition("-")[2]) for uid in drawn]]
