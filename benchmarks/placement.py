@@ -59,8 +59,8 @@ from megarl.placement.plan import plan_placement
 from megarl.roles.start import PPORoles, start_ppo
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.timeline import Span
-from megarl.trainers.monitor import phases_by_call
 from megarl.trainers.advantages import AdvantageStep
+from megarl.trainers.monitor import phases_by_call
 from tests.integration.tiny_run import SYMBOLS, save_inputs
 from tests.unit.placement.test_plan import large_cluster
 

@@ -30,88 +30,76 @@ _NO_CHECKSUM = "0" * 16  # as long as a checksum, so that the size of the index 
 
 
 class SnapshotTensor(NamedTuple):
-    """A tensor to write.
+    """A tensor of a snapshot.
 
     Attributes:
         key: The name of the checkpoint tensor.
         place: The slice of the checkpoint tensor.
         is_main: Whether this rank writes the slice into checkpoints; see Shard.
-        copy_to: Copies the elements into a host tensor of the shape of `place` and this dtype.
-    """
-
-    key: str
-    place: TensorSlice
-    is_main: bool
-    dtype: torch.dtype
-    copy_to: Callable[[Tensor], object]
-
-    @property
-    def nbytes(self) -> int:
-        return self.place.volume * self.dtype.itemsize
-
-
-class SnapshotEntry(NamedTuple):
-    """A tensor of a snapshot, as the index describes it. The attributes are those of SnapshotTensor.
-
-    Attributes:
-        position: The first byte in the file.
+        dtype: The name of the dtype, such as "float32".
+        position: The first byte in the file. This and the next are set when the tensor is written.
     """
 
     key: str
     place: TensorSlice
     is_main: bool
     dtype: str
-    position: int
     nbytes: int
-    checksum: str
-
-
-class StoredRecord(NamedTuple):
-    """The record of a snapshot."""
-
-    position: int
-    nbytes: int
-    checksum: str
+    position: int = 0
+    checksum: str = _NO_CHECKSUM
 
 
 class SnapshotIndex(NamedTuple):
-    """The contents of a snapshot."""
+    """The contents of a snapshot.
 
-    tensors: tuple[SnapshotEntry, ...]
-    record: StoredRecord
+    Attributes:
+        record: The position, the number of bytes and the checksum of the record.
+    """
+
+    tensors: tuple[SnapshotTensor, ...]
+    record: tuple[int, int, str]
 
 
 def decode_index(data: bytes) -> SnapshotIndex:
     """Read the index at the end of a snapshot."""
     index = json.loads(data)
     tensors = (
-        SnapshotEntry(place=TensorSlice(tuple(starts), tuple(stops)), **entry)
+        SnapshotTensor(place=TensorSlice(tuple(starts), tuple(stops)), **entry)
         for entry in index["tensors"]
         for starts, stops in [entry.pop("place")]
     )
-    return SnapshotIndex(tuple(tensors), StoredRecord(**index["record"]))
+    record = index["record"]
+    return SnapshotIndex(tuple(tensors), (record["position"], record["nbytes"], record["checksum"]))
 
 
-def write_snapshot(path: str, step: int, tensors: Sequence[SnapshotTensor], record: bytes) -> int:
+def write_snapshot(
+    path: str,
+    step: int,
+    tensors: Sequence[tuple[SnapshotTensor, Callable[[Tensor], object]]],
+    record: bytes,
+) -> int:
     """Write a snapshot, replacing an older one. Returns its size in bytes.
+
+    Args:
+        tensors: The tensors to write, and what copies their elements into a host tensor of this shape and
+            dtype.
 
     Raises:
         OSError: The file cannot be opened, or memory is exhausted.
     """
     # The positions, and so the size of the file, follow from the shapes.
-    sizes = [tensor.nbytes for tensor in tensors]
-    positions = _positions([*sizes, len(record)])
+    positions = _positions([*(tensor.nbytes for tensor, _ in tensors), len(record)])
     entries: list[dict[str, Any]] = [
         {
             "key": tensor.key,
             "place": (tensor.place.starts, tensor.place.stops),
             "is_main": tensor.is_main,
-            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "dtype": tensor.dtype,
             "position": position,
             "nbytes": tensor.nbytes,
-            "checksum": _NO_CHECKSUM,
+            "checksum": tensor.checksum,
         }
-        for tensor, position in zip(tensors, positions, strict=False)
+        for (tensor, _), position in zip(tensors, positions, strict=False)
     ]
     index: dict[str, Any] = {
         "tensors": entries,
@@ -125,9 +113,10 @@ def write_snapshot(path: str, step: int, tensors: Sequence[SnapshotTensor], reco
         file.truncate(header.nbytes)
         os.posix_fallocate(file.fileno(), 0, header.nbytes)  # fails here, and not by a signal during a copy
         memory = mmap.mmap(file.fileno(), header.nbytes)
-        for tensor, entry in zip(tensors, entries, strict=True):
-            if tensor.nbytes:
-                tensor.copy_to(_elements(memory, entry["position"], tensor.place.shape, tensor.dtype))
+        for (tensor, copy_to), entry in zip(tensors, entries, strict=True):
+            if entry["nbytes"]:
+                dtype = getattr(torch, tensor.dtype)
+                copy_to(_elements(memory, entry["position"], tensor.place.shape, dtype))
             entry["checksum"] = _checksum(memory, entry["position"], entry["nbytes"])
         record_start = index["record"]["position"]
         memory[record_start : record_start + len(record)] = record
@@ -182,7 +171,7 @@ class MemorySnapshot:
                 f"{dtype}"
             )
 
-        self._check(stored, stored.key)
+        self._check(stored.key, stored.position, stored.nbytes, stored.checksum)
         shape = stored.place.shape
         return (
             _elements(self.memory, stored.position, shape, dtype)
@@ -191,12 +180,12 @@ class MemorySnapshot:
         )
 
     def record(self) -> bytes:
-        stored = self.index.record
-        self._check(stored, "its record")
-        return self.memory[stored.position : stored.position + stored.nbytes]
+        position, nbytes, checksum = self.index.record
+        self._check("its record", position, nbytes, checksum)
+        return self.memory[position : position + nbytes]
 
-    def _check(self, stored: SnapshotEntry | StoredRecord, name: str) -> None:
-        if _checksum(self.memory, stored.position, stored.nbytes) != stored.checksum:
+    def _check(self, name: str, position: int, nbytes: int, checksum: str) -> None:
+        if _checksum(self.memory, position, nbytes) != checksum:
             raise CheckpointError(
                 f"the snapshot of step {self.step}: {name} is damaged: its checksum differs"
             )

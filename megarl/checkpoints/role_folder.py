@@ -96,9 +96,9 @@ def item_checksums(folder: str | Path, files: Collection[str]) -> dict[str, str]
     """
     folder = Path(folder)
     index = read_index(folder)
-    items = [item for _, item in index.items() if item.file in files]
+    items = [item for item in index.items() if item.file in files]
     items += [
-        StoredItem(file=name, position=0, nbytes=(folder / name).stat().st_size)
+        StoredItem(key=name, file=name, position=0, nbytes=(folder / name).stat().st_size)
         for name in WHOLE_FILES
         if name in files
     ]
@@ -164,7 +164,11 @@ def _entries(index: TorchDistIndex) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "chunks": [
-                    {"offsets": list(chunk.offsets), "shape": list(chunk.shape), **place(chunk)}
+                    {
+                        "offsets": list(chunk.tensor_slice.starts),
+                        "shape": list(chunk.shape),
+                        **place(chunk),
+                    }
                     for chunk in tensor.chunks
                 ],
             }
@@ -222,16 +226,14 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
     index = read_index(folder)
     _check_entries(folder, _entries(index), manifest.entries)
     # Divide only the bytes of the items among the ranks; they are nearly all of the work.
-    mine = _share(
-        sorted(_expected_items(manifest), key=lambda each: (each.item.file, each.item.position)), *part
-    )
-    found = _checksums(folder, [each.item for each in mine])
+    mine = _share(sorted(_items(manifest), key=lambda item: (item.file, item.position)), *part)
+    found = _checksums(folder, mine)
 
-    for each in mine:
-        if found[item_name(each.item)] != each.checksum:
+    for item in mine:
+        if found[item_name(item)] != item.checksum:
             raise CheckpointError(
-                f"{folder / each.item.file}: {each.key} at bytes {each.item.position} to "
-                f"{each.item.position + each.item.nbytes} is not "
+                f"{folder / item.file}: {item.key} at bytes {item.position} to "
+                f"{item.position + item.nbytes} is not "
                 "what was written (its checksum differs); use another checkpoint"
             )
 
@@ -246,7 +248,7 @@ def _check_whole_files(folder: Path, manifest: RoleManifest) -> None:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: the file is missing")
-        item = StoredItem(file=name, position=0, nbytes=path.stat().st_size)
+        item = StoredItem(key=name, file=name, position=0, nbytes=path.stat().st_size)
         if item.nbytes != entry["nbytes"] or _checksum(folder, item) != entry["checksum"]:
             raise CheckpointError(
                 f"{path}: is not what was written (its checksum differs); use another checkpoint"
@@ -271,25 +273,24 @@ def _check_entries(folder: Path, found: Mapping[str, Any], expected: Mapping[str
                 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ExpectedItem:
-    key: str
-    item: StoredItem
-    checksum: str
-
-
-def _expected_items(manifest: RoleManifest) -> Iterable[_ExpectedItem]:
+def _items(manifest: RoleManifest) -> Iterable[StoredItem]:
+    """Yield every chunk and object of the manifest, with its checksum."""
     chunks = [
         (key, chunk) for key, tensor in manifest.entries["tensors"].items() for chunk in tensor["chunks"]
     ]
     for key, entry in [*chunks, *manifest.entries["objects"].items()]:
-        item = StoredItem(file=entry["file"], position=entry["position"], nbytes=entry["nbytes"])
-        yield _ExpectedItem(key=key, item=item, checksum=entry["checksum"])
+        yield StoredItem(
+            key=key,
+            file=entry["file"],
+            position=entry["position"],
+            nbytes=entry["nbytes"],
+            checksum=entry["checksum"],
+        )
 
 
-def _share(items: Sequence[_ExpectedItem], number: int, num_parts: int) -> list[_ExpectedItem]:
+def _share(items: Sequence[StoredItem], number: int, num_parts: int) -> list[StoredItem]:
     """Return one of `num_parts` contiguous parts of the items, with about equal numbers of bytes."""
-    total = sum(each.item.nbytes for each in items)
+    total = sum(each.nbytes for each in items)
     mine = []
     before = 0
 
@@ -297,6 +298,6 @@ def _share(items: Sequence[_ExpectedItem], number: int, num_parts: int) -> list[
         # An item belongs to the part in which its first byte lies, so each belongs to exactly one.
         if before * num_parts // max(total, 1) == number:
             mine.append(each)
-        before += each.item.nbytes
+        before += each.nbytes
 
     return mine

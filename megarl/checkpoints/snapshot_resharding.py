@@ -33,14 +33,11 @@ class WantedTensor(NamedTuple):
     is_padded: bool
 
 
-class _Copies(NamedTuple):
-    """The same slice in the snapshots of several ranks: (name of the file, number in its index)."""
-
-    place: TensorSlice
-    entries: list[tuple[str, int]]
+# Where a slice is in the snapshots of several ranks: (name of the file, number in its index).
+_Copies = list[tuple[str, int]]
 
 
-class _StoredTensor:
+class _SlicedTensor:
     """The slices of one tensor, in which those that meet another slice are found without looking at all.
 
     Megatron prepends axes, such as the layer axis, along which each slice has length 1. Slices with the same
@@ -48,35 +45,36 @@ class _StoredTensor:
 
     Args:
         key: The name of the tensor.
-        slices: Its slices, which cover it once.
+        slices: Its slices, which cover it once, and their copies.
     """
 
-    def __init__(self, key: str, slices: Collection[_Copies]) -> None:
-        self.shape = tuple(map(max, zip(*(each.place.stops for each in slices), strict=True)))
-        fault = chunks_fault(self.shape, [each.place for each in slices])
+    def __init__(self, key: str, slices: Mapping[TensorSlice, _Copies]) -> None:
+        self.shape = tuple(map(max, zip(*(place.stops for place in slices), strict=True)))
+        fault = chunks_fault(self.shape, list(slices))
         assert fault is None, f"the snapshots do not have each element of {key} once: {fault}"
-        lengths = list(zip(*(each.place.shape for each in slices), strict=True))
+        lengths = list(zip(*(place.shape for place in slices), strict=True))
         last = len(lengths) - 1
         # Slices are found by bisection along the first axis on which one of them is longer than 1.
         self._axis = next((axis for axis in range(last) if max(lengths[axis]) > 1), last)
         self._longest = max(lengths[self._axis])
-        self._groups: dict[Sequence[int], list[_Copies]] = defaultdict(list)
-        for each in sorted(slices, key=lambda each: each.place.starts):
-            self._groups[each.place.starts[: self._axis]].append(each)
+        self._copies = slices
+        self._groups: dict[Sequence[int], list[TensorSlice]] = defaultdict(list)
+        for place in sorted(slices, key=lambda place: place.starts):
+            self._groups[place.starts[: self._axis]].append(place)
 
     def meeting(self, place: TensorSlice) -> Iterator[_Copies]:
-        """Yield the slices that have elements of a slice."""
+        """Yield the copies of each slice that has elements of a slice."""
         axis = self._axis
         # A slice that starts earlier ends before the place.
         first_start = place.starts[axis] - self._longest + 1
         for indices in product(*map(range, place.starts[:axis], place.stops[:axis])):
             group = self._groups.get(indices, [])
-            first = bisect_left(group, first_start, key=lambda each: each.place.starts[axis])
-            last = bisect_left(group, place.stops[axis], key=lambda each: each.place.starts[axis])
-            yield from (each for each in group[first:last] if each.place.intersect(place) is not None)
+            first = bisect_left(group, first_start, key=lambda each: each.starts[axis])
+            last = bisect_left(group, place.stops[axis], key=lambda each: each.starts[axis])
+            yield from (self._copies[each] for each in group[first:last] if each.intersect(place) is not None)
 
 
-class StoredSlices:
+class SnapshotSlices:
     """All slices that the snapshots of one model have.
 
     Args:
@@ -88,10 +86,9 @@ class StoredSlices:
         for name, index in indexes.items():
             for number, tensor in enumerate(index.tensors):
                 if tensor.is_main:
-                    of_slice = copies[tensor.key].setdefault(tensor.place, _Copies(tensor.place, []))
-                    of_slice.entries.append((name, number))
+                    copies[tensor.key].setdefault(tensor.place, []).append((name, number))
 
-        self._tensors = {key: _StoredTensor(key, of_key.values()) for key, of_key in copies.items()}
+        self._tensors = {key: _SlicedTensor(key, of_key) for key, of_key in copies.items()}
 
     def sources(self, wanted: Iterable[WantedTensor], near: Collection[str]) -> dict[str, list[int]]:
         """Return which tensors of which files have the elements that a rank needs, each element once.
@@ -107,7 +104,7 @@ class StoredSlices:
         for each in wanted:
             self._check_shape(each)
             for copies in self._tensors[each.key].meeting(each.place):
-                name, number = min(copies.entries, key=lambda entry: entry[0] not in near)
+                name, number = min(copies, key=lambda entry: entry[0] not in near)
                 chosen[name].add(number)
         return {name: sorted(numbers) for name, numbers in chosen.items()}
 

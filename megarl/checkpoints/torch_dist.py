@@ -11,8 +11,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
@@ -108,25 +108,31 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredItem:
-    """An item written by one torch.save.
+    """An item written by one torch.save: a chunk of a tensor, or an object.
 
     The item consists of bytes [position, position + nbytes) of `file`, a name in the folder.
+
+    Attributes:
+        offsets: The first index of a chunk in its tensor; None for an object.
+        shape: The shape of a chunk.
+        whole_shape: The shape of its tensor.
+        dtype: None for an object.
+        checksum: xxh3_64 of its bytes, if it was computed.
     """
 
+    key: str
     file: str
     position: int
     nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredChunk(StoredItem):
-    """A slice of a tensor, beginning at `offsets` with `shape`, stored as a single item."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
+    whole_shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    checksum: str = ""
 
     @property
     def tensor_slice(self) -> TensorSlice:
+        assert self.offsets is not None, f"{self.key} is an object"
         return TensorSlice(self.offsets, tuple(map(int.__add__, self.offsets, self.shape)))
 
 
@@ -136,7 +142,7 @@ class DistributedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[StoredChunk, ...]
+    chunks: tuple[StoredItem, ...]
 
     @property
     def nbytes(self) -> int:
@@ -154,11 +160,11 @@ class TorchDistIndex:
     tensors: dict[str, DistributedTensor]
     objects: dict[str, StoredItem]
 
-    def items(self) -> Iterable[tuple[str, StoredItem]]:
-        """Yield (key, item) of every chunk and object."""
-        for key, tensor in self.tensors.items():
-            yield from ((key, chunk) for chunk in tensor.chunks)
-        yield from self.objects.items()
+    def items(self) -> Iterable[StoredItem]:
+        """Yield every chunk and object."""
+        for tensor in self.tensors.values():
+            yield from tensor.chunks
+        yield from self.objects.values()
 
 
 def is_torch_dist(folder: Path) -> bool:
@@ -176,21 +182,22 @@ def read_index(folder: str | Path) -> TorchDistIndex:
     folder = Path(folder)
     _check_backend(folder)
     stored = _read_metadata(folder / METADATA_FILE)
-    items = {index: _item(info) for index, info in stored.storage_data.items()}
-    _check_files(folder, [(index.fqn, item) for index, item in items.items()])
+    items = {index: _item(index, info) for index, info in stored.storage_data.items()}
+    _check_files(folder, items.values())
     tensors = {}
     objects = {}
 
     for key, entry in stored.state_dict_metadata.items():
         # The chunks of a tensor must tile it; an object only needs a location.
         if isinstance(entry, metadata.TensorStorageMetadata):
-            chunks = tuple(_chunk(folder, key, chunk, items) for chunk in entry.chunks)
-            tensors[key] = DistributedTensor(
-                shape=tuple(entry.size), dtype=entry.properties.dtype, chunks=chunks
+            shape = tuple(entry.size)
+            dtype = entry.properties.dtype
+            chunks = tuple(
+                replace(_chunk(folder, key, chunk, items), whole_shape=shape, dtype=dtype)
+                for chunk in entry.chunks
             )
-            if (
-                fault := chunks_fault(tensors[key].shape, [chunk.tensor_slice for chunk in chunks])
-            ) is not None:
+            tensors[key] = DistributedTensor(shape=shape, dtype=dtype, chunks=chunks)
+            if (fault := chunks_fault(shape, [chunk.tensor_slice for chunk in chunks])) is not None:
                 raise CheckpointError(
                     f"{folder / METADATA_FILE}: the chunks of {key} do not cover it exactly once: {fault}"
                 )
@@ -249,23 +256,23 @@ def _read_metadata(path: Path) -> metadata.Metadata:
     return stored
 
 
-def _item(info: filesystem._StorageInfo) -> StoredItem:
-    return StoredItem(file=info.relative_path, position=info.offset, nbytes=info.length)
+def _item(index: metadata.MetadataIndex, info: filesystem._StorageInfo) -> StoredItem:
+    return StoredItem(key=index.fqn, file=info.relative_path, position=info.offset, nbytes=info.length)
 
 
-def _check_files(folder: Path, items: Sequence[tuple[str, StoredItem]]) -> None:
+def _check_files(folder: Path, items: Iterable[StoredItem]) -> None:
     sizes: dict[str, int] = {}
-    for key, item in items:
+    for item in items:
         if item.file not in sizes:
             path = folder / item.file
             # A name that contains a path would lead out of the folder.
             if path.parent != folder or not path.is_file():
-                raise CheckpointError(f"{path}: the file is missing; it contains {key}")
+                raise CheckpointError(f"{path}: the file is missing; it contains {item.key}")
             sizes[item.file] = path.stat().st_size
         if item.position < 0 or item.position + item.nbytes > sizes[item.file]:
             raise CheckpointError(
-                f"{folder / item.file}: truncated: it has {sizes[item.file]} bytes, but {key} is at bytes "
-                f"{item.position} to {item.position + item.nbytes}"
+                f"{folder / item.file}: truncated: it has {sizes[item.file]} bytes, but {item.key} is at "
+                f"bytes {item.position} to {item.position + item.nbytes}"
             )
 
 
@@ -274,7 +281,7 @@ def _chunk(
     key: str,
     chunk: metadata.ChunkStorageMetadata,
     items: dict[metadata.MetadataIndex, StoredItem],
-) -> StoredChunk:
+) -> StoredItem:
     item = items.get(metadata.MetadataIndex(key, chunk.offsets))
     if item is None:
         raise CheckpointError(
@@ -282,17 +289,11 @@ def _chunk(
             f"{tuple(chunk.offsets)}"
         )
 
-    return StoredChunk(
-        file=item.file,
-        position=item.position,
-        nbytes=item.nbytes,
-        offsets=tuple(chunk.offsets),
-        shape=tuple(chunk.sizes),
-    )
+    return replace(item, offsets=tuple(chunk.offsets), shape=tuple(chunk.sizes))
 
 
-def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Tensor:
-    """Return a chunk of tensor `key` as a view of a private memory map.
+def read_chunk(folder: Path, chunk: StoredItem) -> torch.Tensor:
+    """Return a chunk of a tensor as a view of a private memory map.
 
     Only accessed elements are read.
 
@@ -300,18 +301,17 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
         CheckpointError: The item is not that tensor: it is damaged, has another shape or dtype, or its pickle
             contains code.
     """
-    source = f"{index.folder / chunk.file}: {key} at {chunk.offsets}"
-    with open_item(index.folder, chunk) as item:
+    source = f"{folder / chunk.file}: {chunk.key} at {chunk.offsets}"
+    with open_item(folder, chunk) as item:
         stored = stored_tensor(read_outline(item, source))
     if stored is None:
         raise CheckpointError(f"{source}: the item is not a contiguous tensor")
 
     # The item describes itself, so swapped files are detected even if their sizes agree.
-    if (stored.shape, stored.dtype) != (chunk.shape, index.tensors[key].dtype):
+    if (stored.shape, stored.dtype) != (chunk.shape, chunk.dtype):
         raise CheckpointError(
             f"{source}: the item has shape {stored.shape} and {stored.dtype}, but {METADATA_FILE} specifies "
-            f"{chunk.shape} and "
-            f"{index.tensors[key].dtype}: files were swapped or changed"
+            f"{chunk.shape} and {chunk.dtype}: files were swapped or changed"
         )
 
     # A map past the end of the item would read elements of the next one.
@@ -320,18 +320,18 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
             f"{source}: the item has {chunk.nbytes} bytes, fewer than {stored.shape} of {stored.dtype} need"
         )
 
-    return mapped(index.folder / chunk.file, chunk.position + stored.position, stored.shape, stored.dtype)
+    return mapped(folder / chunk.file, chunk.position + stored.position, stored.shape, stored.dtype)
 
 
-def check_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> None:
+def check_chunk(folder: Path, chunk: StoredItem) -> None:
     """Check the bytes of a chunk against the CRC-32 that torch.save computed, if any.
 
     Raises CheckpointError if they differ.
     """
-    source = str(index.folder / chunk.file)
-    name = f"{key} at {chunk.offsets}"
+    source = str(folder / chunk.file)
+    name = f"{chunk.key} at {chunk.offsets}"
 
-    with open_item(index.folder, chunk) as item:
+    with open_item(folder, chunk) as item:
         stored = stored_tensor(read_outline(item, f"{source}: {name}"))
         check_stored(item, source, {} if stored is None else {name: stored})
 

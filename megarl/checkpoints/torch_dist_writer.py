@@ -10,7 +10,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredChunk, StoredItem
+from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredItem
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import write_whole
 from megarl.weights.tensors import chunks_fault
@@ -54,22 +54,6 @@ class ItemToWrite:
     offsets: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrittenItem:
-    """An item that was written.
-
-    Attributes:
-        stored: A StoredChunk of a tensor of `shape` and `dtype`, or an object's StoredItem.
-        checksum: xxh3_64 of its bytes.
-    """
-
-    key: str
-    stored: StoredItem
-    checksum: str
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-
-
 class _HashedFile(io.RawIOBase):
     """Writes bytes to a file and hashes them."""
 
@@ -92,7 +76,7 @@ class _HashedFile(io.RawIOBase):
         return view.nbytes
 
 
-def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[WrittenItem], None]) -> None:
+def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[StoredItem], None]) -> None:
     """Write the items to a file, one after another, and sync it to disk.
 
     Each item is requested when the previous one has been written.
@@ -110,22 +94,27 @@ def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[Writ
         raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
 
 
-def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
+def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> StoredItem:
     # The padding belongs to no item, so neither the checksum nor the size includes it.
     file.write(bytes(-file.tell() % _ALIGNMENT))
     position = file.tell()
     hashed = _HashedFile(file)
     torch.save(item.data, hashed)  # pyrefly: ignore[bad-argument-type]  # torch only needs `write`
-    place: dict[str, Any] = {"file": name, "position": position, "nbytes": hashed.nbytes}
-    checksum = hashed.hash.hexdigest()
+    stored = StoredItem(
+        key=item.key, file=name, position=position, nbytes=hashed.nbytes, checksum=hashed.hash.hexdigest()
+    )
     if not isinstance(item.data, Tensor):
-        return WrittenItem(key=item.key, stored=StoredItem(**place), checksum=checksum)
-    chunk = StoredChunk(**place, offsets=item.offsets, shape=tuple(item.data.shape))
+        return stored
+    return replace(
+        stored,
+        offsets=item.offsets,
+        shape=tuple(item.data.shape),
+        whole_shape=item.shape,
+        dtype=item.data.dtype,
+    )
 
-    return WrittenItem(key=item.key, stored=chunk, checksum=checksum, shape=item.shape, dtype=item.data.dtype)
 
-
-def write_index(folder: Path, items: Sequence[WrittenItem], common: dict[str, Any]) -> None:
+def write_index(folder: Path, items: Sequence[StoredItem], common: dict[str, Any]) -> None:
     """Write `.metadata` and `common.pt` for the items of all ranks.
 
     Raises:
@@ -138,19 +127,17 @@ def write_index(folder: Path, items: Sequence[WrittenItem], common: dict[str, An
     write_whole(folder / METADATA_FILE, pickle.dumps(_metadata(items)))
 
 
-def _metadata(items: Sequence[WrittenItem]) -> Metadata:
+def _metadata(items: Sequence[StoredItem]) -> Metadata:
     """Return the metadata in the form of torch.distributed.checkpoint."""
     # Collect the chunks of each tensor from all ranks.
-    chunks: dict[str, list[WrittenItem]] = defaultdict(list)
+    chunks: dict[str, list[StoredItem]] = defaultdict(list)
     for item in items:
         chunks[item.key].append(item)
     entries = {key: _entry(key, of_key) for key, of_key in chunks.items()}
     # A chunk is found by its offsets; an object has none.
     places = {
-        MetadataIndex(
-            item.key, item.stored.offsets if isinstance(item.stored, StoredChunk) else None
-        ): _StorageInfo(
-            relative_path=item.stored.file, offset=item.stored.position, length=item.stored.nbytes
+        MetadataIndex(item.key, item.offsets): _StorageInfo(
+            relative_path=item.file, offset=item.position, length=item.nbytes
         )
         for item in items
     }
@@ -163,26 +150,25 @@ def _metadata(items: Sequence[WrittenItem]) -> Metadata:
     )
 
 
-def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | BytesStorageMetadata:
+def _entry(key: str, items: Sequence[StoredItem]) -> TensorStorageMetadata | BytesStorageMetadata:
     first = items[0]
     if first.dtype is None:
         assert len(items) == 1, f"several ranks wrote {key}"
         return BytesStorageMetadata()
 
     # All ranks must describe the same whole tensor.
-    assert all((item.shape, item.dtype) == (first.shape, first.dtype) for item in items), (
+    assert all((item.whole_shape, item.dtype) == (first.whole_shape, first.dtype) for item in items), (
         f"ranks do not agree on {key}"
     )
-    chunks = [item.stored for item in items if isinstance(item.stored, StoredChunk)]
-    fault = chunks_fault(first.shape, [chunk.tensor_slice for chunk in chunks])
+    fault = chunks_fault(first.whole_shape, [item.tensor_slice for item in items])
     if fault is not None:
         raise CheckpointError(f"the ranks did not write {key} exactly once: {fault}")
 
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=first.dtype),
-        size=torch.Size(first.shape),
+        size=torch.Size(first.whole_shape),
         chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.shape))
-            for chunk in chunks
+            ChunkStorageMetadata(offsets=torch.Size(item.tensor_slice.starts), sizes=torch.Size(item.shape))
+            for item in items
         ],
     )

@@ -232,7 +232,7 @@ def read_outline_with_objects(path: Path) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor:
+class FileTensor:
     """A contiguous tensor in a file written by torch.save, beginning at the byte `position`."""
 
     position: int
@@ -244,7 +244,7 @@ class StoredTensor:
         return self.position + prod(self.shape) * self.dtype.itemsize
 
 
-def stored_tensor(value: object) -> StoredTensor | None:
+def stored_tensor(value: object) -> FileTensor | None:
     """Return where the elements of an outline's tensor are stored.
 
     The result is None if `value` is not a contiguous tensor.
@@ -261,14 +261,14 @@ def stored_tensor(value: object) -> StoredTensor | None:
     start = value.untyped_storage()._checkpoint_offset
     if start is None:
         return None
-    return StoredTensor(
+    return FileTensor(
         position=start + int(value.storage_offset()) * value.itemsize,
         shape=tuple(value.shape),
         dtype=value.dtype,
     )
 
 
-def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTensor]) -> None:
+def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, FileTensor]) -> None:
     """Check the bytes of tensors in a file.
 
     Each tensor must lie within one entry of the zip file and match the CRC-32 that torch.save computed, if

@@ -199,6 +199,5 @@ def _whole(index: TorchDistIndex, key: str) -> Tensor:
     stored = index.tensors[key]
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     for chunk in stored.chunks:
-        where = zip(chunk.tensor_slice.starts, chunk.tensor_slice.stops, strict=True)
-        whole[tuple(slice(*edges) for edges in where)] = read_chunk(index, key, chunk)
+        whole[chunk.tensor_slice.index] = read_chunk(index.folder, chunk)
     return whole

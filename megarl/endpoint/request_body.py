@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from megarl.endpoint.api_error import ApiError
+from megarl.machine.background import in_background
 from megarl.machine.strict_json import load_strictly
 
 _LARGE = 1 << 14  # bytes; the tokens of smaller bodies take a few milliseconds
@@ -56,20 +55,8 @@ class RequestBodies:
         if len(body) < _LARGE:
             return work(_parsed(body))
 
-        outcome: Future[_Result] = Future()
-
-        def run() -> None:
-            if not outcome.set_running_or_notify_cancel():
-                return
-            try:
-                outcome.set_result(work(_parsed(body)))
-            except Exception as error:  # noqa: BLE001  (raised again where it is awaited)
-                outcome.set_exception(error)
-
         async with self._threads:
-            # Unlike those of an executor, this thread does not keep a process that ends alive.
-            threading.Thread(target=run, name="large body", daemon=True).start()
-            return await asyncio.wrap_future(outcome)
+            return await asyncio.wrap_future(in_background(lambda: work(_parsed(body)), "large body"))
 
     async def _read(self, request: Request) -> bytes:
         """Return the body of a request. The server receives and drops the rest of one that is too large."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,8 +24,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
-from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
-from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
+from megarl.checkpoints.torch_dist import DistributedTensor, StoredItem, TorchDistIndex, read_index
+from megarl.checkpoints.torch_dist_writer import ItemToWrite, write_index, write_items
 from megarl.engine import platform
 from megarl.engine.base_checksum import base_checksum, check_base, stored_base
 from megarl.engine.base_weights import BaseChecksum
@@ -34,6 +33,7 @@ from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import MOMENTS, StepCounts
 from megarl.engine.sharding import Shard, sharding_of
+from megarl.machine.background import in_background
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.machine.wording import counted
 
@@ -51,20 +51,23 @@ class BackgroundWriter:
     def __init__(self, path: Path, items: list[ItemToWrite]) -> None:
         self._path = path
         self._items = items
-        self._written: list[WrittenItem] = []
-        self._failure: str | None = None
+        self._written: list[StoredItem] = []
         self._is_canceled = False
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint {path.name}", daemon=True)
-        self._thread.start()
+        self._work = in_background(self._run, f"checkpoint {path.name}")
 
     def is_done(self) -> bool:
         """Return whether writing has ended, successfully or not."""
-        return not self._thread.is_alive()
+        return self._work.done()
 
-    def wait(self) -> tuple[list[WrittenItem], str | None]:
+    def wait(self) -> tuple[list[StoredItem], str | None]:
         """Wait for the end. Returns what was written, and a one-line error message if writing failed."""
-        self._thread.join()
-        return self._written, self._failure
+        error = self._work.exception()
+        if error is None:
+            return self._written, None
+        reason = (
+            error.strerror if isinstance(error, OSError) else None
+        ) or f"{type(error).__name__}: {error}"
+        return self._written, f"{self._path}: cannot be written: {reason}"
 
     def cancel(self) -> None:
         """End the thread, and release the items, after the item that is being written. Does not wait."""
@@ -80,11 +83,6 @@ class BackgroundWriter:
         try:
             if self._items:
                 write_items(self._path, self._remaining(), self._written.append)
-        except Exception as error:  # noqa: BLE001  (thread boundary: the waiting thread raises it)
-            reason = (
-                error.strerror if isinstance(error, OSError) else None
-            ) or f"{type(error).__name__}: {error}"
-            self._failure = f"{self._path}: cannot be written: {reason}"
         finally:
             # After a failure, the copies that were not written are useless too.
             self._items.clear()
@@ -121,7 +119,7 @@ class PendingSave:
         _agree(None if failure is None else _Failure(failure, UNWRITTEN))
 
         # Rank 0 collects what all ranks wrote, because it writes the index of the whole folder.
-        parts: list[list[WrittenItem]] | None = (
+        parts: list[list[StoredItem]] | None = (
             [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
         )
         dist.gather_object(written, parts, dst=0)
@@ -133,7 +131,7 @@ class PendingSave:
             write_index(self._folder, [item for part in parts for item in part], self._common)
             return item_checksums(self._folder, WHOLE_FILES)
 
-        return {item_name(item.stored): item.checksum for item in written} | _on_all_ranks(
+        return {item_name(item): item.checksum for item in written} | _on_all_ranks(
             complete, self._folder, "written"
         )
 

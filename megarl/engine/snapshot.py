@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import threading
 from collections import defaultdict, deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,6 +27,7 @@ from megarl.engine.checkpoint import random_state, set_random_state, trained_sha
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.optimizer import StepCounts
 from megarl.engine.sharding import Shard
+from megarl.machine.background import in_background
 from megarl.machine.errors import CheckpointError
 
 _STAGED_BYTES = 64 * 2**20  # of each buffer
@@ -106,15 +107,13 @@ class PendingSnapshot:
         self._record = buffer.getvalue()
         self._lock = threading.Lock()  # held while a tensor is copied
         self._tensors = [self._copied(shard, state, staging) for shard in trained_shards(state)]
-        self._failure: Exception | None = None
 
         # The copies are queued on the current stream, and must end before the thread reads them.
         self._stream = torch.cuda.Stream() if platform.current().is_cuda else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
-        self._thread = threading.Thread(target=self._run, name=f"snapshot of step {step}", daemon=True)
-        self._thread.start()
+        self._work = in_background(self._run, f"snapshot of step {step}")
 
     def wait(self) -> None:
         """Wait until everything is copied.
@@ -122,12 +121,12 @@ class PendingSnapshot:
         Raises:
             CheckpointError: The memory of the node is exhausted.
         """
-        self._thread.join()
-        if self._failure is not None:
+        failure = self._work.exception()
+        if failure is not None:
             # The cause tells whether the GPU has failed.
             raise CheckpointError(
-                f"the snapshot of step {self._step} cannot be written: {self._failure}"
-            ) from self._failure
+                f"the snapshot of step {self._step} cannot be written: {failure}"
+            ) from failure
 
     @contextmanager
     def stands_still(self) -> Generator[None]:
@@ -136,14 +135,13 @@ class PendingSnapshot:
             yield
 
     def _run(self) -> None:
-        try:
-            # Copies on a stream of their own do not wait for the model's.
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                write_snapshot(self._path, self._step, self._tensors, self._record)
-        except Exception as error:  # noqa: BLE001  (thread boundary: the waiting thread raises it)
-            self._failure = error
+        # Copies on a stream of their own do not wait for the model's.
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            write_snapshot(self._path, self._step, self._tensors, self._record)
 
-    def _copied(self, shard: Shard, state: TrainingState, staging: Staging | None) -> SnapshotTensor:
+    def _copied(
+        self, shard: Shard, state: TrainingState, staging: Staging | None
+    ) -> tuple[SnapshotTensor, Callable[[torch.Tensor], None]]:
         def copy_to(target: torch.Tensor) -> None:
             with self._lock:
                 if shard.tensor.untyped_storage().nbytes() == 0:  # offloaded
@@ -153,7 +151,15 @@ class PendingSnapshot:
                 else:
                     target.copy_(shard.view)
 
-        return SnapshotTensor(shard.key, shard.place, shard.is_main, shard.tensor.dtype, copy_to)
+        dtype = shard.tensor.dtype
+        described = SnapshotTensor(
+            shard.key,
+            shard.place,
+            shard.is_main,
+            str(dtype).removeprefix("torch."),
+            shard.place.volume * dtype.itemsize,
+        )
+        return described, copy_to
 
 
 def load_snapshot(engine: MegatronEngine, path: str) -> None:
@@ -194,7 +200,7 @@ def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]])
     Random number generators keep their state, as after a checkpoint of another layout.
 
     Args:
-        sources: The numbers of the tensors that this rank needs (StoredSlices.sources), by path.
+        sources: The numbers of the tensors that this rank needs (SnapshotSlices.sources), by path.
 
     Raises:
         CheckpointError: A snapshot is damaged.

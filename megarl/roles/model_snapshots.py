@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from megarl.checkpoints.memory_snapshot import SnapshotIndex, decode_index
-from megarl.checkpoints.snapshot_resharding import StoredSlices
+from megarl.checkpoints.snapshot_resharding import SnapshotSlices
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller.futures import WorkerFuture, gather
@@ -236,7 +236,7 @@ class ModelSnapshots:
         """Load a model in another layout: each rank gets the parts of snapshots that it needs."""
         stored = memory.stored(other.names(model.name), other.step)
         indexes = {name: decode_index(memory.read_index(name, file)) for name, file in stored.items()}
-        slices = StoredSlices(indexes)
+        slices = SnapshotSlices(indexes)
         node_of = model.group.processes.pool.node_ids()
         sources = [
             # A rank without tensors needs a record.
@@ -371,8 +371,9 @@ def _has_all(steps: Mapping[str, Collection[int]], names: Sequence[str], step: i
 
 def _ranges(index: SnapshotIndex, numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return where tensors, and the record, are in a snapshot: first byte and end of each."""
-    stored = [*(index.tensors[number] for number in numbers), index.record]
-    return [(each.position, each.position + each.nbytes) for each in stored]
+    record, nbytes, _ = index.record
+    tensors = (index.tensors[number] for number in numbers)
+    return [*((each.position, each.position + each.nbytes) for each in tensors), (record, record + nbytes)]
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megarl.checkpoints.torch_file import (
+    FileTensor,
     Inert,
-    StoredTensor,
     check_stored,
     mapped,
     read_outline_with_objects,
@@ -37,7 +37,7 @@ class RankFile:
     """
 
     path: Path
-    chunks: tuple[Mapping[str, StoredTensor], ...]
+    chunks: tuple[Mapping[str, FileTensor], ...]
     arguments: Mapping[str, Any]
     iteration: int | None
 
@@ -96,7 +96,7 @@ def _model_states(path: Path, content: dict[Any, Any]) -> list[dict[Any, Any]]:
     return states
 
 
-def _parameters(path: Path, state: dict[Any, Any]) -> dict[str, StoredTensor]:
+def _parameters(path: Path, state: dict[Any, Any]) -> dict[str, FileTensor]:
     parameters = {}
     for name, value in state.items():
         if str(name).endswith(_EXTRA_STATE):

@@ -17,7 +17,7 @@ from megarl.checkpoints.role_folder import MANIFEST_FILE, Layout, check_folder, 
 from megarl.checkpoints.torch_dist import (
     COMMON_FILE,
     DistributedTensor,
-    StoredChunk,
+    StoredItem,
     TorchDistIndex,
     check_chunk,
     read_chunk,
@@ -204,9 +204,9 @@ def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
     """
     if (index.folder / COMMON_FILE).exists():
         refuse_code(index.folder / COMMON_FILE)
-    chunks = [(key, chunk) for key in sorted(keys) for chunk in index.tensors[key].chunks]
+    chunks = [chunk for key in sorted(keys) for chunk in index.tensors[key].chunks]
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="crc") as threads:
-        list(threads.map(lambda each: check_chunk(index, *each), chunks))
+        list(threads.map(partial(check_chunk, index.folder), chunks))
 
 
 def _find(
@@ -275,7 +275,7 @@ def _stored_pieces(
                     continue
                 for match in part.matches(common):
                     rows = first_row, first_row + num_rows
-                    opened = partial(_open, index, place, chunk, rows, region, part, match)
+                    opened = partial(_open, index.folder, place, chunk, rows, region, part, match)
                     yield part.hf_name, StoredPiece(place=match.hf, open=opened)
             first_row += num_rows
 
@@ -317,17 +317,17 @@ def view_regions(
 
 
 def _open(
-    index: TorchDistIndex,
+    folder: Path,
     place: StoredSlice,
-    chunk: StoredChunk,
+    chunk: StoredItem,
     rows: tuple[int, int],
     region: TensorSlice,
     piece: Piece,
     match: EqualSlices,
 ) -> torch.Tensor:
     # Select the layer, and the expert, from the chunk that stacks them.
-    stored = read_chunk(index, place.key, chunk)
-    for number, first in zip(place.leading, chunk.offsets, strict=False):
+    stored = read_chunk(folder, chunk)
+    for number, first in zip(place.leading, chunk.tensor_slice.starts, strict=False):
         stored = stored[number - first]
     elements = stored[rows[0] : rows[1]].reshape(region.shape)[match.shard.relative_to(region.starts).index]
     return piece.in_hf_order(elements, match.hf)

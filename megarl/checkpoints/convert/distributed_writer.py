@@ -37,8 +37,8 @@ from megarl.checkpoints.role_folder import (
     item_name,
     write_manifest,
 )
-from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk
-from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
+from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredItem
+from megarl.checkpoints.torch_dist_writer import ItemToWrite, write_index, write_items
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.mapping import Cut, num_row_axes
@@ -97,7 +97,7 @@ def write_distributed(
         (unfinished / BACKEND_FILE).write_text(json.dumps(TORCH_DIST))
         write_index(unfinished, writer.written, COMMON)
         # The manifest contains the checksums of the index files too, so it is written after them.
-        checksums = {item_name(item.stored): item.checksum for item in writer.written}
+        checksums = {item_name(item): item.checksum for item in writer.written}
         write_manifest(unfinished, description, checksums | item_checksums(unfinished, WHOLE_FILES))
         companions = unfinished / HUGGING_FACE_FOLDER
         companions.mkdir()
@@ -117,7 +117,7 @@ class _Writer:
         self._dtype = dtype
         self._report = report
         self._workers = Workers(max_item_bytes)
-        self.written: list[WrittenItem] = []
+        self.written: list[StoredItem] = []
 
     def write(self, folder: Path, files: Sequence[PlannedFile]) -> None:
         self._workers.run(partial(self._write_file, folder, file) for file in files)
@@ -125,11 +125,10 @@ class _Writer:
     def _write_file(self, folder: Path, file: PlannedFile, room: Room) -> None:
         write_items(folder / file.name, self._items(file, room), self._note)
 
-    def _note(self, item: WrittenItem) -> None:
+    def _note(self, item: StoredItem) -> None:
         self.written.append(item)
-        if isinstance(item.stored, StoredChunk):
-            assert item.dtype is not None
-            self._report(prod(item.stored.shape) * item.dtype.itemsize)
+        if item.dtype is not None:
+            self._report(prod(item.shape) * item.dtype.itemsize)
 
     def _items(self, file: PlannedFile, room: Room) -> Iterator[ItemToWrite]:
         for item in file.items:

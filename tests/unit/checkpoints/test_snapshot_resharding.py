@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.checkpoints.memory_snapshot import SnapshotEntry, SnapshotIndex, StoredRecord
-from megarl.checkpoints.snapshot_resharding import StoredSlices, WantedTensor
+from megarl.checkpoints.memory_snapshot import SnapshotIndex, SnapshotTensor
+from megarl.checkpoints.snapshot_resharding import SnapshotSlices, WantedTensor
 from megarl.weights.tensors import TensorSlice
 
 
@@ -15,11 +15,8 @@ def slice_of(start: int, stop: int) -> TensorSlice:
 
 
 def index(*tensors: tuple[str, TensorSlice, bool]) -> SnapshotIndex:
-    stored = (
-        SnapshotEntry(key, place, is_main, "float32", position=0, nbytes=0, checksum="")
-        for key, place, is_main in tensors
-    )
-    return SnapshotIndex(tuple(stored), StoredRecord(0, 0, ""))
+    stored = (SnapshotTensor(key, place, is_main, "float32", nbytes=0) for key, place, is_main in tensors)
+    return SnapshotIndex(tuple(stored), (0, 0, ""))
 
 
 WHOLE = slice_of(0, 8)
@@ -54,7 +51,7 @@ def wanted(key: str, place: TensorSlice) -> WantedTensor:
 def test_each_element_is_found_once(
     key: str, place: TensorSlice, near: tuple[str, ...], found: dict[str, list[int]]
 ) -> None:
-    assert StoredSlices(INDEXES).sources([wanted(key, place)], near) == found
+    assert SnapshotSlices(INDEXES).sources([wanted(key, place)], near) == found
 
 
 def test_slices_are_found_by_layer_and_row() -> None:
@@ -67,7 +64,7 @@ def test_slices_are_found_by_layer_and_row() -> None:
         for layer in (0, 1)
         for row in range(4)
     }
-    slices = StoredSlices(rows)
+    slices = SnapshotSlices(rows)
     of_layer = WantedTensor("weight", (2, 4, 2), TensorSlice((1, 1, 1), (2, 3, 2)), is_padded=False)
     of_both = of_layer._replace(place=TensorSlice((0, 3, 0), (2, 4, 1)))
     scale = WantedTensor("scale", (2,), TensorSlice((1,), (2,)), is_padded=False)
@@ -76,7 +73,7 @@ def test_slices_are_found_by_layer_and_row() -> None:
 
 
 def test_padding_of_the_vocabulary_may_differ() -> None:
-    slices = StoredSlices({"rank": index(("embedding", slice_of(0, 6), True))})
+    slices = SnapshotSlices({"rank": index(("embedding", slice_of(0, 6), True))})
     padded = WantedTensor("embedding", (8, 2), slice_of(4, 8), is_padded=True)
     assert slices.sources([padded], ()) == {"rank": [0]}
     assert slices.sources([padded._replace(place=slice_of(6, 8))], ()) == {}

@@ -14,11 +14,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from megarl.checkpoints.torch_dist import DistributedTensor, StoredChunk, TorchDistIndex, read_chunk
+from megarl.checkpoints.torch_dist import StoredItem, read_chunk
 from megarl.checkpoints.torch_file import (
     FilePart,
+    FileTensor,
     Inert,
-    StoredTensor,
     check_stored,
     mapped,
     read_outline,
@@ -127,20 +127,24 @@ def test_a_shape_that_is_larger_than_the_file(tmp_path: Path) -> None:
     path = tmp_path / "__0_0.distcp"
     torch.save(torch.zeros(7), path)
     path.write_bytes(path.read_bytes().replace(b"K\x07", b"K\xff"))
-    chunk = StoredChunk(file=path.name, position=0, nbytes=path.stat().st_size, offsets=(0,), shape=(255,))
-    index = TorchDistIndex(
-        folder=tmp_path,
-        tensors={"bias": DistributedTensor(shape=(255,), dtype=torch.float32, chunks=(chunk,))},
-        objects={},
+    chunk = StoredItem(
+        key="bias",
+        file=path.name,
+        position=0,
+        nbytes=path.stat().st_size,
+        offsets=(0,),
+        shape=(255,),
+        whole_shape=(255,),
+        dtype=torch.float32,
     )
 
     with pytest.raises(
         CheckpointError,
         match=r"distcp: bias at \(0,\): the item has \d+ bytes, fewer than \(255,\) of torch\.float32",
     ):
-        read_chunk(index, "bias", chunk)
+        read_chunk(tmp_path, chunk)
 
-    stored = StoredTensor(position=0, shape=(255,), dtype=torch.float32)
+    stored = FileTensor(position=0, shape=(255,), dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"data: damaged: the bytes of bias are not in the file"):
         check_stored(path, "data", {"bias": stored})
 

@@ -342,7 +342,7 @@ def stored_tensors(folder: Path) -> Tensors:
     for key, tensor in index.tensors.items():
         tensors[key] = torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
         for chunk in tensor.chunks:
-            tensors[key][chunk.tensor_slice.index] = read_chunk(index, key, chunk)
+            tensors[key][chunk.tensor_slice.index] = read_chunk(folder, chunk)
 
     return tensors
 

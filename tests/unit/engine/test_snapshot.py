@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.checkpoints.memory_snapshot import open_snapshot
-from megarl.checkpoints.snapshot_resharding import StoredSlices
+from megarl.checkpoints.snapshot_resharding import SnapshotSlices
 from megarl.config.roles import model_roles
 from megarl.config.schema import ActorConfig, DType, ModelConfig, ParallelConfig, SFTConfig
 from megarl.machine.errors import CheckpointError
@@ -137,7 +137,7 @@ def reshard_and_save(settings: Settings, folder: Path) -> Steps:
     engine = open_engine(settings)
     train(engine, 1, first=90)
     indexes = {str(path): open_snapshot(str(path)).index for path in sorted(folder.glob("rank-*"))}
-    load_resharded(engine, StoredSlices(indexes).sources(wanted_tensors(engine), near=()))
+    load_resharded(engine, SnapshotSlices(indexes).sources(wanted_tensors(engine), near=()))
     save_whole(engine, settings, folder / "after")
     steps = train(engine, 1, first=2)
     save_whole(engine, settings, folder / "next after")

@@ -93,7 +93,7 @@ def test_megatron_loads_it_strictly_and_computes_what_hugging_face_does_after_th
 def model_part(index: TorchDistIndex) -> dict[str, torch.Tensor]:
     """Return every chunk of the weights, by key and position."""
     return {
-        f"{key} {chunk.offsets}": read_chunk(index, key, chunk)
+        f"{key} {chunk.offsets}": read_chunk(index.folder, chunk)
         for key, tensor in index.tensors.items()
         if not key.startswith("optimizer.")
         for chunk in tensor.chunks
