@@ -6,7 +6,6 @@ Their prompts are jinja2 templates, which are rendered in a sandbox.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +15,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megarl.config.schema import JudgeConfig
+from megarl.machine.background import in_background
 from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards.judge_client import FIRST_PAUSE_S, JudgeClient, JudgeEndpoint
 from megarl.rewards.judge_reply import JudgeReply
@@ -51,8 +51,7 @@ class JudgePanel:
             JudgeClient(judge, f"reward.judges[{index}]", first_pause_s) for index, judge in enumerate(judges)
         ]
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
-        self._thread.start()
+        self._ended = in_background(self._loop.run_forever, "judges")
 
     def use(self, endpoints: Mapping[str, Sequence[JudgeEndpoint]]) -> None:
         """Set the servers of the judges that the run serves, by the judge's name.
@@ -71,7 +70,7 @@ class JudgePanel:
         """Cancel all requests, and end the thread."""
         asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._ended.result()
         self._loop.close()
 
     async def _ask(self, request: ScoreRequest) -> list[JudgeReply]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.agents.protocol import BrokenToolError, Schema, Task
+from megarl.machine.background import in_background
 from megarl.machine.errors import one_line
 from megarl.machine.reaper import OWNER
 
@@ -55,7 +55,7 @@ class McpServer:
 
         # The loop runs in a daemon thread. When the process ends, the server's input closes and it ends too.
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+        in_background(self._loop.run_forever, "mcp")
 
     def tool(self, name: str) -> McpTool:
         """Return a tool of the server.

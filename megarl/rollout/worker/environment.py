@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime
 from functools import partial
@@ -25,6 +24,7 @@ from megarl.data.turns import TurnTemplate
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import Harness, load_harness
 from megarl.endpoint.session_messages import SampleOrder, SessionOrder, SessionReport
+from megarl.machine.background import in_background
 from megarl.rollout.tool_calls import call_format, call_parser
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class EnvironmentWorker(Worker):
         # Environments are asynchronous: their event loop runs in a thread, and calls only exchange messages.
         self._reports: SimpleQueue[EpisodeReport | Exception | None] = SimpleQueue()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        in_background(self._loop.run_forever, "environments")
 
         # The template must render turns exactly as the driver rendered the prompt.
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)

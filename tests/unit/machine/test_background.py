@@ -1,0 +1,52 @@
+"""Test work in the background: its result, its error, and that it keeps no process alive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megarl.machine.background import in_background
+
+
+def test_the_result_comes_from_a_named_daemon_thread() -> None:
+    def work() -> tuple[str, bool]:
+        thread = threading.current_thread()
+        return thread.name, thread.daemon
+
+    assert in_background(work, "copy of step 3").result() == ("copy of step 3", True)
+
+
+def test_it_is_not_done_before_the_work_has_ended() -> None:
+    may_end = threading.Event()
+    outcome = in_background(may_end.wait, "waits")
+    assert outcome.running()
+    assert not outcome.done()
+    may_end.set()
+    assert outcome.result()
+
+
+def test_the_error_is_raised_where_the_result_is_awaited() -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device", "file")
+
+    outcome = in_background(fail, "fails")
+    assert isinstance(outcome.exception(), OSError)
+    for _ in range(2):  # each time
+        with pytest.raises(OSError, match="No space left on device"):
+            outcome.result()
+
+
+def test_a_process_ends_although_the_work_goes_on() -> None:
+    code = (
+        "import threading\n"
+        "from megarl.machine.background import in_background\n"
+        "in_background(threading.Event().wait, 'forever')\n"
+        "print('end')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "end\n"
