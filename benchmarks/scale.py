@@ -48,9 +48,9 @@ from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarted_group import RestartedGroup
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
+from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.role import Reward
 from megarl.rewards.start_judges import JudgeServers
 from megarl.roles import megatron_role
@@ -63,7 +63,6 @@ from megarl.rollout.driver.scheduler import SchedulerTotals
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position
 from megarl.trainers.ppo import PPOTrainer
-from megarl.workers.megatron import ScoredUpdate
 
 NUM_PROMPTS = 1024
 NUM_SAMPLES = 16
@@ -184,7 +183,7 @@ class Group:
                 )
             metrics = {"loss": Metric.sum(0.0)}
             entropy = DataProto.from_dict({"entropy": self._store.like(responses)})
-            return ScoredUpdate(metrics, scores.union(entropy)) if method == "update_scored" else metrics
+            return (metrics, scores.union(entropy)) if method == "update_scored" else metrics
 
     def _scored(self, batch: DataProto) -> Ready:
         with self._store.elsewhere():

@@ -359,7 +359,7 @@ def test_megarl_calls_no_worker_by_a_string() -> None:
 # Module -> why it may read the wall clock, although that of a node may be hours off, or be set meanwhile.
 WALL_CLOCK = {
     "agents/sandboxes/container": "the age of a container that was never started, on the same machine",
-    "checkpoints/memory_snapshot": "tells two snapshots of a step apart, whichever is later",
+    "checkpoints/snapshot_file": "tells two snapshots of a step apart, whichever is later",
     "cli/inspect/calibrate": "a date to show",
     "cli/inspect/status": "a time to show; only a process of the same machine counts as gone",
     "controller/calls": "orders the exceptions of several ranks in a message",

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from megarl.checkpoints.memory_snapshot import SnapshotIndex
+from megarl.checkpoints.snapshot_file import SnapshotIndex
 from megarl.weights.tensors import TensorSlice, chunks_fault
 
 
@@ -33,7 +33,7 @@ class WantedTensor(NamedTuple):
     is_padded: bool
 
 
-# Where a slice is in the snapshots of several ranks: (name of the file, number in its index).
+# Places of a slice in the snapshots of several ranks: (name of the file, number in its index).
 _Copies = list[tuple[str, int]]
 
 

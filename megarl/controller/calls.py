@@ -41,7 +41,7 @@ _SHOWN_UIDS = 4
 
 
 class Processes(Protocol):
-    """The interface of a group's processes (actors.py) that calls use."""
+    """The interface of a group's processes that calls use. Its class, in actors.py, imports this module."""
 
     limits: GroupLimits
     locations: dict[int, Location]

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megarl.batch.data_proto import DataProto
 from megarl.batch.future import DataProtoFuture
-from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto
 from megarl.machine.wording import counted
 
 
@@ -272,3 +273,28 @@ RULES: dict[Dispatch, Rule] = {
 
 def rule_for_rank(rank: int) -> Rule:
     return Rule(route_rank(rank), arrange_same, CollectKind.first)
+
+
+def pad_dataproto_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, int]:
+    """Append copies of the first rows, repeatedly if necessary, until the length is a multiple of `divisor`.
+
+    Copies of real rows, unlike zeros, keep every shape and mask valid for the models.
+
+    Returns:
+        The batch, and the number of appended rows.
+
+    Raises:
+        ValueError: The batch is empty.
+    """
+    if len(data) == 0:
+        raise ValueError(f"an empty batch cannot be padded to a multiple of {divisor}")
+    pad_size = -len(data) % divisor
+    if pad_size == 0:
+        return data, 0
+
+    return data.select_idxs(np.arange(len(data) + pad_size) % len(data)), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Remove the last `pad_size` rows."""
+    return data[: len(data) - pad_size] if pad_size else data

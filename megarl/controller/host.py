@@ -31,7 +31,6 @@ from megarl.controller.messages import (
     Location,
     RankActivity,
     RankIdentity,
-    Rendezvous,
     WorkerContext,
     qualified_name,
 )
@@ -83,16 +82,16 @@ class WorkerHost:
         self._held_port: socket.socket | None = None
         self._at_work: Mapping[str, Mapping[str, int]] = {}
 
-    def rendezvous(self) -> Rendezvous:
-        """Reserve a port and return an address of this process's node for torch.distributed."""
+    def rendezvous(self) -> tuple[str, int]:
+        """Reserve a port and return torch.distributed's MASTER_ADDR and MASTER_PORT, on this node."""
         self._held_port = hold_port(own_address(self._location.node))
-        return Rendezvous(self._location.node, self._held_port.getsockname()[1])
+        return self._location.node, self._held_port.getsockname()[1]
 
     def construct(
         self,
         workers: bytes,
         identity: RankIdentity,
-        rendezvous: Rendezvous,
+        rendezvous: tuple[str, int],
         environment: Mapping[str, str],
         use_gpu: bool,
         owner: str,
@@ -104,7 +103,7 @@ class WorkerHost:
             workers: Pickled {role: (class, arguments, named arguments)}. It is loaded only after the
                 environment is set.
             identity: The rank.
-            rendezvous: Where the ranks of the group meet.
+            rendezvous: The address and port where the ranks of the group meet.
             environment: Variables to set.
             use_gpu: Whether the process has GPUs.
             owner: The mark of this process's descendants.
@@ -114,12 +113,13 @@ class WorkerHost:
         if not use_gpu and "OMP_NUM_THREADS" not in environment:
             self._at_work = at_work
         # Complete the environment before a worker class, and torch with it, is loaded.
+        address, port = rendezvous
         launch = {
             "RANK": identity.rank,
             "WORLD_SIZE": identity.world_size,
             "LOCAL_RANK": identity.local_rank,
-            "MASTER_ADDR": rendezvous.address,
-            "MASTER_PORT": rendezvous.port,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
         }
         os.environ.update(
             {OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}}

@@ -156,13 +156,6 @@ class RankIdentity(NamedTuple):
     local_rank: int
 
 
-class Rendezvous(NamedTuple):
-    """The rendezvous of a group: torch.distributed's MASTER_ADDR and MASTER_PORT."""
-
-    address: str
-    port: int
-
-
 class Activity:
     """The current call of a process and its named phases.
 

@@ -33,18 +33,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _EXAMPLE = "a path, the bytes of an image file, or {'bytes': ..., 'path': ...}, as written by `datasets`"
 
 
-class ImageLimits(NamedTuple):
-    """The largest images that are read: the bytes of a file, and width times height."""
-
-    num_bytes: int
-    num_pixels: int
-
-    @classmethod
-    def of(cls, data: DataConfig) -> ImageLimits:
-        return cls(data.max_image_mb * 2**20, data.max_image_pixels)
-
-
-def read_images(row: DataRow, column: str, limits: ImageLimits) -> tuple[bytes, ...]:
+def read_images(row: DataRow, column: str, config: DataConfig) -> tuple[bytes, ...]:
     """Return the image files of a row: one, a list of several, or none.
 
     Relative paths are relative to the folder of the data file.
@@ -54,10 +43,10 @@ def read_images(row: DataRow, column: str, limits: ImageLimits) -> tuple[bytes, 
     """
     value = row.values.get(column)
     values = [] if value is None else value if isinstance(value, list | tuple) else [value]
-    return tuple(_read_image(row, column, number, each, limits) for number, each in enumerate(values))
+    return tuple(_read_image(row, column, number, each, config) for number, each in enumerate(values))
 
 
-def _read_image(row: DataRow, column: str, number: int, value: Any, limits: ImageLimits) -> bytes:
+def _read_image(row: DataRow, column: str, number: int, value: Any, config: DataConfig) -> bytes:
     name = f"image {number}"
     if isinstance(value, Mapping):
         value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
@@ -70,36 +59,38 @@ def _read_image(row: DataRow, column: str, number: int, value: Any, limits: Imag
                 f"{name} does not exist; copy the file there, or write its bytes into the column",
             )
         # Compare the size first, so that a huge file is not read.
-        _check_bytes(row, column, name, path.stat().st_size, limits)
+        _check_bytes(row, column, name, path.stat().st_size, config)
         value = path.read_bytes()
     if not isinstance(value, bytes | bytearray):
         raise row.error(column, f"{name} is a {type(value).__name__}, expected {_EXAMPLE}")
 
     data = bytes(value)
-    _check_bytes(row, column, name, len(data), limits)
-    _check_image(row, column, name, data, limits)
+    _check_bytes(row, column, name, len(data), config)
+    _check_image(row, column, name, data, config)
     return data
 
 
-def _check_bytes(row: DataRow, column: str, name: str, num_bytes: int, limits: ImageLimits) -> None:
-    if num_bytes > limits.num_bytes:
+def _check_bytes(row: DataRow, column: str, name: str, num_bytes: int, config: DataConfig) -> None:
+    max_bytes = config.max_image_mb * 2**20
+    if num_bytes > max_bytes:
         raise row.error(
             column,
-            f"{name} has {num_bytes:,} bytes, more than the {limits.num_bytes:,} of data.max_image_mb; scale "
+            f"{name} has {num_bytes:,} bytes, more than the {max_bytes:,} of data.max_image_mb; scale "
             "it down, or raise the limit",
         )
 
 
-def _check_image(row: DataRow, column: str, name: str, data: bytes, limits: ImageLimits) -> None:
+def _check_image(row: DataRow, column: str, name: str, data: bytes, config: DataConfig) -> None:
     """Decode an image, because a damaged one would otherwise fail in the middle of a run."""
     try:
         with _open(data) as image:
             # The size is in the header, so a decompression bomb is refused before it is decoded.
-            if (num_pixels := image.width * image.height) > limits.num_pixels:
+            if (num_pixels := image.width * image.height) > config.max_image_pixels:
                 raise row.error(
                     column,
                     f"{name} has {image.width} x {image.height} = {num_pixels:,} pixels, more than the "
-                    f"{limits.num_pixels:,} of data.max_image_pixels; scale it down, or raise the limit",
+                    f"{config.max_image_pixels:,} of data.max_image_pixels; scale it down, or raise the "
+                    f"limit",
                 )
             image.load()
     except Image.DecompressionBombError as error:

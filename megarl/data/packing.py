@@ -355,37 +355,33 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
             _move(rows, sizes, load[giver], load[taker], group in hands[taker])
             for group, rows in hands[giver].items()
         )
-        best = min(moves, key=lambda move: max(move.giver, move.taker))
+        moved, giver_load, taker_load = min(moves, key=lambda move: max(move[1], move[2]))
         # No move would reduce the maximum.
-        if max(best.giver, best.taker) >= load[giver]:
+        if max(giver_load, taker_load) >= load[giver]:
             break
-        group = sizes.group[best.rows[0]]
-        moved = set(best.rows)
-        hands[giver][group] = [row for row in hands[giver][group] if row not in moved]
+        group = sizes.group[moved[0]]
+        left = set(hands[giver][group]) - set(moved)
+        hands[giver][group] = [row for row in hands[giver][group] if row in left]
         if not hands[giver][group]:
             del hands[giver][group]
         # `_move` and `_take_within` expect the longest row first.
-        joined = [*hands[taker].get(group, []), *best.rows]
+        joined = [*hands[taker].get(group, []), *moved]
         hands[taker][group] = sorted(joined, key=lambda row: -sizes.own_cost[row])
-        load[giver] = best.giver
-        load[taker] = best.taker
+        load[giver] = giver_load
+        load[taker] = taker_load
 
     return hands
 
 
-class _Move(NamedTuple):
-    """Rows of a group to move between ranks, and the work of both ranks afterwards."""
+def _move(
+    rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt: bool
+) -> tuple[list[int], float, float]:
+    """Choose the rows of a group to move between ranks, longest first.
 
-    rows: list[int]
-    giver: float
-    taker: float
+    As many rows as possible are chosen such that the giver keeps at least as much work as the taker.
 
-
-def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt: bool) -> _Move:
-    """Choose the rows of a group to move, longest first.
-
-    As many rows as possible are chosen such that the giver keeps at least as much work as the taker. The
-    result may be empty.
+    Returns:
+        The rows, which may be none, and the work of the giver and the taker afterwards.
     """
     prompt_cost = sizes.prompt_cost[rows[0]]
     taker += 0.0 if has_prompt else prompt_cost
@@ -399,11 +395,9 @@ def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt
             taker = taker + cost
 
     # A giver that keeps no row of the group no longer computes its prompt.
-    return (
-        _Move(chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker)
-        if chosen
-        else _Move(chosen, np.inf, np.inf)
-    )
+    if not chosen:
+        return [], np.inf, np.inf
+    return chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker
 
 
 def _over_micro_batches(

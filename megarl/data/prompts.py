@@ -17,7 +17,6 @@ from megarl.config.sandbox_images import image_problem
 from megarl.config.schema import DataConfig, HarnessConfig, PromptColumnsConfig, SandboxProvider
 from megarl.data.files import DataError, open_file
 from megarl.data.images import (
-    ImageLimits,
     ImageProcessor,
     digests,
     image_columns,
@@ -267,7 +266,7 @@ def read_prompt(
         TooManyTokensError: The prompt is far longer than `data.max_prompt_length`, and was not tokenized.
     """
     columns = data.columns
-    images = () if processor is None else read_images(row, columns.images, ImageLimits.of(data))
+    images = () if processor is None else read_images(row, columns.images, data)
     if processor is None and columns.images in row.values and row.values[columns.images] not in (None, []):
         raise row.error(
             columns.images,

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoints.memory_snapshot import (
-    MemorySnapshot,
+from megarl.checkpoints.snapshot_file import (
+    SnapshotFile,
     SnapshotTensor,
     open_snapshot,
     write_snapshot,
@@ -209,7 +209,7 @@ def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]])
     state = engine.training_state()
     offloaded = state.places.offloaded
     engine.restore(*offloaded)
-    stored: dict[str, list[tuple[MemorySnapshot, int]]] = defaultdict(list)
+    stored: dict[str, list[tuple[SnapshotFile, int]]] = defaultdict(list)
     for path, numbers in sources.items():
         for number in numbers:
             stored[snapshots[path].index.tensors[number].key].append((snapshots[path], number))
@@ -235,6 +235,6 @@ def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]])
     engine.offload(*offloaded)
 
 
-def _record(snapshot: MemorySnapshot) -> dict[str, Any]:
+def _record(snapshot: SnapshotFile) -> dict[str, Any]:
     # The record consists of tensors, numbers and containers, so no pickled code has to run.
     return torch.load(io.BytesIO(snapshot.record()), weights_only=True)

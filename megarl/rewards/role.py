@@ -16,7 +16,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import RewardConfig
 from megarl.controller.futures import DerivedFuture, RemoteFuture, has_ended
 from megarl.controller.group import RoleGroup
-from megarl.controller.restarted_group import RestartedGroup, nothing
+from megarl.rewards.restarted_group import RestartedGroup, nothing
 from megarl.rewards.reward_worker import NUM_PROMPT_END, PROMPT_ENDS, WROTE, RewardWorker
 
 # columns of episodes
@@ -34,7 +34,7 @@ def score_weights(config: RewardConfig) -> list[float]:
 
 
 class ConversationScorer(Protocol):
-    """Interface of a reward model on ranks of its own (roles/reward_model.py)."""
+    """Interface of a reward model on ranks of its own, whose class is in a higher layer (roles)."""
 
     @property
     def group(self) -> RoleGroup: ...

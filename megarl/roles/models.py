@@ -37,7 +37,7 @@ from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, counts_of, restored_rows, uid_column
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.weights.sync.source import WeightSource
-from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker, ScoredUpdate
+from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 
 if TYPE_CHECKING:
     from megarl.engine.vocab_parallel import Extra
@@ -301,9 +301,9 @@ class Actor(MegatronRole):
 
         # The log-probs enter the batch only when the future is awaited, for metrics and stored samples.
         def finish(results: list[Any]) -> dict[str, float]:
-            replicas: list[ScoredUpdate] = results[0]
-            batch.take_in(restored_rows([replica.scores for replica in replicas], plan, _OF_ACTOR))
-            return over_updates([merge_metrics([replica.metrics for replica in replicas])])
+            metrics, scores = zip(*results[0], strict=True)  # of each replica
+            batch.take_in(restored_rows(scores, plan, _OF_ACTOR))
+            return over_updates([merge_metrics(metrics)])
 
         future = DerivedFuture([self.group.call(ActorWorker.update_scored, parts, loss), *moves], finish)
         self._schedule.runs("update_actor", future)

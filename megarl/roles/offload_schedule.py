@@ -15,27 +15,19 @@ placement/offload_plan.py plans what is loaded and offloaded in each phase:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
 
 from megarl.controller.futures import RemoteFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import ENGINE, PARAMETERS, Item
 from megarl.placement.offload_plan import OffloadPlan
+from megarl.rollout.driver.replicas import Replicas
 from megarl.workers.megatron import MegatronWorker
 
 _GENERATE = "gen"
 _SEND = "update_weights"
 _ENGINES = Item("rollout", ENGINE)
 _ACTOR = Item("actor", PARAMETERS)
-
-
-class Engines(Protocol):
-    """Interface of the rollout replicas that the schedule moves (rollout/driver/replicas.py)."""
-
-    def sleep(self) -> None: ...
-
-    def resident_memory_gb(self) -> float: ...
 
 
 class OffloadSchedule:
@@ -53,7 +45,7 @@ class OffloadSchedule:
         self,
         plan: OffloadPlan | None = None,
         models: Mapping[str, RoleGroup] | None = None,
-        engines: Engines | None = None,
+        engines: Replicas | None = None,
     ) -> None:
         self._plan = plan
         self._models = dict(models or {})

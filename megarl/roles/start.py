@@ -20,7 +20,6 @@ from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarted_group import RestartedGroup
 from megarl.controller.restarts import node_wait_s
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
@@ -34,6 +33,7 @@ from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport, joins_weight_groups
+from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
 from megarl.rewards.start_judges import JudgeServers, start_judges
@@ -103,12 +103,6 @@ class PPORoles:
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the roles since the last call: memory, weight syncs, replicas."""
         return self.schedule.metrics() | self.weights.drain_metrics() | self.rollout.drain_metrics()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationRoles:
-    rollout: Rollout
-    reward: Reward
 
 
 _WORKERS: dict[RoleKind, type[MegatronWorker]] = {
@@ -396,7 +390,7 @@ def start_evaluation(
     rules: TokenRules,
     device: Device,
     pools: ResourcePoolManager,
-) -> EvaluationRoles:
+) -> tuple[Rollout, Reward]:
     """Start the roles that sample and score, without training roles.
 
     The engines share no device with other roles, and have their weights when this returns. Raises the errors
@@ -423,10 +417,8 @@ def start_evaluation(
     rollout_weights.push()
     judges.connect(groups["reward"])
 
-    return EvaluationRoles(
-        rollout=start_rollout(config, plan, pools, replicas, rollout_weights, rules),
-        reward=_reward(config, groups, schedule, judges),
-    )
+    rollout = start_rollout(config, plan, pools, replicas, rollout_weights, rules)
+    return rollout, _reward(config, groups, schedule, judges)
 
 
 def start_sft(

@@ -56,19 +56,6 @@ class ScoredSample(NamedTuple):
     opens_thinking: bool = False
 
 
-class ValidationResult(NamedTuple):
-    """Result of a validation.
-
-    Attributes:
-        metrics: `val/<data_source>/score/mean` per data source and `val/score/mean` over all of them;
-            the same for the other metrics of `prompt_values`.
-        generations: The first rows, for readers.
-    """
-
-    metrics: dict[str, float]
-    generations: list[dict[str, Any]]
-
-
 def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, list[float]]:
     """Return each metric's value for each prompt, in the order of the prompts.
 
@@ -209,16 +196,18 @@ class Evaluation:
                 for row in range(len(batch))
             ]
 
-    def run(self, rollout: Rollout, reward: Reward) -> ValidationResult:
+    def run(self, rollout: Rollout, reward: Reward) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Score samples of all prompts.
 
         Every prompt has the same number of samples, so means over prompts and over samples are equal.
+
+        Returns:
+            `val/<data_source>/score/mean` per data source and `val/score/mean` over all of them, the same for
+            the other metrics of `prompt_values`, and the first rows, for readers.
         """
         samples = [sample for batch in self.samples(rollout, reward) for sample in batch]
-        return ValidationResult(
-            _metrics(samples, self._pass_score),
-            [_to_be_read(sample) for sample in samples[: self._num_generations]],
-        )
+        generations = [_to_be_read(sample) for sample in samples[: self._num_generations]]
+        return _metrics(samples, self._pass_score), generations
 
 
 def _to_be_read(sample: ScoredSample) -> dict[str, Any]:

@@ -11,17 +11,18 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
+from megarl.controller.group import RoleGroup
 from megarl.machine.clock import Began
 from megarl.machine.errors import RunError
 from megarl.placement.dataflow import step_phases
+from megarl.rollout.driver.rollout import Rollout
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.samples import SampleTable
 from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import Moment
-from megarl.trainers.evaluation import ValidationResult
 
 WAIT = "gen"  # phase in which the driver waits for the samples of its step
 _DRIVER = "driver"
@@ -55,12 +56,6 @@ class Position:
         return self.spent_s.get(name, 0.0) + sum(going_on)
 
 
-class Watched(Protocol):
-    """Source of timeline spans: a worker group, or the replicas of the rollout."""
-
-    def drain_spans(self) -> list[Span]: ...
-
-
 class Monitor:
     """Collects the call timings that workers report, and logs the metrics of each step.
 
@@ -84,7 +79,7 @@ class Monitor:
 
     def __init__(
         self,
-        groups: Sequence[Watched],
+        groups: Sequence[RoleGroup | Rollout],
         tracker: Tracker,
         timeline: Timeline,
         progress: ProgressBar,
@@ -192,10 +187,13 @@ class Monitor:
     def record(self, metrics: Mapping[str, float]) -> None:
         self._metrics |= metrics
 
-    def record_validation(self, result: ValidationResult, step: int) -> None:
-        self.record(result.metrics)
-        self.validations.append((step, result.metrics["val/score/mean"]))
-        self._tracker.log_generations(step, result.generations)
+    def record_validation(
+        self, metrics: Mapping[str, float], generations: list[dict[str, Any]], step: int
+    ) -> None:
+        """Record the results of Evaluation.run."""
+        self.record(metrics)
+        self.validations.append((step, metrics["val/score/mean"]))
+        self._tracker.log_generations(step, generations)
         if step == 0:  # The validation before the first step is logged by itself.
             self._finish(0)
             self._metrics = {}

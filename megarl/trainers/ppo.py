@@ -28,7 +28,7 @@ from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.recovery import NoRecovery, StepRecovery
-from megarl.trainers.run_status import StatusOfRun
+from megarl.trainers.run_status import StatusReader
 from megarl.trainers.samples import SampleRows, batch_metrics
 from megarl.trainers.sampling import make_sampling, restore_samples, stored_samples
 
@@ -72,7 +72,7 @@ class PPOTrainer:
         self._advantages = AdvantageStep.of_run(config)
         self._rows = SampleRows(config)
         self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
-        self._status = StatusOfRun(config, roles, monitor, self.prompts, self.recovery, checkpoints)
+        self._status = StatusReader(config, roles, monitor, self.prompts, self.recovery, checkpoints)
         self._metrics: Metrics = {}  # what the current step has logged
 
     @contextmanager
@@ -224,10 +224,10 @@ class PPOTrainer:
 
         # Validation time is measured separately, so that it does not count in the throughput.
         with self.monitor.testing():
-            result = self.evaluation.run(self.roles.rollout, self.roles.reward)
-        self.monitor.record_validation(result, step)
+            metrics, generations = self.evaluation.run(self.roles.rollout, self.roles.reward)
+        self.monitor.record_validation(metrics, generations, step)
 
-        return result.metrics
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's state between two steps, as JSON-compatible values."""

@@ -49,17 +49,6 @@ class RecoveryLimitError(RunError):
     )
 
 
-class LostRanks(NamedTuple):
-    """The loss of trainer processes during a step."""
-
-    step: int
-    cause: str
-    nodes: tuple[str, ...]
-
-    def describe(self) -> str:
-        return f"step {self.step}, node {', '.join(self.nodes) or 'not known'}: {self.cause}"
-
-
 class RecoveryTotals(NamedTuple):
     """Losses of a run so far.
 
@@ -183,7 +172,7 @@ class StepRecovery:
         self._folder = folder
         self._drops: list[Callable[[], None]] = []
 
-        self._losses: list[LostRanks] = []
+        self._losses: list[tuple[int, str]] = []  # the step of each, and what was lost
         self._lost_s = 0.0
         self._not_finite_step: int | None = None  # the last step that was repeated for this reason
         self._num_recoveries = 0  # since the metrics were recorded last
@@ -368,17 +357,17 @@ class StepRecovery:
         cause = str(error).partition("\n")[0]
         if isinstance(error, PhaseTimeoutError):
             cause = f"{error.problem}; {stacks} shows what each rank was doing"
-        nodes = (node,) if (node := getattr(error, "node", "")) else ()
-        self._losses.append(loss := LostRanks(self._step, cause, nodes))
-        recent = [each for each in self._losses if each.step > self._step - self._config.window_steps]
+        loss = f"step {self._step}, node {getattr(error, 'node', '') or 'not known'}: {cause}"
+        self._losses.append((self._step, loss))
+        recent = [text for step, text in self._losses if step > self._step - self._config.window_steps]
         if len(recent) > self._config.max_restarts:
             raise RecoveryLimitError(
                 f"trainer processes were lost {len(recent)} times within "
                 f"{counted(self._config.window_steps, 'step')}, more than "
                 f"recovery.max_restarts={self._config.max_restarts} allows:\n"
-                + "\n".join(f"  {each.describe()}" for each in recent)
+                + "\n".join(f"  {text}" for text in recent)
             ) from error
-        _log.warning("lost: %s", loss.describe())
+        _log.warning("lost: %s", loss)
 
 
 def _is_slow_start(error: RunError) -> bool:

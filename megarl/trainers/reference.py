@@ -9,18 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from megarl.batch.data_proto import DataProto
-from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DPOConfig
 from megarl.data.pairs import PairDataset
 from megarl.machine.files import write_whole
+from megarl.roles.preferences import PairPolicy, PairReference
 
 LogProbs = Mapping[int, tuple[np.ndarray, np.ndarray]]
 
@@ -30,14 +28,6 @@ FILES = {
     "data.val_files": "reference_validation.safetensors",
 }
 _IDENTITY = "identity"
-
-
-class PairScorer(Protocol):
-    """A model that scores rows of pairs."""
-
-    def scores(self, batch: DataProto) -> RaggedTensor:
-        """Return the log-probs of the response tokens."""
-        ...
 
 
 def reference_identity(config: DPOConfig, pairs: PairDataset) -> str:
@@ -95,7 +85,11 @@ def read_reference(config: DPOConfig, pairs: PairDataset, numbers: Sequence[int]
 
 
 def compute_reference(
-    config: DPOConfig, reference: PairScorer, pairs: PairDataset, numbers: Sequence[int], file: Path
+    config: DPOConfig,
+    reference: PairPolicy | PairReference,
+    pairs: PairDataset,
+    numbers: Sequence[int],
+    file: Path,
 ) -> None:
     """Give the data set the log-probs of more pairs, and write all that it has to the file.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from megarl.batch.data_proto import DataProto
 from megarl.checkpoints.run_folder import step_of
@@ -20,23 +19,13 @@ from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.resume import checkpoint_folder
 from megarl.workers.megatron import MegatronWorker
 
-
-class ReplayedStep(NamedTuple):
-    """The inputs of a repeated step.
-
-    Attributes:
-        step: The step.
-        batches: The batch of each step after the checkpoint, up to this one.
-        checkpoint: The newest checkpoint before the step; None: the initial weights.
-    """
-
-    step: int
-    batches: Mapping[int, DataProto]
-    checkpoint: Path | None
+# The batch of each step after a checkpoint, up to the repeated one, and the checkpoint.
+# Without a checkpoint the run began with the initial weights.
+type Recorded = tuple[Mapping[int, DataProto], Path | None]
 
 
-def recorded_step(config: RunConfig, output_dir: Path, step: int) -> ReplayedStep:
-    """Find a step in the folder of a run.
+def recorded_step(config: RunConfig, output_dir: Path, step: int) -> Recorded:
+    """Find the newest checkpoint of a run before a step, and the batches since then.
 
     Raises:
         ValueError: A batch is missing. The message names the step.
@@ -47,7 +36,7 @@ def recorded_step(config: RunConfig, output_dir: Path, step: int) -> ReplayedSte
     recorded = RecordedBatches(output_dir, 0)
     # The error names the first batch that is missing, so the step itself is read first.
     batches = {number: recorded.read(number) for number in range(step, start, -1)}
-    return ReplayedStep(step, dict(sorted(batches.items())), checkpoint)
+    return dict(sorted(batches.items())), checkpoint
 
 
 def trained_roles(config: RunConfig, step: int) -> list[ModelRole]:
@@ -62,7 +51,7 @@ def trained_roles(config: RunConfig, step: int) -> list[ModelRole]:
 
 def replay(
     config: RunConfig,
-    recorded: ReplayedStep,
+    recorded: Recorded,
     folder: Path,
     device: Device,
     pools: ResourcePoolManager,
@@ -72,7 +61,7 @@ def replay(
 
     Args:
         config: The configuration. Its layouts may be others than those of the run.
-        recorded: The step.
+        recorded: What `recorded_step` has found.
         folder: Where the trace of each model is written, in a folder named after its role. An older trace is
             removed.
         device: The kind of device.
@@ -85,25 +74,26 @@ def replay(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     metrics: dict[str, float] = {}
-    share = min(1.0, num_rows / len(recorded.batches[recorded.step]))
+    batches, checkpoint = recorded
+    *earlier, (last_step, last) = batches.items()
+    share = min(1.0, num_rows / len(last))
 
-    for role in trained_roles(config, recorded.step):
+    for role in trained_roles(config, last_step):
         architecture = read_architecture(role.path, config.model.trust_remote_code)
         model = start_trained(config, role, architecture, device, pools)
         try:
-            if recorded.checkpoint is not None:
-                path = str((recorded.checkpoint / role.name).absolute())
+            if checkpoint is not None:
+                path = str((checkpoint / role.name).absolute())
                 model.group.call(MegatronWorker.load_checkpoint, path).get()
 
             # Repeat the updates since the checkpoint, which lead to the state before the recorded step.
-            *earlier, last = recorded.batches.items()
             for step, batch in earlier:
                 if role in trained_roles(config, step):
                     _update(model, batch, step, config)
 
             trace = str((folder / role.name).absolute())
             model.group.call(MegatronWorker.begin_trace, trace, share).get()
-            metrics |= _update(model, last[1], recorded.step, config)
+            metrics |= _update(model, last, last_step, config)
             model.group.call(MegatronWorker.end_trace).get()
         finally:
             model.group.shutdown()

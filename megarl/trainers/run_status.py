@@ -27,7 +27,7 @@ class _Moment(NamedTuple):
     waited_s: float  # by the trainer, waiting for samples
 
 
-class StatusOfRun:
+class StatusReader:
     """Builds the status of a run from state owned by the trainer's threads.
 
     `look` is called by one thread every few seconds and blocks no other thread. It also records the status on

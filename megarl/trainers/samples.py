@@ -1,4 +1,4 @@
-"""What a run records of a step's samples: their metrics, and the rows of its sample file."""
+"""Metrics of a step's samples, and the rows of its sample file."""
 
 from __future__ import annotations
 

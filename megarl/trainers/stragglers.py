@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
 
 from megarl.controller.group import RoleGroup
 from megarl.tracking.timeline import Span
@@ -15,18 +14,6 @@ from megarl.tracking.timeline import Span
 _log = logging.getLogger(__name__)
 PROBE = "measure_speed"  # the phase of an update in which every rank does the same work
 NUM_UPDATES = 8  # in a row, before a rank counts as slow, or as fast again
-
-
-class SlowRank(NamedTuple):
-    """A rank that has become slow.
-
-    Attributes:
-        rank: Its number.
-        ratio: The median of its ratios to its peers in the last updates.
-    """
-
-    rank: int
-    ratio: float
 
 
 class SpeedHistory:
@@ -45,8 +32,11 @@ class SpeedHistory:
         self._ratios: dict[int, list[float]] = defaultdict(list)
         self._slow: set[int] = set()
 
-    def see(self, seconds: Mapping[int, float]) -> list[SlowRank]:
-        """Record how long the same work took in an update, by rank. Returns ranks that have become slow."""
+    def see(self, seconds: Mapping[int, float]) -> list[tuple[int, float]]:
+        """Record how long the same work took in an update, by rank.
+
+        Returns each rank that has become slow, and how many times as long as its peers it takes.
+        """
         found = []
         in_order = sorted(seconds.values())
 
@@ -57,7 +47,7 @@ class SpeedHistory:
 
             if num_slow == NUM_UPDATES and rank not in self._slow:
                 self._slow.add(rank)
-                found.append(SlowRank(rank, median(last)))
+                found.append((rank, median(last)))
             elif num_slow == 0 and len(last) == NUM_UPDATES:
                 # A rank that is slow only from time to time is not reported again before this.
                 self._slow.discard(rank)
@@ -107,15 +97,15 @@ class Stragglers:
             # After the loss of a rank, an update may have measurements of only some ranks.
             updates = list(zip(*by_rank.values(), strict=False))
             for update in updates:
-                for slow in history.see(dict(zip(by_rank, update, strict=True))):
+                for rank, ratio in history.see(dict(zip(by_rank, update, strict=True))):
                     _log.warning(
                         "%s rank %d (%s) is slow: it takes %.1f times as long as its peers for the same "
                         "work, median over the last %d updates; look for other processes on the device, and "
                         "at its temperature and clock",
                         role,
-                        slow.rank,
-                        self._groups[role].where(slow.rank),
-                        slow.ratio,
+                        rank,
+                        self._groups[role].where(rank),
+                        ratio,
                         NUM_UPDATES,
                     )
             metrics[f"perf/slowest_rank_ratio/{role}"] = history.largest_ratio(len(updates))

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch.distributed as dist
 
@@ -69,16 +69,6 @@ class Loss(Protocol):
     def __call__(
         self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Metric]]: ...
-
-
-class ScoredUpdate(NamedTuple):
-    """Result of an update for one replica's rows.
-
-    `scores` are the outputs of `_forward` with the weights before the update.
-    """
-
-    metrics: dict[str, Metric]
-    scores: DataProto
 
 
 def _on_host(scores: Mapping[str, RaggedTensor]) -> DataProto:
@@ -244,7 +234,9 @@ class MegatronWorker(WeightExport):
         with named_range(f"{self.role}: score"):
             return _on_host(self._engine.forward(rows, part.meta_info[MICRO_BATCHES], extras, top) or {})
 
-    def _train(self, part: DataProto, loss: Loss, *, with_scores: bool = False) -> ScoredUpdate:
+    def _train(
+        self, part: DataProto, loss: Loss, *, with_scores: bool = False
+    ) -> tuple[dict[str, Metric], DataProto]:
         """Make one optimizer step.
 
         Args:
@@ -254,9 +246,9 @@ class MegatronWorker(WeightExport):
                 are empty.
 
         Returns:
-            The scores and the metrics: the loss's metrics over this replica's rows, `<loss.name>/grad_norm`,
-            `<loss.name>/lr`, router statistics as `<loss.name>/moe/...`, and the update's speed
-            (speed_metrics).
+            The metrics and the scores. The metrics are the loss's over this replica's rows,
+            `<loss.name>/grad_norm`, `<loss.name>/lr`, router statistics as `<loss.name>/moe/...`, and the
+            update's speed (speed_metrics).
         """
         from megarl.engine.phase_ranges import named_range
 
@@ -301,7 +293,7 @@ class MegatronWorker(WeightExport):
             **routers,
             **speed,
         }
-        return ScoredUpdate(metrics, _on_host(scores))
+        return metrics, _on_host(scores)
 
     def _measure_speed(self) -> None:
         """Time the same work as all other ranks, as a phase of the call; see trainers/stragglers.py."""
@@ -510,13 +502,13 @@ class ActorWorker(PolicyWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
         """Make one optimizer step on this replica's part of a mini-batch; see `_train`."""
-        return self._train(part, loss).metrics
+        return self._train(part, loss)[0]
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def update_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
-        """Make one optimizer step like `update`, and return the scores that its forward pass computes.
+    def update_scored(self, part: DataProto, loss: Loss) -> tuple[dict[str, Metric], DataProto]:
+        """Make one optimizer step like `update`, and return its metrics and the scores of its forward pass.
 
-        These are `log_probs` and the extras of the loss.
+        These are `log_probs` and the extras of the loss, with the weights before the step.
         """
         return self._train(part, loss, with_scores=True)
 
@@ -544,4 +536,4 @@ class CriticWorker(MegatronWorker):
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update(self, part: DataProto, loss: Loss) -> dict[str, Metric]:
         """Make one optimizer step on this replica's part of a mini-batch; see `_train`."""
-        return self._train(part, loss).metrics
+        return self._train(part, loss)[0]

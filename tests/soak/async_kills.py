@@ -37,11 +37,11 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarted_group import RestartedGroup
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
+from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
 from megarl.rewards.start_judges import JudgeServers

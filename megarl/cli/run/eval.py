@@ -40,7 +40,9 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.models.families import read_architecture
-from megarl.roles.start import EvaluationRoles, start_evaluation
+from megarl.rewards.role import Reward
+from megarl.roles.start import start_evaluation
+from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.driver.rollout_weights import FolderWeights
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.evaluation import Evaluation, ScoredSample, by_data_source, prompt_values
@@ -99,8 +101,10 @@ def run(parsed: argparse.Namespace) -> int:
     ):
         rules = token_rules(config, tokenizer)
         weights = FolderWeights(folder, manifest)
-        roles = start_evaluation(config, architectures, weights, rules, processes.device, processes.pools)
-        samples = _samples(config, data, roles, output / PARTIAL_FILE, console)
+        rollout, reward = start_evaluation(
+            config, architectures, weights, rules, processes.device, processes.pools
+        )
+        samples = _samples(config, data, rollout, reward, output / PARTIAL_FILE, console)
 
     # Compute the metrics, and compare them with those of the other evaluation.
     results = results_of(samples, config.reward.pass_score)
@@ -226,7 +230,12 @@ def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | No
 
 
 def _samples(
-    config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, partial: Path, console: Console
+    config: PPOConfig,
+    data: PromptDataset,
+    rollout: Rollout,
+    reward: Reward,
+    partial: Path,
+    console: Console,
 ) -> list[ScoredSample]:
     """Generate and score all samples.
 
@@ -238,7 +247,7 @@ def _samples(
     samples: list[ScoredSample] = []
 
     with PassProgress(len(data), console) as progress:
-        for batch in evaluation.samples(roles.rollout, roles.reward):
+        for batch in evaluation.samples(rollout, reward):
             samples += batch
             # Open the file for each batch, so that its samples are flushed before the next one starts.
             with partial.open("a", encoding="utf-8") as file:

@@ -20,13 +20,13 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.machine.wording import counted
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import single_recovery
-from megarl.roles.preferences import PairPolicy
+from megarl.roles.preferences import PairPolicy, PairReference
 from megarl.roles.saved_models import pair_models
 from megarl.roles.start import start_pair_reference, start_preferences
 from megarl.tracking.run_files import writing
 from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.recovery import step_recovery
-from megarl.trainers.reference import FILES, PairScorer, compute_reference, read_reference
+from megarl.trainers.reference import FILES, compute_reference, read_reference
 from megarl.trainers.supervised import PreferenceTrainer
 
 
@@ -140,7 +140,7 @@ class _Reference:
         """Whether pairs are still to be scored."""
         return any(numbers for _, numbers in self._absent.values())
 
-    def compute(self, scorer: PairScorer) -> None:
+    def compute(self, scorer: PairPolicy | PairReference) -> None:
         """Score the other pairs, and write the log-probs to the run's folder."""
         for key, (pairs, numbers) in self._absent.items():
             if not numbers:

@@ -23,10 +23,12 @@ from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
+from megarl.controller.group import RoleGroup
 from megarl.data.loader import TrainingRows
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
+from megarl.rollout.driver.rollout import Rollout
 from megarl.step_time.device import profile_of
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
@@ -34,7 +36,7 @@ from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, S
 from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear
-from megarl.trainers.monitor import Monitor, Position, Watched
+from megarl.trainers.monitor import Monitor, Position
 from megarl.trainers.prediction import StepPrediction
 from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.resume import Resume, checkpoint_folder
@@ -185,7 +187,7 @@ def report_filtered(console: Console, data_sets: Mapping[str, TrainingRows]) -> 
 
 
 def open_monitor(
-    session: Session, config: RunConfig, groups: Sequence[Watched], resume: Resume | None
+    session: Session, config: RunConfig, groups: Sequence[RoleGroup | Rollout], resume: Resume | None
 ) -> Monitor:
     progress = ProgressBar(
         title_of(config),

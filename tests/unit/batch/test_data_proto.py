@@ -7,14 +7,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from megarl.batch.arrays import same
 from megarl.batch.data_proto import DataProto
 from megarl.batch.future import DataProtoFuture
-from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto
 
 
 def make_batch(num_rows: int = 4, **meta_info: object) -> DataProto:
@@ -273,22 +270,6 @@ def test_to_moves_in_place() -> None:
     batch = make_batch()
     assert batch.to("meta") is batch
     assert batch.batch["ids"].device.type == "meta"
-
-
-@settings(max_examples=60, deadline=None)
-@given(num_rows=st.integers(1, 9), divisor=st.integers(1, 12))
-def test_padding_reaches_the_divisor_with_real_rows_and_comes_off(num_rows: int, divisor: int) -> None:
-    batch = make_batch(num_rows)
-    padded, pad_size = pad_dataproto_to_divisor(batch, divisor)
-    assert len(padded) % divisor == 0
-    assert 0 <= pad_size < divisor
-    assert rows_of(padded) == [row % num_rows for row in range(num_rows + pad_size)]
-    assert rows_of(unpad_dataproto(padded, pad_size)) == list(range(num_rows))
-
-
-def test_an_empty_batch_cannot_be_padded() -> None:
-    with pytest.raises(ValueError, match="empty batch"):
-        pad_dataproto_to_divisor(DataProto(), 2)
 
 
 def test_same_tells_apart_what_looks_alike() -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megarl.batch.data_proto import DataProto
 from megarl.controller.compat import VerlDispatch
@@ -15,8 +17,10 @@ from megarl.controller.dispatch import (
     Mesh,
     MeshCoordinate,
     collect,
+    pad_dataproto_to_divisor,
     plan_call,
     route_mesh,
+    unpad_dataproto,
 )
 from megarl.controller.futures import WorkerFuture
 
@@ -140,3 +144,19 @@ def test_rank_zero_one_to_all_and_all_to_all() -> None:
 def test_a_future_is_no_argument() -> None:
     with pytest.raises(ValueError, match=r"pass future.get\(\)"):
         plan(Dispatch.MEGATRON_MESH, rows(1, 2), later=WorkerFuture((), (), Collect(CollectKind.listed)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_rows=st.integers(1, 9), divisor=st.integers(1, 12))
+def test_padding_reaches_the_divisor_with_real_rows_and_comes_off(num_rows: int, divisor: int) -> None:
+    batch = rows(*range(num_rows))
+    padded, pad_size = pad_dataproto_to_divisor(batch, divisor)
+    assert len(padded) % divisor == 0
+    assert 0 <= pad_size < divisor
+    assert padded.batch["x"].tolist() == [row % num_rows for row in range(num_rows + pad_size)]
+    assert unpad_dataproto(padded, pad_size).batch["x"].tolist() == list(range(num_rows))
+
+
+def test_an_empty_batch_cannot_be_padded() -> None:
+    with pytest.raises(ValueError, match="empty batch"):
+        pad_dataproto_to_divisor(DataProto(), 2)

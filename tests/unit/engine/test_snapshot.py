@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megarl.checkpoints.memory_snapshot import open_snapshot
+from megarl.checkpoints.snapshot_file import open_snapshot
 from megarl.checkpoints.snapshot_resharding import SnapshotSlices
 from megarl.config.roles import model_roles
 from megarl.config.schema import ActorConfig, DType, ModelConfig, ParallelConfig, SFTConfig

@@ -17,11 +17,11 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarted_group import RestartedGroup
 from megarl.controller.restarts import ProcessLimitError
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_worker import JudgeWorker
+from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
 from megarl.rewards.start_judges import JudgeServers

@@ -15,9 +15,9 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardConfig, RewardFunctionConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarted_group import RestartedGroup
 from megarl.controller.worker import RemoteMethod
 from megarl.recipes.starter import number_reward
+from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
 from megarl.rewards.start_judges import JudgeServers

@@ -80,8 +80,8 @@ def run(num_generations: int) -> tuple[Any, FakeRollout]:
 
 def test_means_are_over_all_samples_of_a_source() -> None:
     """sums: prompts 0, 1, 3; words: prompts 2, 4. Each prompt's two samples average to its number + 0.25."""
-    result, rollout = run(num_generations=0)
-    assert result.metrics == pytest.approx(
+    (metrics, generations), rollout = run(num_generations=0)
+    assert metrics == pytest.approx(
         {
             "val/sums/score/mean": 4 / 3 + 0.25,
             "val/words/score/mean": 3.25,
@@ -105,13 +105,13 @@ def test_means_are_over_all_samples_of_a_source() -> None:
     )
     assert [num_prompts for num_prompts, _, _ in rollout.asked] == [2, 2, 1]
     assert {(sampling.temperature, sampling.n, step) for _, sampling, step in rollout.asked} == {(0.3, 2, 0)}
-    assert result.generations == []
+    assert generations == []
 
 
 def test_the_first_rows_are_kept_to_be_read() -> None:
-    result, _ = run(num_generations=5)  # one of them is in the second batch
-    assert [row["uid"] for row in result.generations] == ["0", "0", "1", "1", "2"]
-    assert result.generations[1] == {
+    (_, generations), _ = run(num_generations=5)  # one of them is in the second batch
+    assert [row["uid"] for row in generations] == ["0", "0", "1", "1", "2"]
+    assert generations[1] == {
         "uid": "0",
         "data_source": "sums",
         "response": "text 0",

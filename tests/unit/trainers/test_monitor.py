@@ -22,7 +22,6 @@ from megarl.tracking.loggers import LOGGERS, JsonlLogger, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import TrackedRun
-from megarl.trainers.evaluation import ValidationResult
 from megarl.trainers.monitor import Monitor, phase_spans, phases_by_call
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from megarl.workers.reward_model import RewardModelWorker
@@ -137,13 +136,13 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-RESULT = ValidationResult({"val/score/mean": 0.5}, [{"uid": "0", "response": "x"}])
+RESULT = {"val/score/mean": 0.5}, [{"uid": "0", "response": "x"}]
 
 
 def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group, tmp_path: Path) -> None:
     with monitor.testing():  # the clock: from 101 to 102
         group.spans.append(span("rollout", 0, "submit_and_poll", 0.0, 50.0))
-    monitor.record_validation(RESULT, 0)
+    monitor.record_validation(*RESULT, 0)
 
     with monitor.step(1):  # from 103 to 110
         with monitor.phase("gen"):
@@ -153,7 +152,7 @@ def test_validation_is_timed_apart_from_training(monitor: Monitor, group: Group,
             pass
         with monitor.testing():
             group.spans.append(span("rollout", 0, "submit_and_poll", 62.0, 99.0))
-        monitor.record_validation(RESULT, 1)
+        monitor.record_validation(*RESULT, 1)
 
     before, step = logged(tmp_path)
     assert before == {"step": 0, "val/score/mean": 0.5, "timing_s/testing": 1.0}

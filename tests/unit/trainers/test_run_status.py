@@ -16,7 +16,7 @@ from megarl.tracking.status import GroupStatus, RunStatus
 from megarl.trainers import run_status
 from megarl.trainers.monitor import Position
 from megarl.trainers.recovery import NoRecovery
-from megarl.trainers.run_status import StatusOfRun
+from megarl.trainers.run_status import StatusReader
 
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 
@@ -46,7 +46,7 @@ class Scene:
         )
         async_rollout: Any = SimpleNamespace(num_finished=lambda: 3)
         self.checkpoints: Any = SimpleNamespace(seconds=0.0, last_step=0)
-        self._status = StatusOfRun(config, roles, monitor, async_rollout, NoRecovery(), self.checkpoints)
+        self._status = StatusReader(config, roles, monitor, async_rollout, NoRecovery(), self.checkpoints)
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         lengths = [(20, "a"), (30, "a"), (40, "a"), (150, "b"), (60, "b")]
         requests = [

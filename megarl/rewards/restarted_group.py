@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from megarl.controller.calls import Call
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import DerivedFuture, RemoteFuture, wait_for_calls
-from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.group import RoleGroup
 from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.restarts import ProcessLimitError, leave_lost_nodes
+from megarl.rewards.start_judges import JudgeServers
 
 _log = logging.getLogger(__name__)
-
-
-class Servers(Protocol):
-    """Servers that the processes of a group need."""
-
-    @property
-    def groups(self) -> Sequence[RayWorkerGroup]:
-        """The group of each server."""
-
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """A call for each server, which fails when it is lost."""
-
-    def lost(self) -> Sequence[RayWorkerGroup]:
-        """Return the groups of servers that are lost. They have to be restarted before `connect`."""
-
-    def connect(self, group: RoleGroup) -> None:
-        """Wait until all servers have started, and tell the group where they are."""
 
 
 class RestartedGroup:
@@ -43,12 +26,12 @@ class RestartedGroup:
 
     Args:
         budget: The restarts that are allowed.
-        servers: Servers that it needs.
+        servers: The judges that it needs.
         wait_for_node_s: How long to wait for a free node after one is lost.
     """
 
     def __init__(
-        self, group: RoleGroup, budget: RestartBudget, servers: Servers, wait_for_node_s: float = 0.0
+        self, group: RoleGroup, budget: RestartBudget, servers: JudgeServers, wait_for_node_s: float = 0.0
     ) -> None:
         self.group = group
         self.servers = servers

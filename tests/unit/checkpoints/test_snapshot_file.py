@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.checkpoints.memory_snapshot import write_snapshot
+from megarl.checkpoints.snapshot_file import write_snapshot
 from megarl.machine.memory_files import MemoryFiles
 
 

@@ -150,7 +150,7 @@ def _checksum(memory: mmap.mmap, position: int, nbytes: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorySnapshot:
+class SnapshotFile:
     """A complete snapshot."""
 
     step: int
@@ -191,7 +191,7 @@ class MemorySnapshot:
             )
 
 
-def open_snapshot(path: str) -> MemorySnapshot:
+def open_snapshot(path: str) -> SnapshotFile:
     """Open a snapshot.
 
     Raises:
@@ -206,4 +206,4 @@ def open_snapshot(path: str) -> MemorySnapshot:
         memory = mmap.mmap(file.fileno(), header.nbytes, access=mmap.ACCESS_COPY)
 
     index = decode_index(memory[header.index_start : header.nbytes])
-    return MemorySnapshot(step=header.step, path=path, memory=memory, index=index)
+    return SnapshotFile(step=header.step, path=path, memory=memory, index=index)
