@@ -35,7 +35,7 @@ from megarl.cli.run.session import Session
 from megarl.cli.run.train import open_ppo
 from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer
-from megarl.doctor.examined_config import load_for_run
+from megarl.doctor.checks import load_for_run
 from megarl.rewards.role import Reward
 from megarl.roles.models import Absent, Actor, Critic, Scorer
 from megarl.roles.teachers import Teachers

@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 from megarl.config.dotted import values_at
+from megarl.config.finding import Finding
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.config.schema.keys import OnlyWith, Reader, needs_of
-from megarl.config.violation import Violation
 from megarl.machine.wording import written
 from megarl.models.architecture import Architecture
 
@@ -21,7 +21,7 @@ _PROPERTIES = {"experts": "has no experts", "vision": "has no vision tower"}
 
 def unread_keys(
     config: RunConfig, architectures: Mapping[str, Architecture], *, refused: bool
-) -> Iterator[Violation]:
+) -> Iterator[Finding]:
     """Yield a message about all keys that have been changed and have no effect in this run, by the reason.
 
     A key with its default is not reported, and neither is one that needs a property of a model that could not
@@ -118,7 +118,7 @@ def _message(
     readers: list[Reader],
     why: str,
     keys: list[tuple[str, Any]],
-) -> Violation:
+) -> Finding:
     first, *others = readers
     names = tuple(key for key, _ in keys)
     what = f"is {written(keys[0][1])}, but has" if len(keys) == 1 else "have"
@@ -127,21 +127,21 @@ def _message(
     if first.architecture:
         path = next(each.path for each in model_roles(config) if each.name == role)
         model = f"{path} ({architectures[role].model_type}) {_PROPERTIES[first.architecture]}"
-        return Violation(names, f"{what} no effect: {model}; remove {them}")
+        return Finding(names, f"{what} no effect: {model}; remove {them}")
     try:
         values = list(values_at(config, first.key))
     except AttributeError:
-        return Violation(names, f"{what} no effect in a run of kind {config.kind.value}; remove {them}")
+        return Finding(names, f"{what} no effect in a run of kind {config.kind.value}; remove {them}")
 
     # With many alternatives, their names say enough.
     if len(others) > 1:
         listed = ", ".join(reader.key for reader in readers)
-        return Violation(
+        return Finding(
             names, f"{what} no effect without one of {listed}{_because(why)}; remove {them}, or set one"
         )
     present = f"with {first.key}={written(values[0])}" if len(values) == 1 else f"without {first.key}"
     cures = " or ".join(_cure(reader) for reader in readers)
-    return Violation(
+    return Finding(
         (*names, first.key), f"{what} no effect {present}{_because(why)}; set {cures}, or remove {them}"
     )
 

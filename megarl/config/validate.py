@@ -1,11 +1,16 @@
-"""Validates a configuration across its sections, with tables of rules that are all applied."""
+"""Validates a configuration across its sections, with one list of checks that are all applied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+import importlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from types import UnionType
+from typing import Any
 
+from megarl.config.finding import CONFIGURATION, Finding, Findings, wrong
 from megarl.config.readers import unread_keys
 from megarl.config.roles import REWARD_MODEL, ModelRole, judge_roles, model_roles
 from megarl.config.rules import (
@@ -18,6 +23,7 @@ from megarl.config.rules import (
     fp8_training,
     judges,
     lora,
+    machine,
     megatron,
     models,
     reward,
@@ -30,19 +36,15 @@ from megarl.config.schema import (
     DPOConfig,
     PPOConfig,
     PreferenceConfig,
-    RewardModelRunConfig,
     RunConfig,
     SFTConfig,
 )
 from megarl.config.schema.keys import leaves
-from megarl.config.violation import Violation, Violations
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 
 Architectures = dict[str, Architecture]
-# Keys or sections whose numbers a rule relies on. `{role}` is the section of a role's parallel sizes.
-Keys = tuple[str, ...]
 
 _ROWS = (
     "trainer.prompts_per_step",
@@ -57,180 +59,279 @@ _ENGINE_STAGES = ("rollout.pipeline_parallel_size",)
 _ACTOR_SIZES = tuple(f"actor.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data"))
 _CORRECTION = "algorithm.rollout_correction"
 
-RULES: Mapping[Callable[[RunConfig], Violations], Keys] = {
-    models.optimizers: (),
-    data.train_files: (),
-    run.layers: (),
-    run.flash_attention: (),
-    run.ring_attention: (),
-    run.compared_validations: (),
-    run.output_folders: (),
-    run.profile: (),
-    run.tracking: (),
-    run.recovery_factors: ("recovery.hang_factor", "recovery.straggler_factor"),
-}
-SFT_RULES: Mapping[Callable[[SFTConfig], Violations], Keys] = {
-    data.chat_columns: (),
-    run.sft_metrics: (),
-}
-PREFERENCE_RULES: Mapping[Callable[[PreferenceConfig], Violations], Keys] = {
-    run.pair_metrics: (),
-    models.pairs_fit: ("actor.micro_batch.sequences",),
-}
-PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
-    run.validation_metrics: (),
-    run.mini_batches: ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
-    rollout.sampling: (*_SAMPLER, "rollout.validation.min_new_tokens", "data.max_response_length"),
-    rollout.whole_model: ("rollout.tensor_parallel_size", *_ENGINE_STAGES),
-    rollout.engine_memory: (),
-    rollout.shared_devices: (
-        *("rollout.num_replicas", "rollout.tensor_parallel_size", *_ENGINE_STAGES),
-        *_ACTOR_SIZES,
-    ),
-    rollout.generation_ahead: ("rollout.max_staleness",),
-    engine_stages.run: _ENGINE_STAGES,
-    fp8.run: (),
-    speculation.run: (),
-    data.curriculum: (),
-    reward.something_scores: (),
-    judges.judges: (),
-    agent.episodes: ("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"),
-    algorithm.estimator: ("rollout.n",),
-    algorithm.teacher: ("rollout.n", "algorithm.advantage.distillation"),
-    algorithm.critic: ("trainer.critic_warmup_steps", "trainer.total_steps"),
-    algorithm.policy_loss: ("trainer.updates_per_step", "trainer.epochs_per_batch"),
-    algorithm.aggregations: ("data.max_response_length",),
-    algorithm.functions: (),
-    algorithm.kl: (),
-    lora.reference: (),
-    lora.served: (),
-    algorithm.rollout_correction: (f"{_CORRECTION}.low", f"{_CORRECTION}.high"),
-    algorithm.dynamic_sampling: ("algorithm.dynamic_sampling.max_generations",),
-}
-# Rules for each model of a run.
-ROLE_RULES: Mapping[Callable[[RunConfig, ModelRole], Violations], Keys] = {
-    models.layout: (),
-    models.micro_batch: (),
-    models.recomputation: (),
-    lora.options: (),
-    models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
-    megatron.options: (),
-    fp8_training.recipe: (),
-}
-# Rules for each model whose architecture could be read.
-MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
-    models.fit_layout: ("{role}",),
-    experts.fit_layout: ("{role}",),
-    lora.fit_model: (),
-    vision.fit_layout: ("{role}",),
-    megatron.fit_model: (),
-    fp8_training.fit_model: ("{role}",),
-}
-# Rules for the architecture of one role's model.
-PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violations], Keys]] = {
-    "actor": {
-        rollout.engine_fits_model: _ENGINE_SIZES,
-        engine_stages.fit_model: _ENGINE_STAGES,
-        experts.engine_fits: _ENGINE_SIZES,
-        fp8.fits_model: _ENGINE_SIZES,
-        speculation.fits_model: ("rollout.tensor_parallel_size",),
-        experts.routing_replay: (),
-        vision.engine_fits: (),
-        lora.fit_engine: (),
-    },
-    REWARD_MODEL: {reward.reads_conversations: ("reward.model",)},
-}
-# Rules for all architectures together.
-PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys] = {
-    models.rows_fit: (),
-    models.kernels_fit: (),
-    models.same_vocabulary: (),
-    models.top_k_fits: ("algorithm.advantage.distillation.top_k",),
-    experts.layers_fit: (),
-    lora.layers_fit: (),
-    vision.packing: (),
-    vision.every_role: (),
-}
-SFT_MODELS_RULES: Mapping[Callable[[SFTConfig | PreferenceConfig, Architectures], Violations], Keys] = {
-    models.chats_fit: (),
-    models.kernels_fit: (),
-    experts.layers_fit: (),
-    lora.layers_fit: (),
-    vision.packing: (),
-}
+
+class Needs(Enum):
+    """The arguments of a check. Members are in the order in which checks run."""
+
+    run = auto()  # the configuration
+    role = auto()  # the configuration, and each model role
+    model = auto()  # each model role whose architecture could be read, and the architecture
+    actor = auto()  # the configuration, and the architecture of the policy
+    reward_model = auto()  # the configuration, and the architecture of the reward model
+    models = auto()  # the configuration, and all architectures by role
+    files = auto()  # the configuration, on the machine with the run's files and packages
+    folders = auto()  # the configuration, on the machine that writes the run's folders
+    plan = auto()  # a `Loaded` configuration, and the errors found in it
+    resumption = auto()  # the configuration, without errors
+    # The run that `megarl doctor` examines, the first one with the machine's GPUs.
+    gpus = auto()
+    machine = auto()
+    machine_of_run = auto()  # skipped without a configuration
+    inputs = auto()
+    processes = auto()
 
 
-class KindRules(NamedTuple):
-    """The rules of one kind of run, in addition to those for all kinds.
+@dataclass(frozen=True)
+class Check:
+    """A row of the list of checks.
 
     Attributes:
-        run: Rules that are called with the configuration.
-        model: Rules by role, called with the configuration and the architecture of the role's model.
-        models: Rules that are called with the configuration and all architectures by role.
+        function: Yields the findings. A text names a module and its function: the module is imported when
+            the check runs, so that a missing library fails only this check.
+        numbers: The keys or sections whose numbers the check relies on. `{role}` is the section of a role's
+            parallel sizes. The check is skipped if one of them is out of range.
+        kind: The runs that are checked.
+        title: The name of the check in messages.
     """
 
-    run: Mapping[Any, Keys]
-    model: Mapping[str, Mapping[Any, Keys]]
-    models: Mapping[Any, Keys]
+    needs: Needs
+    function: Callable[..., Findings] | str
+    numbers: tuple[str, ...] = ()
+    kind: type[RunConfig] | UnionType = RunConfig
+    title: str = CONFIGURATION
+
+    def run(self, *arguments: Any) -> Findings:
+        function = self.function
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+            try:
+                function = getattr(importlib.import_module(module), name)
+            except ImportError as error:
+                hint = "install the packages that the check of versions reports, then run this command again"
+                yield wrong(self.title, f"cannot be checked: {error}", hint)
+                return
+        yield from function(*arguments)
 
 
-KINDS: Mapping[type[RunConfig], KindRules] = {
-    PPOConfig: KindRules(PPO_RULES, PPO_MODEL_RULES, PPO_MODELS_RULES),
-    SFTConfig: KindRules(SFT_RULES, {}, SFT_MODELS_RULES),
-    DPOConfig: KindRules(PREFERENCE_RULES, {}, {**SFT_MODELS_RULES, models.same_vocabulary: ()}),
-    RewardModelRunConfig: KindRules(PREFERENCE_RULES, {}, SFT_MODELS_RULES),
-}
+def checks_of(checks: Sequence[Check], needs: Needs, config: RunConfig | None) -> list[Check]:
+    """Return the checks of a list that need the same. Without a configuration, those of every run."""
+    return [
+        each
+        for each in checks
+        if each.needs is needs and (each.kind is RunConfig or isinstance(config, each.kind))
+    ]
 
 
-def validate(config: RunConfig) -> list[Violation]:
+def run_checks(
+    checks: Sequence[Check],
+    config: RunConfig,
+    arguments: Mapping[Needs, Sequence[tuple[Any, ...]]],
+    broken: Collection[str] = (),
+) -> Findings:
+    """Run the checks for a configuration that need one of `arguments`, once with each tuple there.
+
+    Args:
+        broken: The keys whose numbers are out of range.
+    """
+    for needs, calls in arguments.items():
+        for call in calls:
+            section = next((each.parallel_key for each in call if isinstance(each, ModelRole)), "")
+            for check in checks_of(checks, needs, config):
+                numbers = [key.format(role=section) for key in check.numbers]
+                if not any(each == key or each.startswith(f"{key}.") for each in broken for key in numbers):
+                    yield from check.run(*call)
+
+
+def _checks(
+    needs: Needs, kind: type[RunConfig] | UnionType, rules: Mapping[Callable[..., Findings], tuple[str, ...]]
+) -> Iterator[Check]:
+    """Yield the rows of rules, given with the numbers that each relies on."""
+    for rule, numbers in rules.items():
+        yield Check(needs, rule, numbers, kind)
+
+
+# The checks of values and of files. `megarl.doctor.checks` adds those of plans, inputs and processes.
+RULES = (
+    *_checks(
+        Needs.run,
+        RunConfig,
+        {
+            models.optimizers: (),
+            data.train_files: (),
+            run.layers: (),
+            run.flash_attention: (),
+            run.ring_attention: (),
+            run.compared_validations: (),
+            run.output_folders: (),
+            run.profile: (),
+            run.tracking: (),
+            run.recovery_factors: ("recovery.hang_factor", "recovery.straggler_factor"),
+        },
+    ),
+    *_checks(
+        Needs.run,
+        SFTConfig,
+        {
+            data.chat_columns: (),
+            run.sft_metrics: (),
+        },
+    ),
+    *_checks(
+        Needs.run,
+        PreferenceConfig,
+        {
+            run.pair_metrics: (),
+            models.pairs_fit: ("actor.micro_batch.sequences",),
+        },
+    ),
+    *_checks(
+        Needs.run,
+        PPOConfig,
+        {
+            run.validation_metrics: (),
+            run.mini_batches: ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
+            rollout.sampling: (*_SAMPLER, "rollout.validation.min_new_tokens", "data.max_response_length"),
+            rollout.whole_model: ("rollout.tensor_parallel_size", *_ENGINE_STAGES),
+            rollout.engine_memory: (),
+            rollout.shared_devices: (
+                *("rollout.num_replicas", "rollout.tensor_parallel_size", *_ENGINE_STAGES),
+                *_ACTOR_SIZES,
+            ),
+            rollout.generation_ahead: ("rollout.max_staleness",),
+            engine_stages.run: _ENGINE_STAGES,
+            fp8.run: (),
+            speculation.run: (),
+            data.curriculum: (),
+            reward.something_scores: (),
+            judges.judges: (),
+            agent.episodes: ("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"),
+            algorithm.estimator: ("rollout.n",),
+            algorithm.teacher: ("rollout.n", "algorithm.advantage.distillation"),
+            algorithm.critic: ("trainer.critic_warmup_steps", "trainer.total_steps"),
+            algorithm.policy_loss: ("trainer.updates_per_step", "trainer.epochs_per_batch"),
+            algorithm.aggregations: ("data.max_response_length",),
+            algorithm.functions: (),
+            algorithm.kl: (),
+            lora.reference: (),
+            lora.served: (),
+            algorithm.rollout_correction: (f"{_CORRECTION}.low", f"{_CORRECTION}.high"),
+            algorithm.dynamic_sampling: ("algorithm.dynamic_sampling.max_generations",),
+        },
+    ),
+    *_checks(
+        Needs.role,
+        RunConfig,
+        {
+            models.layout: (),
+            models.micro_batch: (),
+            models.recomputation: (),
+            lora.options: (),
+            models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
+            megatron.options: (),
+            fp8_training.recipe: (),
+        },
+    ),
+    *_checks(
+        Needs.model,
+        RunConfig,
+        {
+            models.fit_layout: ("{role}",),
+            experts.fit_layout: ("{role}",),
+            lora.fit_model: (),
+            vision.fit_layout: ("{role}",),
+            megatron.fit_model: (),
+            fp8_training.fit_model: ("{role}",),
+        },
+    ),
+    *_checks(
+        Needs.actor,
+        PPOConfig,
+        {
+            rollout.engine_fits_model: _ENGINE_SIZES,
+            engine_stages.fit_model: _ENGINE_STAGES,
+            experts.engine_fits: _ENGINE_SIZES,
+            fp8.fits_model: _ENGINE_SIZES,
+            speculation.fits_model: ("rollout.tensor_parallel_size",),
+            experts.routing_replay: (),
+            vision.engine_fits: (),
+            lora.fit_engine: (),
+        },
+    ),
+    *_checks(Needs.reward_model, PPOConfig, {reward.reads_conversations: ("reward.model",)}),
+    *_checks(
+        Needs.models,
+        PPOConfig,
+        {
+            models.rows_fit: (),
+            models.kernels_fit: (),
+            models.same_vocabulary: (),
+            models.top_k_fits: ("algorithm.advantage.distillation.top_k",),
+            experts.layers_fit: (),
+            lora.layers_fit: (),
+            vision.packing: (),
+            vision.every_role: (),
+        },
+    ),
+    *_checks(
+        Needs.models,
+        SFTConfig | PreferenceConfig,
+        {
+            models.chats_fit: (),
+            models.kernels_fit: (),
+            experts.layers_fit: (),
+            lora.layers_fit: (),
+            vision.packing: (),
+        },
+    ),
+    *_checks(Needs.models, DPOConfig, {models.same_vocabulary: ()}),
+    Check(Needs.models, partial(unread_keys, refused=True)),
+    *_checks(Needs.files, RunConfig, dict.fromkeys(machine.RULES, ())),
+    Check(Needs.folders, machine.writable_folders),
+)
+
+
+def validate(config: RunConfig) -> list[Finding]:
     """Return the violations of all rules that do not depend on the machine.
 
     The only files that are read are the models' `config.json`. A rule is skipped if one of its numbers is out
-    of range, which is reported instead. `rules.machine` checks the requirements on the run's machine.
+    of range, which is reported instead.
     """
-    violations = list(range_violations(config))
+    found = list(range_violations(config))
     # A rule that relies on a number out of range would only repeat the problem.
-    broken = {key for violation in violations for key in violation.keys}
+    broken = {key for each in found for key in each.keys}
 
     # Check the configuration alone.
-    kind = KINDS[type(config)]
-    violations += _violations(RULES, broken, config)
-    violations += _violations(kind.run, broken, config)
     roles = model_roles(config)
-    for role in roles:
-        violations += _violations(ROLE_RULES, broken, config, role, section=role.parallel_key)
+    found += run_checks(
+        RULES, config, {Needs.run: [(config,)], Needs.role: [(config, role) for role in roles]}, broken
+    )
 
-    # Check the configuration against the models.
+    # Check the configuration against the models. One that could not be read is reported, and has no checks.
     architectures, unreadable = read_architectures(config)
-    violations += unreadable
-
-    for role in roles:
-        if (model := architectures.get(role.name)) is not None:
-            violations += _violations(MODEL_RULES, broken, role, model, section=role.parallel_key)
-
-    # A model that could not be read is reported already, so its rules are skipped.
-    for name, rules in kind.model.items():
-        if name in architectures:
-            violations += _violations(rules, broken, config, architectures[name])
-
-    violations += _violations(kind.models, broken, config, architectures)
-    violations += unread_keys(config, architectures, refused=True)
+    found += unreadable
+    of_models = {
+        Needs.model: [(role, architectures[role.name]) for role in roles if role.name in architectures],
+        Needs.actor: [(config, architectures[name]) for name in architectures if name == "actor"],
+        Needs.reward_model: [(config, architectures[name]) for name in architectures if name == REWARD_MODEL],
+        Needs.models: [(config, architectures)],
+    }
+    found += run_checks(RULES, config, of_models, broken)
 
     # The reference shares the actor's model and layout, and therefore its violations.
-    return list(dict.fromkeys(violations))
+    return list(dict.fromkeys(found))
 
 
-def _violations(
-    rules: Mapping[Any, Keys], broken: Collection[str], *arguments: object, section: str = ""
-) -> Violations:
-    """Apply the rules whose numbers are in range."""
-    for rule, keys in rules.items():
-        needed = [key.format(role=section) for key in keys]
-        if not any(each == key or each.startswith(f"{key}.") for each in broken for key in needed):
-            yield from rule(*arguments)
+def validate_here(config: RunConfig, *, writes: bool = True) -> list[Finding]:
+    """Return the findings about data, code, models, GPUs, packages and folders on this machine.
+
+    Args:
+        writes: Whether the run starts on this machine, so that its folders must be writable.
+    """
+    needed = {Needs.files: [(config,)]} | ({Needs.folders: [(config,)]} if writes else {})
+    return list(dict.fromkeys(run_checks(RULES, config, needed)))
 
 
-def read_architectures(config: RunConfig) -> tuple[Architectures, list[Violation]]:
+def read_architectures(config: RunConfig) -> tuple[Architectures, list[Finding]]:
     """Return the architectures of the models by role, and the violations of those that cannot be read.
 
     The architecture of a role that trains adapters includes them.
@@ -243,24 +344,22 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Violation
             architecture = read_architecture(role.path, config.model.trust_remote_code)
             architectures[role.name] = replace(architecture, lora=role.lora)
         except ConfigError as error:
-            violations.append(Violation((role.path_key,), f"{error.source}: {'; '.join(error.problems)}"))
+            violations.append(Finding((role.path_key,), f"{error.source}: {'; '.join(error.problems)}"))
 
     # Judges that the run serves are no model roles, but their memory is planned.
     for name, judge in judge_roles(config).items():
         try:
             architectures[name] = read_architecture(judge.path, config.model.trust_remote_code)
         except ConfigError as error:
-            violations.append(
-                Violation((f"{judge.key}.path",), f"{error.source}: {'; '.join(error.problems)}")
-            )
+            violations.append(Finding((f"{judge.key}.path",), f"{error.source}: {'; '.join(error.problems)}"))
 
     return architectures, violations
 
 
-def range_violations(config: object) -> Violations:
+def range_violations(config: object) -> Findings:
     """Yield the numbers of a configuration that are outside the ranges of their keys."""
     for leaf in leaves(config):
         if leaf.items is not None and not leaf.items.fits(leaf.value):
-            yield Violation((leaf.key,), f"is {leaf.value}, but must be {leaf.items}")
+            yield Finding((leaf.key,), f"is {leaf.value}, but must be {leaf.items}")
         elif isinstance(leaf.value, int | float) and leaf.value not in leaf.range:
-            yield Violation((leaf.key,), leaf.range.explain(leaf.value))
+            yield Finding((leaf.key,), leaf.range.explain(leaf.value))

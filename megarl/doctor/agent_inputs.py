@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.protocol import Schema, Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.user_tools import ANSWER, try_agent
+from megarl.config.finding import Finding, doubtful, good, refused, wrong
 from megarl.config.schema import AgentConfig, PPOConfig
 from megarl.data.files import DataError
 from megarl.data.prompts import read_prompt, read_prompt_rows
@@ -18,7 +19,6 @@ from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tokenizer import Tools
 from megarl.data.tool_columns import names_of
 from megarl.data.turns import TurnTemplate
-from megarl.doctor.check_result import CheckResult, doubtful, good, refused, wrong
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
 )
@@ -48,7 +48,7 @@ def judge_agent(
     tokenizer: PreTrainedTokenizerBase,
     skipped: Collection[str] = (),
     limit_s: float = LOAD_LIMIT_S,
-) -> tuple[CheckResult, Tools]:
+) -> tuple[Finding, Tools]:
     """Let the tools or the environment answer a first turn, in a process with a time limit (see `try_agent`).
 
     The chat template is tested with a growing conversation and with the environment's reply.
@@ -134,7 +134,7 @@ def _parser_problem(
     return None
 
 
-def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float) -> CheckResult:
+def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float) -> Finding:
     """Load the program of a harness in a process with a time limit, without running it."""
     if agent.harness.external:
         return good(

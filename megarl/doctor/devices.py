@@ -13,8 +13,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.schema import Device
-from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.processors import torch_cuda, visible_devices
 from megarl.machine.wording import counted, sized
@@ -144,7 +144,7 @@ def _mig_instance(name: str, gpus: Sequence[Gpu]) -> Gpu:
     )
 
 
-def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[CheckResult]:
+def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[Finding]:
     """Check the GPUs.
 
     Args:
@@ -183,7 +183,7 @@ def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[
         )
 
 
-def _driver(found: Gpus) -> Iterator[CheckResult]:
+def _driver(found: Gpus) -> Iterator[Finding]:
     if found.torch_cuda is None:
         yield wrong(
             CHECK,
@@ -200,7 +200,7 @@ def _driver(found: Gpus) -> Iterator[CheckResult]:
         yield wrong(CHECK, message, hint, driver_cuda=found.driver_cuda, torch_cuda=found.torch_cuda)
 
 
-def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[CheckResult]:
+def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[Finding]:
     if len(gpus) < max(needed, 1):
         message = f"this machine has {counted(len(gpus), 'GPU')}, but the placement needs {needed} per node"
         hint = (
@@ -217,7 +217,7 @@ def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[CheckResult]:
         )
 
 
-def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
+def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
     for gpu in gpus:
         if gpu.memory and gpu.used > _IN_USE_SHARE * gpu.memory:
             message = f"GPU {gpu.index} has {sized(gpu.used)} of {sized(gpu.memory)} in use"
@@ -244,7 +244,7 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-def check(subject: ExaminedRun, found: Gpus) -> Iterator[CheckResult]:
+def check(subject: ExaminedRun, found: Gpus) -> Iterator[Finding]:
     config = subject.config
     plan = subject.plan
     peak = 0

@@ -15,6 +15,7 @@ from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.user_functions import try_functions
+from megarl.config.finding import DATA, Finding, Status, doubtful, good, refused, wrong
 from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.rules.data import too_few_rows
 from megarl.config.rules.machine import has_tokenizer, has_weights
@@ -43,8 +44,7 @@ from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.turns import closing_token
 from megarl.data.whole_chat import spelled_special
 from megarl.doctor.agent_inputs import judge_agent
-from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, wrong
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.examined_run import ROWS, ExaminedRun
 from megarl.doctor.judges import judge_prompts
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
@@ -76,12 +76,11 @@ TOKENIZERS = "tokenizers"
 FUNCTIONS = "functions of the algorithm"
 SAMPLER = "curriculum sampler"
 DEVICES = "devices"
-ROWS = 256  # number of rows of each file that are rendered
 
 
-def check(subject: ExaminedRun) -> Iterator[CheckResult]:
-    if subject.config is not None:
-        yield from findings(subject.config, subject.architectures, subject.unfetched)
+def check(subject: ExaminedRun) -> Iterator[Finding]:
+    assert subject.config is not None
+    yield from findings(subject.config, subject.architectures, subject.skipped, subject.num_rows)
 
 
 def findings(
@@ -89,7 +88,7 @@ def findings(
     architectures: Mapping[str, Architecture],
     skipped: Collection[str] = (),
     num_rows: int = ROWS,
-) -> Iterator[CheckResult]:
+) -> Iterator[Finding]:
     """Check all inputs of a run that are on this machine.
 
     Args:
@@ -109,7 +108,7 @@ def findings(
 
 def _text_findings(
     config: Config, architectures: Mapping[str, Architecture], skipped: Collection[str], num_rows: int
-) -> Iterator[CheckResult]:
+) -> Iterator[Finding]:
     """Check the tokenizers, and what is rendered with the policy's: the agent and the data."""
     policy: PreTrainedTokenizerBase | None = None
     for role in model_roles(config):
@@ -149,7 +148,7 @@ def _text_findings(
             yield from data(config, tokenizer, skipped, num_rows, tools)
 
 
-def _scoring_findings(config: PPOConfig, skipped: Collection[str], num_rows: int) -> Iterator[CheckResult]:
+def _scoring_findings(config: PPOConfig, skipped: Collection[str], num_rows: int) -> Iterator[Finding]:
     """Check rewards, judges, the functions of the algorithm, teachers and the curriculum."""
     if config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
         rows, val_sources = choose_truths(config.data, skipped, MOST_TRUTHS if num_rows > 1 else 1)
@@ -169,7 +168,7 @@ def _scoring_findings(config: PPOConfig, skipped: Collection[str], num_rows: int
         yield judge_sampler(sampler)
 
 
-def judge_device(config: Config) -> CheckResult:
+def judge_device(config: Config) -> Finding:
     """Check that the device profile of a run can be loaded."""
     key = "placement.device_profile"
     try:
@@ -190,7 +189,7 @@ def _distinct_models(config: Config, architectures: Mapping[str, Architecture]) 
     return list({role.path: role for role in reversed(roles)}.values())[::-1]
 
 
-def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelRole) -> CheckResult:
+def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelRole) -> Finding:
     """Check that the weights are complete.
 
     Each file must have its full size, and each tensor of the index must be in its file with the shape of
@@ -217,7 +216,7 @@ def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelR
     )
 
 
-def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> CheckResult:
+def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Finding:
     """Check a tokenizer with a chat template. Raises ValueError if generation_config.json cannot be read."""
     facts = {"folder": role.path, "tokens": len(tokenizer), "end_token": tokenizer.eos_token}
     others = sorted(end_token_ids(role.path) - {tokenizer.eos_token_id})
@@ -272,9 +271,9 @@ def data(
     skipped: Collection[str],
     num_rows: int,
     tools: Tools = None,
-) -> list[CheckResult]:
+) -> list[Finding]:
     """Check the first rows of each file, read and rendered like in the run."""
-    results: list[CheckResult] = []
+    results: list[Finding] = []
     counts = list[int | None]()
 
     for key in ("data.train_files", "data.val_files"):
@@ -311,7 +310,7 @@ def data(
     return results
 
 
-def judge_held_out(config: Config) -> Iterator[CheckResult]:
+def judge_held_out(config: Config) -> Iterator[Finding]:
     """Warn about validation files that are training files too, under the same or another name."""
     trained = {os.path.realpath(file): file for file in config.data.train_files}
     for file in dict.fromkeys(config.data.val_files):
@@ -327,7 +326,7 @@ def judge_held_out(config: Config) -> Iterator[CheckResult]:
             )
 
 
-def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckResult]:
+def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[Finding]:
     """Check that the training files have enough rows for a step, if their number is known."""
     key = config.batch_key
     known = [count for count in counts if count is not None]
@@ -401,7 +400,7 @@ def judge_rows(
     lengths: Sequence[int],
     *,
     has_bounds: bool = False,
-) -> CheckResult:
+) -> Finding:
     """Check the lengths of the first rows.
 
     Args:
@@ -436,7 +435,7 @@ def judge_rows(
     )
 
 
-def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[CheckResult]:
+def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[Finding]:
     """Test a custom estimator and policy loss on two samples, in a process with a time limit.
 
     `try_functions` runs in that process.
@@ -466,7 +465,7 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
     )
 
 
-def judge_sampler(reference: str, limit_s: float = LOAD_LIMIT_S) -> CheckResult:
+def judge_sampler(reference: str, limit_s: float = LOAD_LIMIT_S) -> Finding:
     """Load a custom sampler of a curriculum, in a process with a time limit."""
     return _judge_code(
         SAMPLER,
@@ -493,7 +492,7 @@ def _judge_code(
     when: str,
     does: str,
     limit_s: float,
-) -> CheckResult:
+) -> Finding:
     """Run user code in a separate process, which is ended after the time limit.
 
     Args:

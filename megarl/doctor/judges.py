@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 
+from megarl.config.finding import Finding, doubtful, good, refused
 from megarl.config.schema import DataConfig, JudgeConfig, PPOConfig
 from megarl.data.files import DataError
 from megarl.data.prompts import read_prompt_rows, read_reward_inputs
 from megarl.data.tables import chat_messages
-from megarl.doctor.check_result import CheckResult, doubtful, good, refused
 from megarl.doctor.reward_functions import REWARDS
 from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards.judge_reply import load_judge
@@ -19,7 +19,7 @@ from megarl.rewards.process import ScoreRequest
 SOLUTION = "(the response)"  # a row of the data has none
 
 
-def judge_prompts(config: PPOConfig, skipped: Collection[str]) -> Iterator[CheckResult]:
+def judge_prompts(config: PPOConfig, skipped: Collection[str]) -> Iterator[Finding]:
     """Load the template and the function of each judge, and render its prompt for the first row."""
     sample = None if "data.train_files" in skipped else first_sample(config.data)
     for index, judge in enumerate(config.reward.judges):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import psutil
 
+from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.controller.daemons import OBJECT_STORE_MB
-from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.processors import usable_cores
@@ -48,7 +48,7 @@ _SLOW = {
 _OFF = ("", "0", "OFF", "INFO")
 
 
-def shared_memory(subject: ExaminedRun) -> Iterator[CheckResult]:
+def shared_memory(subject: ExaminedRun) -> Iterator[Finding]:
     folder = subject.shared_memory
     if not folder.is_dir():
         yield wrong("shared memory", f"there is no {folder}", f"mount it: mount -t tmpfs tmpfs {folder}")
@@ -59,7 +59,7 @@ def shared_memory(subject: ExaminedRun) -> Iterator[CheckResult]:
     yield judge_shared_memory(str(folder), usage.total, usage.free, needed)
 
 
-def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> CheckResult:
+def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Finding:
     # Suggest twice the required size, in whole GiB.
     gib = max(1, -(-2 * needed // 2**30))
     hint = (
@@ -80,11 +80,11 @@ def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Chec
     return good("shared memory", f"{folder} has {sized(free)} free, {sized(needed)} needed", **facts)
 
 
-def open_files(subject: ExaminedRun) -> Iterator[CheckResult]:
+def open_files(subject: ExaminedRun) -> Iterator[Finding]:
     yield judge_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
-def judge_open_files(soft: int, hard: int) -> CheckResult:
+def judge_open_files(soft: int, hard: int) -> Finding:
     hint = (
         "run ulimit -n 65536 in the shell that starts the run (and Ray); to exceed the hard limit, set "
         "nofile in /etc/security/limits.conf or docker"
@@ -112,7 +112,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
     return good("open files", f"a process may open {soft:,}", **facts)
 
 
-def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
+def memory(subject: ExaminedRun) -> Iterator[Finding]:
     """Check host memory.
 
     It contains the models of a run on CPUs. With GPUs, it contains only libraries and offloaded data.
@@ -159,7 +159,7 @@ def _cgroup_limit() -> int | None:
     return None
 
 
-def judge_memory(total: int, available: int, planned: int) -> CheckResult:
+def judge_memory(total: int, available: int, planned: int) -> Finding:
     facts = {"total": total, "available": available, "planned": planned}
     hint = (
         "use fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of "
@@ -185,7 +185,7 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
     return good("memory", f"{sized(available)} of {sized(total)} available{needs}", **facts)
 
 
-def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
+def sandbox(subject: ExaminedRun) -> Iterator[Finding]:
     """Test each level of the sandbox for model-written programs."""
     # A plain process has no isolation to test.
     reasons = {level: why_not(level) for level in Level if level is not Level.process}
@@ -203,7 +203,7 @@ def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
         yield good("sandbox", f"{holds[0]}, for model-written programs", **facts)
 
 
-def threads(subject: ExaminedRun) -> Iterator[CheckResult]:
+def threads(subject: ExaminedRun) -> Iterator[Finding]:
     cores = usable_cores()
     side_by_side = (
         []
@@ -217,7 +217,7 @@ def threads(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 def judge_threads(
     setting: str | None, cores: int, processes: int, use_gpu: bool, side_by_side: Collection[int] = ()
-) -> CheckResult:
+) -> Finding:
     """Check the number of threads.
 
     `side_by_side` is the number of processes of a node that compute in each phase.
@@ -295,11 +295,11 @@ def probe_clock() -> Clock:
     return Clock(not timex.status & _STA_UNSYNC, timex.max_error / 1e6)
 
 
-def clock(subject: ExaminedRun) -> Iterator[CheckResult]:
+def clock(subject: ExaminedRun) -> Iterator[Finding]:
     yield judge_clock(probe_clock(), 1 if subject.plan is None else subject.plan.num_nodes)
 
 
-def judge_clock(found: Clock, num_nodes: int) -> CheckResult:
+def judge_clock(found: Clock, num_nodes: int) -> Finding:
     # The key in the JSON output keeps its spelling.
     facts = {"synchronised": found.synchronized, "max_error_s": found.max_error_s}  # codespell:ignore
     if found.synchronized:
@@ -319,11 +319,11 @@ def judge_clock(found: Clock, num_nodes: int) -> CheckResult:
     return doubtful("clock", "the kernel reports that this clock is not synchronized", hint, **facts)
 
 
-def environment(subject: ExaminedRun) -> Iterator[CheckResult]:
+def environment(subject: ExaminedRun) -> Iterator[Finding]:
     yield from judge_environment(os.environ)
 
 
-def judge_environment(variables: Mapping[str, str]) -> Iterator[CheckResult]:
+def judge_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
     slow = {name: cost for name, cost in _SLOW.items() if variables.get(name, "") not in _OFF}
     for name, cost in slow.items():
         yield doubtful(

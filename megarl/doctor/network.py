@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
+from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.controller.environment import fill_in
-from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.ports import hold_port
 from megarl.machine.ray_address import host_and_port
@@ -114,7 +114,7 @@ def _reason(text: str) -> str:
     return (raised or lines or ["the sums are wrong"])[-1]
 
 
-def judge_loopback(found: Loopback) -> CheckResult:
+def judge_loopback(found: Loopback) -> Finding:
     variable = VARIABLE[found.backend]
     over = (
         f"over {found.interface} ({variable})"
@@ -149,7 +149,7 @@ def judge_loopback(found: Loopback) -> CheckResult:
     return good(LOOPBACK, f"{what}: 1 MiB in {1000 * found.seconds:,.1f} ms", seconds=found.seconds, **facts)
 
 
-def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> CheckResult | None:
+def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> Finding | None:
     """Check the interface variable; None if it is unset or names an existing interface.
 
     NCCL accepts lists, prefixes, and ^ before interfaces to avoid.
@@ -169,7 +169,7 @@ def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -
     return wrong(LOOPBACK, message, hint, backend=backend, interface=name, interfaces=list(interfaces))
 
 
-def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
+def loopback(subject: ExaminedRun) -> Iterator[Finding]:
     """Test communication between ranks on this machine.
 
     The ranks are as many as the run's largest group has on a node, and have the environment of the run's
@@ -252,7 +252,7 @@ def _listener(number: int) -> str | None:
     return None
 
 
-def judge_port(port: Port) -> CheckResult:
+def judge_port(port: Port) -> Finding:
     facts = {"port": port.number, "purpose": port.purpose, "used_by": port.user}
     if port.user is None:
         return good(PORTS, f"{port.number} is free for {port.purpose}", **facts)
@@ -283,7 +283,7 @@ def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[i
     return needed
 
 
-def ports(subject: ExaminedRun) -> Iterator[CheckResult]:
+def ports(subject: ExaminedRun) -> Iterator[Finding]:
     needed = needed_ports(subject, os.environ)
     for number, purpose in needed.items():
         yield judge_port(probe_port(number, purpose))

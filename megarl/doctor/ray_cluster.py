@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megarl.config.finding import Finding, Status, doubtful, good, wrong
 from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
@@ -22,7 +23,6 @@ from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
 from megarl.controller.node_resources import fits
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, node_demands
-from megarl.doctor.check_result import CheckResult, Status, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.machine import judge_open_files, judge_shared_memory
 from megarl.doctor.storage import MARK
@@ -38,7 +38,7 @@ _SKEW_S = 1.0
 _SHOWN_NODES = 8
 
 
-def check(subject: ExaminedRun) -> Iterator[CheckResult]:
+def check(subject: ExaminedRun) -> Iterator[Finding]:
     """Join the cluster of RAY_ADDRESS, or start Ray on this machine like the run, and disconnect."""
     where = f"the cluster at {subject.ray_address}" if subject.ray_address else "a local Ray on this machine"
     num_cpus = 1 if subject.plan is None else subject.plan.num_cpus
@@ -99,7 +99,7 @@ def _files_of(subject: ExaminedRun) -> Generator[list[str]]:
         yield list(dict.fromkeys(path for path in paths if Path(path).exists()))
 
 
-def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
+def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
     """Check limits and the run's files on the other nodes."""
     for node in nodes:
         here_too = f"node {node.address}: "
@@ -136,7 +136,7 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
                 )
 
 
-def _unreachable(where: str, error: Exception, address: str | None) -> CheckResult:
+def _unreachable(where: str, error: Exception, address: str | None) -> Finding:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if address is not None:
         hint = (
@@ -154,7 +154,7 @@ def _unreachable(where: str, error: Exception, address: str | None) -> CheckResu
     return wrong(RAY, f"{where} does not start: {reason}", hint)
 
 
-def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult]:
+def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[Finding]:
     faults = [finding for node in report.nodes for finding in _node_faults(node, driver)]
     for address in report.dead:
         hint = (
@@ -169,7 +169,7 @@ def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult
         yield judge_clocks([node for node in report.nodes if node.software is not None])
 
 
-def _node_faults(node: NodeReport, driver: Software) -> Iterator[CheckResult]:
+def _node_faults(node: NodeReport, driver: Software) -> Iterator[Finding]:
     if node.software is None:
         hint = (
             f"install the same megarl there ({driver.megarl} on Python {driver.python}); the worker's "
@@ -215,7 +215,7 @@ def _facts(node: NodeReport) -> dict[str, object]:
     }
 
 
-def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
+def judge_clocks(nodes: Sequence[NodeReport]) -> Finding:
     """Check the clocks of the nodes that responded.
 
     Differences within the measurement uncertainty are ignored.
@@ -242,7 +242,7 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     )
 
 
-def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> CheckResult:
+def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> Finding:
     demands = node_demands(pools)
     facts = {"needed": demands, "nodes": [_facts(node) for node in report.nodes]}
     hint = (

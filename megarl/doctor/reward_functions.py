@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from megarl.config.finding import Finding, doubtful, good, refused, wrong
 from megarl.config.schema import DataConfig, PPOConfig, RewardConfig
 from megarl.config.validation_metrics import (
     RewardKeys,
@@ -15,7 +16,6 @@ from megarl.config.validation_metrics import (
 )
 from megarl.data.files import DataError
 from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_rows
-from megarl.doctor.check_result import CheckResult, doubtful, good, refused, wrong
 from megarl.rewards.judge_reply import judge_numbers
 from megarl.rewards.process import RewardFunctionError, function_labels
 from megarl.rewards.scorer import RewardError, RewardScorer
@@ -96,7 +96,7 @@ def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow
 
 def judge_rewards(
     reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S
-) -> tuple[list[CheckResult], Mapping[str, RewardKeys]]:
+) -> tuple[list[Finding], Mapping[str, RewardKeys]]:
     """Load the functions, and test them on the ground truths of the rows and on empty responses.
 
     Without rows they are only loaded. Returns the results, and the additional keys of the functions by data
@@ -181,7 +181,7 @@ def _span(scores: Sequence[float]) -> str:
     return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 
-def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
+def _refusals(trials: Sequence[Trial], files: str) -> Iterator[Finding]:
     """Yield errors for ground truths that no response can match.
 
     Functions whose keys differ between samples are errors too.
@@ -207,7 +207,7 @@ def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
         )
 
 
-def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: str) -> Iterator[CheckResult]:
+def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: str) -> Iterator[Finding]:
     """Yield problems of ground truths and empty responses for which a function returns no score."""
     failed = [trial for trial in trials if trial.error is not None]
     slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
@@ -247,7 +247,7 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
         )
 
 
-def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
+def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterator[Finding]:
     """Yield warnings about ground truths with a suspiciously low score."""
     if unrewarded := worthless(trials):
         first = unrewarded[0]
@@ -298,7 +298,7 @@ def _place(trial: Trial) -> str:
 
 def judge_compared_metrics(
     config: PPOConfig, val_sources: Collection[str], keys: Mapping[str, RewardKeys]
-) -> Iterator[CheckResult]:
+) -> Iterator[Finding]:
     """Check that `checkpoint.keep_best` and `trainer.early_stop` use metrics that the run's validations log.
 
     Args:

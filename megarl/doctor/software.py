@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl import __version__
+from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.layers import (
     choose_layers,
     has_transformer_engine,
@@ -21,7 +22,6 @@ from megarl.config.layers import (
 from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
 from megarl.config.tested_versions import Tested, tested_versions
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
-from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "versions"
@@ -81,7 +81,7 @@ def _required_versions(name: str, others: tuple[str, ...]) -> dict[str, str]:
     }
 
 
-def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
+def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Finding]:
     """Check the versions. `of_engine` are the additional requirements of the run's rollout engine."""
     faults = list(_faults(installed, of_engine))
     yield from faults
@@ -124,7 +124,7 @@ def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[
     ]
 
 
-def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
+def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Finding]:
     if not _within(installed.python, PYTHON):
         hint = "create the virtual environment with another Python, such as 3.12"
         yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", hint, python=installed.python)
@@ -175,12 +175,12 @@ def _within(version: str, versions: str) -> bool:
     return SpecifierSet(versions).contains(version, prereleases=True)
 
 
-def check(subject: ExaminedRun) -> Iterator[CheckResult]:
+def check(subject: ExaminedRun) -> Iterator[Finding]:
     engine = None if subject.config is None else subject.config.rollout_engine
     return judge(probe(), {} if engine is None else engine.needs.packages)
 
 
-def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
+def layers(subject: ExaminedRun) -> Iterator[Finding]:
     """Report the layer implementation of the run's models, and kernels that are not installed here."""
     config = subject.config
     installed = has_transformer_engine()

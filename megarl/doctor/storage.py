@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
-from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.machine.errors import CheckpointError, ConfigError
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted, sized
 
@@ -107,7 +109,7 @@ def file_system(folder: Path) -> str:
     return found
 
 
-def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckResult]:
+def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[Finding]:
     """Check the disk.
 
     Args:
@@ -162,7 +164,7 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
         )
 
 
-def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[CheckResult]:
+def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[Finding]:
     hint = "lower checkpoint.keep, raise checkpoint.every_steps, or set checkpoint.dir to a larger disk"
     if disk.free < one:
         message = f"{disk.folder} has {sized(disk.free)} free, but one checkpoint needs {sized(one)}"
@@ -175,7 +177,7 @@ def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator
         yield doubtful(CHECK, message, hint, **facts)
 
 
-def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[CheckResult]:
+def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[Finding]:
     if disk.kind.startswith(NETWORK):
         message = (
             f"{disk.folder} is on {disk.kind}, which is slow for many writers, and on which nodes may see a "
@@ -203,7 +205,7 @@ def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[Chec
         yield doubtful(CHECK, message, "mount a volume, and set checkpoint.dir to a folder in it", **facts)
 
 
-def check(subject: ExaminedRun) -> Iterator[CheckResult]:
+def check(subject: ExaminedRun) -> Iterator[Finding]:
     config = subject.config
     if config is None:
         return
@@ -212,3 +214,19 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
     yield from judge(
         probe(checkpoint_path(config)), num_nodes=num_nodes, one=one, most=most_checkpoints(config)
     )
+
+
+def resumption(config: RunConfig) -> Iterator[Finding]:
+    """Check that the run can resume from the folder `checkpoint.resume`, if it is on this machine."""
+    resume = config.checkpoint.resume
+    if resume in (RESUME_AUTO, RESUME_DISABLE) or not os.path.isdir(resume):
+        return
+    # Imported here, because only a run that resumes needs it.
+    from megarl.trainers.resume import find_resume
+
+    try:
+        find_resume(config)
+    except ConfigError as error:
+        yield from (Finding((), line) for line in error.problems)
+    except CheckpointError as error:
+        yield Finding(("checkpoint.resume",), str(error))

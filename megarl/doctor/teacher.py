@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.config.finding import DATA, Finding, good, wrong
 from megarl.config.roles import ModelRole, absent_teacher
 from megarl.config.schema import PPOConfig
 from megarl.data.files import DataError
 from megarl.data.prompts import read_reward_inputs, read_reward_rows
-from megarl.doctor.check_result import DATA, CheckResult, good, wrong
 from megarl.machine.wording import counted
 
 _CHECK = "tokenizers"
 
 
-def judge_data_sources(config: PPOConfig) -> Iterator[CheckResult]:
+def judge_data_sources(config: PPOConfig) -> Iterator[Finding]:
     """Check that a teacher scores the samples of each data source of the training files.
 
     All rows are read, without their prompts. The check of the data reports files that cannot be read.
@@ -35,7 +35,7 @@ def judge_data_sources(config: PPOConfig) -> Iterator[CheckResult]:
 
 def judge_teacher(
     role: ModelRole, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase | None
-) -> CheckResult:
+) -> Finding:
     """Compare the vocabularies of a teacher's and the policy's tokenizers, with their special tokens.
 
     Args:

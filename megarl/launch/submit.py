@@ -26,7 +26,7 @@ from megarl.config.load import read_config
 from megarl.config.rules.machine import code_files
 from megarl.config.schema import RunConfig
 from megarl.controller.environment import users_settings
-from megarl.doctor.checked_config import load_checked_anywhere, refuse
+from megarl.doctor.checks import load_for_plan, refuse
 from megarl.launch.job_files import RUN_FILE, absent_secrets, pack
 from megarl.machine.wording import counted
 
@@ -66,7 +66,7 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     # Silence progress messages about uploads and connections.
     logging.getLogger("ray").setLevel(logging.WARNING)
     # Paths may exist only on the cluster, so missing ones are only listed.
-    absent = load_checked_anywhere(RunConfig, config_path, overrides, starts_elsewhere=True).absent
+    absent = load_for_plan(RunConfig, config_path, overrides, starts_elsewhere=True).absent
 
     # Hub names and a dtype that depends on the device stay unresolved until the job runs on the cluster.
     config = read_config(RunConfig, config_path, overrides).required()

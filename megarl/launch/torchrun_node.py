@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megarl.config.schema import RunConfig
 from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
-from megarl.doctor.checked_config import load_checked_here
+from megarl.doctor.checks import load_for_run
 from megarl.launch.ray_node import RayNode, logical_cpus
 from megarl.machine.errors import ConfigError
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
@@ -160,7 +160,7 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
 
 
 def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
-    config = load_checked_here(RunConfig, config_path, overrides)
+    config = load_for_run(RunConfig, config_path, overrides, reads_inputs=False)
     num_cpus = logical_cpus(plan_placement(config).num_cpus)
     # Wait until every node has announced its address.
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megarl.config.rules import rollout as rollout_rules
 from megarl.config.schema import PPOConfig
-from megarl.config.validate import PPO_MODEL_RULES
+from megarl.config.validate import RULES, Needs, checks_of
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
@@ -177,9 +177,9 @@ def _problem(
         return problem
     for violation in rollout_rules.whole_model(config):
         return str(violation)
-    for rule in PPO_MODEL_RULES["actor"]:
-        for violation in rule(config, policy):
-            return str(violation)
+    for check in checks_of(RULES, Needs.actor, config):
+        for found in check.run(config, policy):
+            return str(found)
     return None
 
 

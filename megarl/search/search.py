@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from megarl.config.roles import SOURCE_TEACHER, judge_roles, model_roles
-from megarl.config.validate import PPO_RULES, read_architectures, validate
+from megarl.config.validate import RULES, Needs, checks_of, read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 from megarl.placement.memory import budget_problems, plan_memory
@@ -191,10 +191,10 @@ class _Search:
             placement=placement_of(self._space, pools),
             rollout=replace(config.rollout, max_staleness=max_staleness),
         )
-        for rule, keys in PPO_RULES.items():
-            if "rollout.max_staleness" in keys:
-                for violation in rule(config):
-                    return str(violation)
+        for check in checks_of(RULES, Needs.run, config):
+            if "rollout.max_staleness" in check.numbers:
+                for found in check.run(config):
+                    return str(found)
         return None
 
 

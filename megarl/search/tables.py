@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from megarl.config.finding import Finding
 from megarl.config.roles import REWARD_MODEL, ModelRole
 from megarl.config.rules import experts, fp8_training, models, vision
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
-from megarl.config.validate import MODEL_RULES, ROLE_RULES
-from megarl.config.violation import Violation
+from megarl.config.validate import RULES, Check, Needs, checks_of
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
 from megarl.search.engines import EngineShape, engines_of
@@ -240,16 +240,16 @@ def _problem(
             micro_batch=MicroBatchConfig(sequences=1),
             recomputation=Recomputation(),
         )
-        for rule in ROLE_RULES:
-            if rule not in _OF_VARIANTS:
-                for violation in rule(space.config, fitted):
-                    return _reason(rule, violation)
-        for rule in MODEL_RULES:
-            for violation in rule(fitted, architectures[role.name]):
-                return _reason(rule, violation)
+        for check in checks_of(RULES, Needs.role, space.config):
+            if check.function not in _OF_VARIANTS:
+                for found in check.run(space.config, fitted):
+                    return _reason(check, found)
+        for check in checks_of(RULES, Needs.model, space.config):
+            for found in check.run(fitted, architectures[role.name]):
+                return _reason(check, found)
 
     return None
 
 
-def _reason(rule: object, violation: Violation) -> tuple[Reason, str]:
-    return (Reason.divisibility if rule in _DIVISIBILITY else Reason.rules, str(violation))
+def _reason(check: Check, found: Finding) -> tuple[Reason, str]:
+    return (Reason.divisibility if check.function in _DIVISIBILITY else Reason.rules, str(found))

@@ -10,7 +10,7 @@ import yaml
 from megarl.config.load import read_config, schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.step_time.device import load_device
@@ -51,7 +51,7 @@ def named(examples: list[Block]) -> list:
 def test_a_run_fits_into_the_memory_of_its_gpus(block: Block, tmp_path: Path):
     path = written(block, tmp_path)
     # This raises what `megarl check` prints, also for the memory that GPUs of an unknown kind have.
-    config = load_checked_anywhere(schema_of(path), path, ["device=cuda"]).config
+    config = load_for_plan(schema_of(path), path, ["device=cuda"]).config
     devices = plan_memory(config, plan_placement(config), read_architectures(config)[0])
     assert config.placement.device_memory_gb is not None
     assert 0 < max(device.peak for device in devices) <= config.placement.device_memory_gb * 2**30

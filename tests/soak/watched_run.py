@@ -23,7 +23,7 @@ from megarl.cli.run.context import run_context_of
 from megarl.cli.run.train import open_ppo
 from megarl.config.schema import PPOConfig
 from megarl.controller.group import RayWorkerGroup
-from megarl.doctor.examined_config import load_for_run
+from megarl.doctor.checks import load_for_run
 from megarl.trainers.monitor import phases_by_call
 from megarl.trainers.ppo import PPOTrainer
 

@@ -24,8 +24,9 @@ from megarl.config.load import is_on_cuda, read_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import divided_violations, find_inputs, refuse
+from megarl.doctor.checks import divided_findings, refuse
 from megarl.doctor.devices import probe
+from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.errors import ConfigError
 from megarl.machine.processors import has_gpu, usable_cores
 from megarl.machine.wording import counted
@@ -111,7 +112,7 @@ def run(config_path: str | None, overrides: Sequence[str], output: str, device: 
 def _checked(path: str, overrides: Sequence[str]) -> RunConfig:
     """Load the run. Of its inputs only the `config.json` of its model is needed."""
     loaded = find_inputs(read_config(RunConfig, path, overrides))
-    errors, _ = divided_violations(loaded, starts_elsewhere=True)
+    errors, _ = divided_findings(loaded, starts_elsewhere=True)
     refuse(path, [*loaded.problems, *map(str, errors)])
     return loaded.config
 

@@ -10,7 +10,7 @@ from megarl.cli.tables.run import print_run
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.machine.wording import counted
 from megarl.placement.memory import plan_memory
 from megarl.placement.placement_plan import PlacementPlan
@@ -26,12 +26,7 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False) -> int:
     Raises:
         ConfigError: The configuration has errors.
     """
-    if fast:
-        loaded = load_checked_anywhere(RunConfig, config_path, overrides)
-    else:
-        from megarl.doctor.examined_config import load_examined_anywhere  # imports torch
-
-        loaded = load_examined_anywhere(RunConfig, config_path, overrides)
+    loaded = load_for_plan(RunConfig, config_path, overrides, reads_inputs=not fast)
     config = loaded.config
 
     console = output_console()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from megarl.cli.tables.console import output_console, print_line
-from megarl.doctor.check_result import CheckResult, Status, worst
-from megarl.doctor.examination import counts, document, examine
+from megarl.config.finding import Finding, Status, worst
+from megarl.doctor.checks import counts, document, examine
 from megarl.machine.wording import counted
 
 GOOD = 0
@@ -34,7 +34,7 @@ def run(config_path: str | None, overrides: Sequence[str], as_document: bool = F
     return USER_ERROR if worst(results) is Status.error else GOOD
 
 
-def table(results: Sequence[CheckResult]) -> Table:
+def table(results: Sequence[Finding]) -> Table:
     drawn = Table(box=None, show_header=False, pad_edge=False)
     drawn.add_column(width=max(len(status.value) for status in Status))
     drawn.add_column(no_wrap=True)
@@ -53,7 +53,7 @@ def table(results: Sequence[CheckResult]) -> Table:
     return drawn
 
 
-def summary(results: Sequence[CheckResult], seconds: float) -> str:
+def summary(results: Sequence[Finding], seconds: float) -> str:
     counted_by = counts(results)
     said = {Status.ok: "passed", Status.warning: "passed, with warnings", Status.error: "failed"}[
         worst(results)

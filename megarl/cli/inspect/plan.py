@@ -13,7 +13,7 @@ from megarl.cli.tables.placement import print_absent, print_placement
 from megarl.cli.tables.step_time import print_predicted_step
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.step_time.device import assumed_profile
@@ -37,7 +37,7 @@ def run(config_path: str, overrides: Sequence[str], output: str | None = None) -
         ValueError: `output` is not a drawing.
     """
     check_drawing(output)
-    loaded = load_checked_anywhere(RunConfig, config_path, overrides)
+    loaded = load_for_plan(RunConfig, config_path, overrides)
     config = loaded.config
     plan = plan_placement(config)
     console = output_console()

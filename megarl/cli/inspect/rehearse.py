@@ -24,7 +24,8 @@ from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, ParallelConfig, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import divided_violations, find_inputs, refuse
+from megarl.doctor.checks import divided_findings, refuse
+from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.placement.plan import plan_placement
@@ -116,7 +117,7 @@ def _read(config_path: str, overrides: Sequence[str]) -> tuple[RunConfig, list[s
     if loaded.config.device is Device.auto:
         loaded = read_config(RunConfig, config_path, [*overrides, "device=cuda"])
     loaded = find_inputs(loaded)
-    violations, absences = divided_violations(loaded, starts_elsewhere=True)
+    violations, absences = divided_findings(loaded, starts_elsewhere=True)
     refuse(config_path, [*loaded.problems, *map(str, violations)])
     config = loaded.config
     absent = [*loaded.absent, *map(str, absences)]

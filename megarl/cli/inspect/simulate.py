@@ -14,7 +14,7 @@ from megarl.cli.inspect.plan import check_drawing
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 from megarl.simulation.forecast import (
@@ -51,7 +51,7 @@ def run(
             "learning run"
         )
 
-    config = load_checked_anywhere(PPOConfig, config_path, overrides).config
+    config = load_for_plan(PPOConfig, config_path, overrides).config
     plan = plan_placement(config)
     console = output_console()
     splits = splits_of(config, plan)

@@ -24,7 +24,8 @@ from megarl.cli.tables.tuning import (
 from megarl.config.load import read_config, schema_of
 from megarl.config.schema import PPOConfig
 from megarl.config.sources import COMMAND_LINE, read_layers
-from megarl.doctor.checked_config import find_inputs, load_checked_anywhere, refuse
+from megarl.doctor.checks import load_for_plan, refuse
+from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.search.predicted_costs import PredictedCosts
@@ -285,5 +286,5 @@ def _finish(tuned: Tuned, best: Solution, wishes: TuneOptions, console: Console)
         )
         return
     write_overrides(Path(wishes.output), tuned.path, tuned.config, tuned.given, best)
-    load_checked_anywhere(PPOConfig, wishes.output)
+    load_for_plan(PPOConfig, wishes.output)
     print_line(console, f"{wishes.output}: the best configuration, for `megarl check` and `train`")

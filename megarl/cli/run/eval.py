@@ -26,6 +26,7 @@ from megarl.cli.run.processes import ray_processes, refuse_launched_ranks
 from megarl.cli.run.train import check_reward_chats, token_rules
 from megarl.cli.tables.console import output_console
 from megarl.cli.tables.evaluation import PassProgress, print_result
+from megarl.config.finding import Status
 from megarl.config.load import dump_config
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
@@ -34,7 +35,6 @@ from megarl.data.chat_clock import chat_time, reads_clock, set_chat_time
 from megarl.data.images import ImageProcessor
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.check_result import Status
 from megarl.doctor.reward_functions import choose_truths, judge_rewards
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole

@@ -35,7 +35,8 @@ from megarl.config.schema import (
     Transport,
 )
 from megarl.config.sources import Layer
-from megarl.doctor.checked_config import find_on_hub, problems_of, refuse, violations_here
+from megarl.doctor.checks import findings_here, problems_of, refuse
+from megarl.doctor.run_inputs import find_on_hub
 from megarl.machine.errors import ConfigError
 
 _EVALUATIONS = "evaluations"  # subfolder of a run's folder and of `outputs`
@@ -80,7 +81,7 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     # The weights may come from a checkpoint, and an evaluation logs nothing.
     violations = [
         each
-        for each in violations_here(loaded)
+        for each in findings_here(loaded)
         if each.absence is None or each.keys[0] not in ("model.path", "tracking.loggers")
     ]
     refuse(source, problems_of(loaded, violations))

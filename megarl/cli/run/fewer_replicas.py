@@ -15,7 +15,7 @@ from megarl.config.load import plain_values
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller.restarts import NodeLostError
-from megarl.doctor.examined_config import load_for_run
+from megarl.doctor.checks import load_for_run
 from megarl.machine.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from megarl.config.finding import Finding, Findings
 from megarl.config.sandbox_images import image_problem
 from megarl.config.schema import HarnessConfig, PPOConfig
-from megarl.config.violation import Violation, Violations
 
 
-def episodes(config: PPOConfig) -> Violations:
+def episodes(config: PPOConfig) -> Findings:
     agent = config.agent
     if agent.tools and agent.environment.path is not None:
-        yield Violation(
+        yield Finding(
             ("agent.tools", "agent.environment.path"),
             "both are set, but an environment answers the model itself, so tools would not be used; remove "
             "one of them",
@@ -25,21 +25,21 @@ def episodes(config: PPOConfig) -> Violations:
     most = config.data.max_response_length
 
     if agent.max_turn_tokens is not None and agent.max_turn_tokens > most:
-        yield Violation(
+        yield Finding(
             ("agent.max_turn_tokens", "data.max_response_length"),
             f"max_turn_tokens {agent.max_turn_tokens} is above max_response_length {most}, the limit of all "
             f"turns together; use {most} or less",
         )
 
     if config.rollout.validation.min_new_tokens:
-        yield Violation(
+        yield Finding(
             ("agent", "rollout.validation.min_new_tokens"),
             f"min_new_tokens is {config.rollout.validation.min_new_tokens}, but the last turn of an episode "
             f"may have room for fewer; use 0",
         )
 
 
-def _harness(config: PPOConfig) -> Violations:
+def _harness(config: PPOConfig) -> Findings:
     """Check what an agent program cannot be combined with. Its episodes have any number of rows."""
     agent = config.agent
     kinds = {
@@ -49,23 +49,23 @@ def _harness(config: PPOConfig) -> Violations:
     }
 
     if len(used := tuple(key for key, is_set in kinds.items() if is_set)) > 1:
-        yield Violation(used, "are set together, but an episode is run by one of them; remove the others")
+        yield Finding(used, "are set together, but an episode is run by one of them; remove the others")
 
     if (agent.harness.external or agent.harness.port is not None) and agent.num_workers > 1:
-        yield Violation(
+        yield Finding(
             ("agent.harness.external", "agent.num_workers"),
             f"num_workers is {agent.num_workers}, but clients elsewhere need one address; use 1",
         )
 
     if agent.harness.external and agent.harness.port is None:
-        yield Violation(
+        yield Finding(
             ("agent.harness.external", "agent.harness.port"),
             "port is null, so clients would not know where to claim episodes; choose one, such as 8100",
         )
 
     yield from _sandbox(agent.harness)
     if agent.tools or agent.environment.path is not None:
-        yield Violation(
+        yield Finding(
             ("agent.harness", "agent.tools" if agent.tools else "agent.environment.path"),
             "both are set, but the program of a harness brings its own tools; remove one of them",
         )
@@ -96,21 +96,21 @@ def _harness(config: PPOConfig) -> Violations:
     )
     for key, is_set, why in combined:
         if is_set:
-            yield Violation(
+            yield Finding(
                 (key, "agent.harness"), f"an episode of a harness has any number of rows, and {why}"
             )
 
 
-def _sandbox(harness: HarnessConfig) -> Violations:
+def _sandbox(harness: HarnessConfig) -> Findings:
     sandbox = harness.sandbox
     section = "agent.harness.sandbox"
 
     if sandbox.provider is not None and harness.external:
-        yield Violation(
+        yield Finding(
             (f"{section}.provider", "agent.harness.external"),
             "both are set, but agents elsewhere start their own sandboxes; use provider: null",
         )
     if sandbox.provider is None or sandbox.image is None:
         return
     if problem := image_problem(sandbox.provider, sandbox.image):
-        yield Violation((f"{section}.image", f"{section}.provider"), problem)
+        yield Finding((f"{section}.image", f"{section}.provider"), problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from megarl.config.finding import Finding, Findings
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import (
     Aggregation,
@@ -12,7 +13,6 @@ from megarl.config.schema import (
     KLWhere,
     PPOConfig,
 )
-from megarl.config.violation import Violation, Violations
 
 _ESTIMATOR = "algorithm.advantage.estimator"
 _DISTILLATION = "algorithm.advantage.distillation"
@@ -30,7 +30,7 @@ _STRAIGHT_THROUGH = (
 )
 
 
-def estimator(config: PPOConfig) -> Violations:
+def estimator(config: PPOConfig) -> Findings:
     """Check the requirements of the advantage estimator on samples and rewards."""
     kind = config.algorithm.advantage.estimator
     n = config.rollout.n
@@ -39,14 +39,14 @@ def estimator(config: PPOConfig) -> Violations:
     num_scores = len(config.reward.functions) + len(config.reward.judges) + needs_reward_model(config)
 
     if needs.compares_samples and n < 2:
-        yield Violation(
+        yield Finding(
             ("rollout.n", _ESTIMATOR),
             f"{kind.name} compares the samples of a prompt, but n is {n}, so every advantage would be 0; "
             f"use 2 or more",
         )
 
     if needs.greedy_baseline and n < 2:
-        yield Violation(
+        yield Finding(
             ("rollout.n", _ESTIMATOR),
             f"{kind.name} generates an additional greedy response to every prompt that is not trained on, "
             f"which with n {n} is half of all responses; use 2 or more",
@@ -54,29 +54,29 @@ def estimator(config: PPOConfig) -> Violations:
 
     if needs.score_parts:
         if num_scores == 1:
-            yield Violation(
+            yield Finding(
                 ("reward.functions", _ESTIMATOR),
                 f"{kind.name} normalizes several scores separately, but there is only one reward function "
                 "(or model); add another, or use grpo",
             )
         unread = f"{kind.name} reads scores instead of rewards, so a penalty in the rewards has no effect"
         if config.algorithm.kl.in_reward:
-            yield Violation((_WHERE, _ESTIMATOR), f"{unread}; use where=loss")
+            yield Finding((_WHERE, _ESTIMATOR), f"{unread}; use where=loss")
         if config.algorithm.overlong.buffer_share:
-            yield Violation(
+            yield Finding(
                 ("algorithm.overlong.buffer_share", _ESTIMATOR),
                 f"{unread}; use 0, and a reward function that scores the length",
             )
 
 
-def teacher(config: PPOConfig) -> Violations:
+def teacher(config: PPOConfig) -> Findings:
     """Check the settings of distillation: a teacher, and rewards that are read if they are shaped."""
     advantage = config.algorithm.advantage
     if not advantage.estimator.needs.teacher:
         return
 
     if config.teacher.path is None and not config.teachers:
-        yield Violation(
+        yield Finding(
             ("teacher.path", _ESTIMATOR),
             f"{advantage.estimator.name} needs a teacher, but the path is null; give the folder of a model "
             f"with the policy's tokenizer, or teachers of data sources in `teachers`",
@@ -85,7 +85,7 @@ def teacher(config: PPOConfig) -> Violations:
 
     weight = advantage.distillation.reward_weight
     if weight and config.rollout.n < 2:
-        yield Violation(
+        yield Finding(
             ("rollout.n", _REWARD_WEIGHT),
             f"the rewards of the samples of a prompt are compared, but n is {config.rollout.n}, so they have "
             f"no effect; use 2 or more, or reward_weight 0",
@@ -95,15 +95,15 @@ def teacher(config: PPOConfig) -> Violations:
 
     unread = "with reward_weight 0 the rewards are not read, so a penalty in them has no effect"
     if config.algorithm.kl.in_reward:
-        yield Violation((_WHERE, _REWARD_WEIGHT), f"{unread}; use where=none or where=loss")
+        yield Finding((_WHERE, _REWARD_WEIGHT), f"{unread}; use where=none or where=loss")
     if config.algorithm.overlong.buffer_share:
-        yield Violation(
+        yield Finding(
             ("algorithm.overlong.buffer_share", _REWARD_WEIGHT),
             f"{unread}; use 0, or a reward_weight above 0",
         )
 
 
-def _source_teachers(config: PPOConfig) -> Violations:
+def _source_teachers(config: PPOConfig) -> Findings:
     """Check the teachers of data sources: their names, folders and data sources."""
     names: dict[str, int] = {}
     sources: dict[str, int] = {}
@@ -112,30 +112,28 @@ def _source_teachers(config: PPOConfig) -> Violations:
 
         # Roles and timings are named after the teacher.
         if re.fullmatch(r"[A-Za-z0-9_]+", teacher.name) is None:
-            yield Violation(
+            yield Finding(
                 (f"{key}.name",),
                 f"is {teacher.name!r}, but is part of the role teacher_<name>; use letters, digits and '_'",
             )
         if teacher.name in names:
-            yield Violation(
+            yield Finding(
                 (f"{key}.name",),
                 f"is {teacher.name!r}, the name of teachers[{names[teacher.name]}]; use another",
             )
         names.setdefault(teacher.name, index)
 
         if teacher.path is None:
-            yield Violation(
-                (f"{key}.path",), "is null; give the folder of a model with the policy's tokenizer"
-            )
+            yield Finding((f"{key}.path",), "is null; give the folder of a model with the policy's tokenizer")
         if not teacher.data_sources:
-            yield Violation(
+            yield Finding(
                 (f"{key}.data_sources",),
                 "is empty, so the teacher would score nothing; list values of the column data_source, or use "
                 "the section `teacher`, which scores all other samples",
             )
         for source in teacher.data_sources:
             if source in sources:
-                yield Violation(
+                yield Finding(
                     (f"{key}.data_sources",),
                     f"contains {source!r}, which teachers[{sources[source]}] scores; a sample has one "
                     f"teacher, so remove it from one of them",
@@ -143,19 +141,19 @@ def _source_teachers(config: PPOConfig) -> Violations:
             sources.setdefault(source, index)
 
 
-def critic(config: PPOConfig) -> Violations:
+def critic(config: PPOConfig) -> Findings:
     warmup = config.trainer.critic_warmup_steps
     total = config.trainer.total_steps
 
     if warmup >= total:
-        yield Violation(
+        yield Finding(
             ("trainer.critic_warmup_steps", "trainer.total_steps"),
             f"critic_warmup_steps {warmup} leaves none of total_steps {total} to train the actor; use "
             f"{total - 1} or fewer",
         )
 
 
-def policy_loss(config: PPOConfig) -> Violations:
+def policy_loss(config: PPOConfig) -> Findings:
     loss = config.algorithm.policy_loss
     trainer = config.trainer
     # Beginning with the second update, the policy differs from the one that generated the samples.
@@ -163,14 +161,14 @@ def policy_loss(config: PPOConfig) -> Violations:
     needs = loss.kind.needs
 
     if needs.aggregation is not None and needs.aggregation is not loss.aggregation:
-        yield Violation(
+        yield Finding(
             (_KIND, _AGGREGATION),
             f"{loss.kind.name} requires the aggregation of its paper, {needs.aggregation.name}, but it is "
             f"{loss.aggregation.name}; use aggregation={needs.aggregation.name}, or another kind",
         )
 
     if not needs.ratio and updates > 1:
-        yield Violation(
+        yield Finding(
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
             f"{loss.kind.name} has no ratio, so it is valid only for samples of the policy that is updated, "
             f"but a step makes {updates} updates; use updates_per_step=1 and epochs_per_batch=1, or another "
@@ -179,13 +177,13 @@ def policy_loss(config: PPOConfig) -> Violations:
 
     covariance = loss.covariance
     if covariance.low >= covariance.high:
-        yield Violation(
+        yield Finding(
             ("algorithm.policy_loss.covariance.low", "algorithm.policy_loss.covariance.high"),
             f"no covariance is above {covariance.low:g} and below {covariance.high:g}; use a low below high",
         )
 
 
-def aggregations(config: PPOConfig) -> Violations:
+def aggregations(config: PPOConfig) -> Findings:
     """Check the aggregation of the policy loss and of the value loss."""
     for section, loss in (
         ("policy_loss", config.algorithm.policy_loss),
@@ -195,7 +193,7 @@ def aggregations(config: PPOConfig) -> Violations:
         with_norm = loss.aggregation is Aggregation.sequence_mean_token_sum_norm
 
         if with_norm and loss.norm_tokens is None:
-            yield Violation(
+            yield Finding(
                 keys,
                 f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; use "
                 f"data.max_response_length, {config.data.max_response_length}",
@@ -208,20 +206,20 @@ def names_code(reference: str) -> bool:
     return bool(colon) and path.endswith(".py") and name.isidentifier()
 
 
-def functions(config: PPOConfig) -> Violations:
+def functions(config: PPOConfig) -> Findings:
     for key, reference in config.algorithm.own_functions:
         if not names_code(reference):
-            yield Violation(
+            yield Finding(
                 (key,),
                 f"{reference!r} does not name a function in a file; write it as FILE.py:NAME, such as "
                 f"my_functions.py:my_loss",
             )
 
 
-def kl(config: PPOConfig) -> Violations:
+def kl(config: PPOConfig) -> Findings:
     section = config.algorithm.kl
     if section.controller.kind is KLControllerKind.adaptive and section.where is not KLWhere.reward:
-        yield Violation(
+        yield Finding(
             ("algorithm.kl.controller.kind", _WHERE),
             f"the adaptive controller adjusts the penalty in the reward, but where is "
             f"{section.where.name!r}; use where=reward, or kind=fixed",
@@ -229,24 +227,24 @@ def kl(config: PPOConfig) -> Violations:
 
     if section.estimator in _STRAIGHT_THROUGH and section.where is KLWhere.reward:
         plain = section.estimator.name.removesuffix("_straight_through")
-        yield Violation(
+        yield Finding(
             ("algorithm.kl.estimator", _WHERE),
             f"{section.estimator.name} differs from {plain} only in its gradient, which a penalty in the "
             f"reward does not have; use {plain}, or where=loss",
         )
 
 
-def rollout_correction(config: PPOConfig) -> Violations:
+def rollout_correction(config: PPOConfig) -> Findings:
     correction = config.algorithm.rollout_correction
     if correction.low > correction.high:
-        yield Violation(
+        yield Finding(
             (f"{_CORRECTION}.low", f"{_CORRECTION}.high"),
             f"no weight is in [{correction.low:g}, {correction.high:g}]; use low <= high",
         )
 
     rejection = correction.rejection
     if rejection.low is not None and rejection.low > rejection.high:
-        yield Violation(
+        yield Finding(
             (f"{_CORRECTION}.rejection.low", f"{_CORRECTION}.rejection.high"),
             f"every response would be rejected: none is in [{rejection.low:g}, {rejection.high:g}]; use low "
             f"<= high",
@@ -258,42 +256,42 @@ def rollout_correction(config: PPOConfig) -> Violations:
     bypass = f"{_CORRECTION}.bypass"
 
     if correction.enabled:
-        yield Violation(
+        yield Finding(
             (bypass, f"{_CORRECTION}.level", f"{_CORRECTION}.rejection.estimator"),
             "with bypass the old log-probs are the rollout engine's, so the ratio of the policy loss already "
             "is the importance weight; use level=none and rejection.estimator=none, or bypass=false",
         )
 
     if config.algorithm.kl.in_reward:
-        yield Violation(
+        yield Finding(
             (bypass, _WHERE),
             "the penalty in the reward needs the trainer's log-probs of the samples, which bypass does not "
             "compute; use where=loss, or bypass=false",
         )
 
     if config.algorithm.reads_old_log_probs:
-        yield Violation(
+        yield Finding(
             (bypass, _ESTIMATOR),
             f"{config.algorithm.advantage.estimator.name} needs the trainer's probabilities of the samples, "
             "which bypass does not compute; use another estimator, or bypass=false",
         )
 
 
-def dynamic_sampling(config: PPOConfig) -> Violations:
+def dynamic_sampling(config: PPOConfig) -> Findings:
     section = config.algorithm.dynamic_sampling
     kind = config.algorithm.advantage.estimator
     if not section.enabled:
         return
 
     if not kind.needs.compares_samples:
-        yield Violation(
+        yield Finding(
             (f"{_DYNAMIC}.enabled", _ESTIMATOR),
             f"drops prompts whose samples all score the same, but {kind.name} does not compare the samples "
             f"of a prompt and learns from such prompts too; use false, or an estimator such as grpo",
         )
 
     if section.max_generations < 2:
-        yield Violation(
+        yield Finding(
             (f"{_DYNAMIC}.max_generations",),
             f"is {section.max_generations}, so the first dropped prompt could not be replaced and would end "
             f"the run; use 2 or more",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from megarl.config.finding import Finding, Findings
 from megarl.config.rules.algorithm import names_code
 from megarl.config.rules.reward import has_scores
 from megarl.config.schema import CurriculumKind, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
-from megarl.config.violation import Violation, Violations
 from megarl.machine.wording import counted
 
 JSON_LINES = (".jsonl", ".json")
@@ -18,68 +18,68 @@ _KIND = "data.curriculum.kind"
 _SAMPLER = "data.curriculum.sampler"
 
 
-def train_files(config: RunConfig) -> Violations:
+def train_files(config: RunConfig) -> Findings:
     files = config.data.train_files
     weights = config.data.train_weights
     if not files:
-        yield Violation(("data.train_files",), "is empty; list at least one file")
+        yield Finding(("data.train_files",), "is empty; list at least one file")
     if not weights:
         return
     keys = ("data.train_weights", "data.train_files")
 
     if len(weights) != len(files):
-        yield Violation(
+        yield Finding(
             keys,
             f"there are {len(weights)} weights for {counted(len(files), 'file')}; give one for each, or none",
         )
 
     if not all(0 < weight <= LARGEST for weight in weights):
-        yield Violation(
+        yield Finding(
             ("data.train_weights",),
             f"is {weights}, but every weight must be above 0; remove files that are not to be read",
         )
 
     # Rows are counted by file, so a file that is listed twice would count twice.
     if twice := sorted({file for file in files if files.count(file) > 1}):
-        yield Violation(keys, f"{twice[0]!r} is listed twice; list it once, with the sum of its weights")
+        yield Finding(keys, f"{twice[0]!r} is listed twice; list it once, with the sum of its weights")
 
 
-def curriculum(config: PPOConfig) -> Violations:
+def curriculum(config: PPOConfig) -> Findings:
     section = config.data.curriculum
     is_learned = section.kind is CurriculumKind.learnability
 
     if section.sampler is not None:
         if not names_code(section.sampler):
-            yield Violation(
+            yield Finding(
                 (_SAMPLER,),
                 f"{section.sampler!r} does not name a class in a file; write it as FILE.py:CLASS, such as "
                 f"my_samplers.py:MySampler",
             )
 
         if is_learned:
-            yield Violation(
+            yield Finding(
                 (_KIND, _SAMPLER),
                 f"{section.sampler!r} would replace {section.kind.value}; set only one of them",
             )
 
     if config.data.train_weights and (is_learned or section.sampler is not None):
-        yield Violation(
+        yield Finding(
             ("data.train_weights", _SAMPLER if section.sampler is not None else _KIND),
             "the weights and the curriculum would both decide how often a prompt is used; remove one of them",
         )
 
     if is_learned and not (config.algorithm.reads_rewards or has_scores(config)):
-        yield Violation(
+        yield Finding(
             (_KIND, "reward.functions"),
             "learnability samples prompts by the scores of their samples, but nothing scores them; give a "
             "reward function, or use epochs",
         )
 
 
-def chat_columns(config: SFTConfig) -> Violations:
+def chat_columns(config: SFTConfig) -> Findings:
     if (config.data.columns.prompt is None) != (config.data.columns.answer is None):
         given = "prompt" if config.data.columns.answer is None else "answer"
-        yield Violation(
+        yield Finding(
             ("data.columns.prompt", "data.columns.answer"),
             f"only {given} is set; set both columns, or neither if each row has the whole conversation in "
             f"data.columns.messages",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarl.config.finding import Finding, Findings, either, nearest_divisors
 from megarl.config.roles import ModelRole, model_roles, scores_in_update
 from megarl.config.schema import (
     Device,
@@ -18,7 +19,6 @@ from megarl.config.schema import (
     RoutingReplay,
     RunConfig,
 )
-from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.layers import routes_tokens
@@ -27,7 +27,7 @@ _ENGINE_KEY = "rollout.expert_parallel_size"
 _REPLAY = "engine.routing_replay"
 
 
-def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
+def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     """Check the layout of one role's model."""
     parallel = role.parallel
     keys = _Keys(role.parallel_key)
@@ -38,7 +38,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
 
     yield from _fit_router(role, architecture, experts)
     if architecture.linear_bias and parallel.expert_tensor_parallel_size > 1:
-        yield Violation(
+        yield Finding(
             (keys.expert_tensor,),
             f"is {parallel.expert_tensor_parallel_size}, but the experts of {role.path} "
             f"({architecture.model_type}) have biases, which Megatron does not shard; use 1",
@@ -47,7 +47,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     # The experts and each expert's width have to divide evenly over the ranks.
     yield from _ranks(parallel, keys)
     if experts.num_experts % parallel.expert_parallel_size:
-        yield Violation(
+        yield Finding(
             (keys.expert,),
             f"the {experts.num_experts} experts of {role.path} do not divide by expert_parallel_size "
             f"{parallel.expert_parallel_size}; use "
@@ -60,7 +60,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     ):
         if width % size:
             name = key.rpartition(".")[2]
-            yield Violation(
+            yield Finding(
                 (key,),
                 f"an expert of {role.path} has intermediate size {width}, which does not divide by {name} "
                 f"{size}; use {either(nearest_divisors(width, size))}",
@@ -68,7 +68,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
 
     # Tensor-parallel ranks have the same tokens unless sequence parallelism splits them.
     if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
-        yield Violation(
+        yield Finding(
             (f"{role.parallel_key}.sequence_parallel", keys.tensor),
             f"{role.path} has experts, and without sequence parallelism each of the "
             f"{parallel.tensor_parallel_size} tensor-parallel ranks would send them the same tokens; use "
@@ -76,16 +76,16 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
         )
 
 
-def _fit_router(role: ModelRole, architecture: Architecture, experts: Experts) -> Violations:
+def _fit_router(role: ModelRole, architecture: Architecture, experts: Experts) -> Findings:
     """Check the updates of the routers' selection bias."""
     rate = role.experts.bias_update_rate
     rate_key = f"{role.name}.experts.bias_update_rate"
     if rate and not experts.has_selection_bias:
         said = f"but the routers of {role.path} ({architecture.model_type}) have no selection bias; use 0"
-        yield Violation((rate_key,), f"is {rate}, {said}")
+        yield Finding((rate_key,), f"is {rate}, {said}")
     elif rate and role.experts.freeze_router:
         said = "but freeze_router keeps routers as loaded; use 0, or freeze_router=false"
-        yield Violation((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
+        yield Finding((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
 
 
 class _Keys:
@@ -95,7 +95,7 @@ class _Keys:
         self.expert_tensor = f"{section}.expert_tensor_parallel_size"
 
 
-def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
+def _ranks(parallel: ParallelConfig, keys: _Keys) -> Findings:
     """Check that the expert-parallel sizes divide the ranks of a stage."""
     expert_parallel = parallel.expert_parallel_size
     expert_tensor = parallel.expert_tensor_parallel_size
@@ -109,7 +109,7 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
             else nearest_divisors(num_ranks, expert_parallel * expert_tensor)
         )
         meant = "expert_parallel_size" if num_ranks % expert_tensor == 0 else "a product of"
-        yield Violation(
+        yield Finding(
             (keys.expert, keys.expert_tensor),
             f"expert_parallel_size {expert_parallel} x expert_tensor_parallel_size {expert_tensor} = "
             f"{expert_parallel * expert_tensor} does not divide the {counted(num_ranks, 'rank')} of a stage "
@@ -117,7 +117,7 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
         )
 
 
-def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that Transformer Engine's layers are not used for experts with biases."""
     if config.device is Device.cpu or config.engine.layers is Layers.local:
         return
@@ -125,7 +125,7 @@ def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> 
     for role in model_roles(config):
         architecture = architectures.get(role.name)
         if architecture is not None and architecture.linear_bias:
-            yield Violation(
+            yield Finding(
                 ("engine.layers",),
                 f"is {config.engine.layers.value}, but the experts of {role.path} "
                 f"({architecture.model_type}) have biases, which megarl supports with local layers only; "
@@ -133,7 +133,7 @@ def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> 
             )
 
 
-def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
+def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that an engine's ranks can shard the experts and each expert's matrices."""
     expert_parallel = config.rollout.expert_parallel_size
     tensor = config.rollout.tensor_parallel_size
@@ -145,7 +145,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
 
     if not config.rollout.engine.needs.cuts_models:
         others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
-        yield Violation(
+        yield Finding(
             ("rollout.engine",),
             f"the engine {config.rollout.engine.name!r} does not support mixture-of-experts models such as "
             f"{path}; use {others}",
@@ -153,19 +153,19 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
         return
 
     if policy.linear_bias and expert_parallel > 1:
-        yield Violation(
+        yield Finding(
             (_ENGINE_KEY,),
             f"is {expert_parallel}, but SGLang's class of {path} ({policy.model_type}) loads the experts of "
             "all ranks into each rank; use 1",
         )
     if policy.is_packed:
-        yield Violation(
+        yield Finding(
             ("model.path", "rollout.engine"),
             f"{path} has its experts in MXFP4, for which SGLang would build layers that cannot receive "
             f"bfloat16; convert it with `megarl convert megatron-to-hf --input {path} --output NEW_FOLDER`",
         )
     if policy.has_sinks and config.device is Device.cpu:
-        yield Violation(
+        yield Finding(
             ("device", "rollout.engine"),
             f"is cpu, but {path} ({policy.model_type}) has attention sinks, which SGLang's attention for "
             "CPUs lacks; use device=cuda",
@@ -173,7 +173,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
 
     # The checks below use tensor // expert_parallel, which has to be exact.
     if tensor % expert_parallel:
-        yield Violation(
+        yield Finding(
             (_ENGINE_KEY, "rollout.tensor_parallel_size"),
             f"expert_parallel_size {expert_parallel} does not divide tensor_parallel_size {tensor}, over "
             "whose ranks the experts are distributed; use "
@@ -187,28 +187,28 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
         (experts.shared_intermediate_size, tensor, "the shared expert's intermediate size"),
     ):
         if width % size:
-            yield Violation(
+            yield Finding(
                 (_ENGINE_KEY, "rollout.tensor_parallel_size"),
                 f"{what} {width} of {path} does not divide over {size} ranks; use "
                 f"{either(nearest_divisors(width, size))} of them",
             )
 
 
-def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
+def routing_replay(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that the policy has routes to replay, and that the actor can replay them."""
     replay = config.engine.routing_replay
     if replay is RoutingReplay.off or not routes_tokens(policy):
         return
 
     if not config.engine.packing:
-        yield Violation(
+        yield Finding(
             (_REPLAY, "engine.packing"),
             f"is {replay.value}, which requires packed rows; use engine.packing=true, or off",
         )
 
     # Megatron's fused router returns before it asks for the routes to replay.
     if config.actor.megatron.transformer.get("moe_router_fusion"):
-        yield Violation(
+        yield Finding(
             (_REPLAY, "actor.megatron.transformer.moe_router_fusion"),
             f"is {replay.value}, but a fused router selects experts itself and replays no routes; use "
             "actor.megatron.transformer.moe_router_fusion=false, or off",
@@ -221,26 +221,26 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
         yield from _routes_of_engine(config)
 
 
-def _routes_of_scoring(config: PPOConfig) -> Violations:
+def _routes_of_scoring(config: PPOConfig) -> Findings:
     if config.algorithm.rollout_correction.bypass:
-        yield Violation(
+        yield Finding(
             (_REPLAY, "algorithm.rollout_correction.bypass"),
             "is trainer, but with bypass the trainer does not compute old_log_probs, so there are no "
             "routes to replay; use rollout or off",
         )
     elif scores_in_update(config.algorithm, one_update=config.trainer.one_update):
-        yield Violation(
+        yield Finding(
             (_REPLAY, "trainer.updates_per_step", "trainer.epochs_per_batch"),
             "is trainer, but with one update per batch the update itself computes old_log_probs, so there "
             "are no routes to replay; use off, rollout, or more updates",
         )
 
 
-def _routes_of_engine(config: PPOConfig) -> Violations:
+def _routes_of_engine(config: PPOConfig) -> Findings:
     engine = config.rollout.engine
     if not engine.needs.returns_routes:
         others = " or ".join(kind.name for kind in RolloutEngineKind if kind.needs.returns_routes)
-        yield Violation(
+        yield Finding(
             (_REPLAY, "rollout.engine"),
             f"is rollout, but the engine {engine.name!r} does not return routes; use the engine {others}, "
             "or off",
@@ -248,7 +248,7 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
 
     # A sample would have tokens from several weight versions, each with different routes.
     if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.continue_:
-        yield Violation(
+        yield Finding(
             (_REPLAY, "rollout.max_staleness", "rollout.on_update"),
             f"is rollout, but with max_staleness {config.rollout.max_staleness} samples continue with new "
             f"weights, which route their tokens differently, so the returned routes do not match the "
@@ -256,7 +256,7 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
         )
 
     if config.agent.is_used:
-        yield Violation(
+        yield Finding(
             (_REPLAY, "agent"),
             "is rollout, but an episode consists of several requests, whose routes are not concatenated; "
             "use trainer",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.config.schema import CorrectionLevel, EngineDType, PPOConfig
-from megarl.config.violation import Violation, Violations, either
+from megarl.config.finding import Finding, Findings, either
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.fp8 import BLOCK, unsupported_parts
 
@@ -14,13 +14,13 @@ _DTYPE = "rollout.dtype"
 _TP = "rollout.tensor_parallel_size"
 
 
-def run(config: PPOConfig) -> Violations:
+def run(config: PPOConfig) -> Findings:
     """Check that the run can send FP8 to its engines, and corrects for the difference."""
     if config.rollout.dtype is not EngineDType.fp8:
         return
 
     if not config.rollout.engine.needs.computes_fp8:
-        yield Violation(
+        yield Finding(
             (_DTYPE, "rollout.engine"),
             f"is fp8, but the engine {config.rollout.engine.value} computes in the dtype of the model; use "
             "rollout.dtype=model, or rollout.engine=sglang",
@@ -28,7 +28,7 @@ def run(config: PPOConfig) -> Violations:
 
     correction = config.algorithm.rollout_correction
     if correction.level is CorrectionLevel.none and not correction.bypass:
-        yield Violation(
+        yield Finding(
             (_DTYPE, "algorithm.rollout_correction.level"),
             "is fp8, so samples come from rounded weights, not from the trained ones, and no correction is "
             "enabled; use algorithm.rollout_correction.level=token (truncated importance weights) or "
@@ -36,27 +36,27 @@ def run(config: PPOConfig) -> Violations:
         )
 
     if config.resharding.transport.needs.through_files:
-        yield Violation(
+        yield Finding(
             (_DTYPE, "resharding.transport"),
             "is fp8, but folders have the dtype of the model; use resharding.transport=auto",
         )
 
     if config.actor.served_adapters is not None:
-        yield Violation(
+        yield Finding(
             (_DTYPE, "actor.lora.sync"),
             "is fp8, but SGLang gets adapters on top of a model in its own dtype only; use "
             "actor.lora.sync=merged",
         )
 
 
-def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
+def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that SGLang has FP8 layers for the model, and that every rank has whole blocks."""
     if config.rollout.dtype is not EngineDType.fp8:
         return
 
     path = config.model.path
     if parts := unsupported_parts(policy):
-        yield Violation(
+        yield Finding(
             (_DTYPE,),
             f"is fp8, but {path} ({policy.model_type}) has {' and '.join(parts)}, which are not supported in "
             "FP8; use rollout.dtype=model",
@@ -81,7 +81,7 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     options = [each for each in nearest if each]
     use = f"{_TP}={either(options)}, or rollout.dtype=model" if options else "rollout.dtype=model"
     sizes = ", ".join(f"{part.size:g} {part.dimension} of {part.tensor}" for part in partial)
-    yield Violation(
+    yield Finding(
         (_DTYPE, _TP),
         f"is fp8, but a rank of an engine of {size} would have {sizes} of {path}, and SGLang requires whole "
         f"blocks of {BLOCK}; use {use}",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megarl.config.finding import Finding, Findings
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Device, RunConfig
-from megarl.config.violation import Violation, Violations
 from megarl.models.architecture import Architecture
 from megarl.models.layers import linears_of
 
@@ -16,7 +16,7 @@ _OWNERS = {"mlp.experts.": "an expert's ", "mlp.shared_experts.": "the shared ex
 _DELAYED = "delayed"  # Megatron's default
 
 
-def recipe(config: RunConfig, role: ModelRole) -> Violations:
+def recipe(config: RunConfig, role: ModelRole) -> Findings:
     """Refuse the recipe whose scales come from earlier batches."""
     options = role.megatron.transformer
     is_delayed = options.get("fp8") and options.get("fp8_recipe", _DELAYED) == _DELAYED
@@ -26,7 +26,7 @@ def recipe(config: RunConfig, role: ModelRole) -> Violations:
     key = f"{role.megatron_key}.transformer.fp8_recipe"
     given = "is delayed" if "fp8_recipe" in options else "is not set, so it is delayed"
 
-    yield Violation(
+    yield Finding(
         (key,),
         f"{given}: its scales come from earlier micro-batches, so log-probs would depend on what ran "
         "before, and a recovered or resumed run would differ; use blockwise (Hopper), mxfp8 (Blackwell) or "
@@ -34,7 +34,7 @@ def recipe(config: RunConfig, role: ModelRole) -> Violations:
     )
 
 
-def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
+def fit_model(role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a rank's part of every projection has sizes that Transformer Engine multiplies in FP8."""
     if not role.megatron.transformer.get("fp8"):
         return
@@ -43,7 +43,7 @@ def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
     if not sizes:
         return
 
-    yield Violation(
+    yield Finding(
         (f"{role.megatron_key}.transformer.fp8", role.parallel_key),
         f"is {role.megatron.transformer['fp8']}, but a rank of {role.path} would have {sizes}, and FP8 needs "
         f"multiples of {MULTIPLE}; use fewer tensor-parallel ranks, or remove fp8",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarl.config.finding import Finding, Findings
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import (
     Layers,
@@ -13,7 +14,6 @@ from megarl.config.schema import (
     PPOConfig,
     RunConfig,
 )
-from megarl.config.violation import Violation, Violations
 from megarl.models.adapters import (
     FEED_FORWARD_PROJECTIONS,
     OUTPUT_MODULE,
@@ -28,7 +28,7 @@ from megarl.models.part_kind import MIXER
 from megarl.models.tensor_table import rows_of
 
 
-def options(config: RunConfig, role: ModelRole) -> Violations:
+def options(config: RunConfig, role: ModelRole) -> Findings:
     """Check the options of a role's adapters, without its model."""
     if role.optim is None:
         return
@@ -38,46 +38,46 @@ def options(config: RunConfig, role: ModelRole) -> Violations:
     yield from _saved_modules(settings, role, f"{key}.modules_to_save")
 
     if settings.sync is LoRASync.adapter and (role.name != "actor" or not isinstance(config, PPOConfig)):
-        yield Violation(
+        yield Finding(
             (f"{key}.sync",),
             "is adapter, but only the actor of an RL run is sent to engines; remove it",
         )
 
     if settings.dropout:
-        yield Violation(
+        yield Finding(
             (f"{key}.dropout",),
             f"is {settings.dropout:g}, but dropout of adapters is not supported: log-probs of the same "
             "tokens would differ between passes; use 0",
         )
 
     if settings.rank is not None and role.experts.bias_update_rate:
-        yield Violation(
+        yield Finding(
             (f"{role.name}.experts.bias_update_rate", f"{key}.rank"),
             f"is {role.experts.bias_update_rate:g}, which changes selection biases, but with adapters the "
             "model is frozen; use 0",
         )
 
 
-def _saved_modules(settings: LoRAConfig, role: ModelRole, key: str) -> Violations:
+def _saved_modules(settings: LoRAConfig, role: ModelRole, key: str) -> Findings:
     saved = settings.modules_to_save
     for name in saved:
         if name not in SAVED_MODULES:
-            yield Violation(
+            yield Finding(
                 (key,),
                 f"{name!r} cannot train in full next to adapters; use {' or '.join(SAVED_MODULES)}",
             )
 
     if len(set(saved)) < len(saved):
-        yield Violation((key,), f"is [{', '.join(saved)}]; name each module once")
+        yield Finding((key,), f"is [{', '.join(saved)}]; name each module once")
 
     if role.with_value_head and OUTPUT_MODULE in saved:
-        yield Violation(
+        yield Finding(
             (key,),
             f"has {OUTPUT_MODULE}, but the {role.name} has a value head, which always trains; remove it",
         )
 
 
-def reference(config: PPOConfig) -> Violations:
+def reference(config: PPOConfig) -> Findings:
     """Check the settings of a reference that is the actor's model without its adapters."""
     role = next((role for role in model_roles(config) if role.base_of is not None), None)
     if role is None:
@@ -85,7 +85,7 @@ def reference(config: PPOConfig) -> Violations:
 
     why = f"with {role.base_of}.lora, the {role.name} is the model of {role.base_of} without its adapters"
     if config.reference.megatron.transformer is not None:
-        yield Violation(
+        yield Finding(
             ("reference.megatron.transformer", f"{role.base_of}.lora.rank"),
             f"is set, but {why}; remove it, or set reference.path",
         )
@@ -94,41 +94,41 @@ def reference(config: PPOConfig) -> Violations:
     own = pools.get(role.name)
     owners = pools.get(str(role.base_of))
     if config.placement.strategy is PlacementStrategy.custom and own != owners:
-        yield Violation(
+        yield Finding(
             (f"placement.roles.{role.name}",),
             f"is {own}, but {why} and runs in its processes; use {owners}, or set reference.path",
         )
 
 
-def served(config: PPOConfig) -> Violations:
+def served(config: PPOConfig) -> Findings:
     """Check that engines can get the adapters separately."""
     key = "actor.lora.sync"
     if config.actor.served_adapters is None:
         return
 
     if not config.rollout.engine.needs.serves_adapters:
-        yield Violation(
+        yield Finding(
             (key, "rollout.engine"),
             f"is adapter, but the engine {config.rollout.engine.value} has no adapters; use merged, or "
             "rollout.engine=sglang",
         )
 
     if config.resharding.transport.needs.through_files:
-        yield Violation(
+        yield Finding(
             (key, "resharding.transport"),
             "is adapter, but SGLang's own loader, which reads folders, does not load adapters into a running "
             "engine; use merged, or resharding.transport=auto",
         )
 
     if config.resharding.delta:
-        yield Violation(
+        yield Finding(
             (key, "resharding.delta"),
             "is adapter, so only adapters are sent, of which every element changes; use "
             "resharding.delta=false, or merged",
         )
 
 
-def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
+def fit_engine(config: PPOConfig, architecture: Architecture) -> Findings:
     """Check that SGLang can apply each adapter of the actor."""
     lora = config.actor.served_adapters
     if lora is None:
@@ -136,7 +136,7 @@ def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
 
     merged_only = [kind for kind in kinds_of(architecture) if not kind.serves_adapters]
     if mixers := [kind.name for kind in merged_only if kind.prefix == MIXER]:
-        yield Violation(
+        yield Finding(
             ("actor.lora.sync",),
             f"is adapter, but engines get the adapters of {architecture.model_type}, which has {mixers[0]}, "
             "merged only; use merged",
@@ -146,13 +146,13 @@ def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
     for target in lora.targets or available_targets(rows_of(architecture.base, "lm")):
         projection = target.rpartition(".")[2]
         if projection not in SERVED_PROJECTIONS:
-            yield Violation(
+            yield Finding(
                 ("actor.lora.sync", "actor.lora.targets"),
                 f"is adapter, but {projection!r} is not a projection with an adapter that engines can apply "
                 f"({', '.join(SERVED_PROJECTIONS)}); use merged",
             )
         elif merged_only and projection in FEED_FORWARD_PROJECTIONS:
-            yield Violation(
+            yield Finding(
                 ("actor.lora.sync", "actor.lora.targets"),
                 f"is adapter, but {projection!r} is also a projection of the experts of "
                 f"{architecture.model_type}, whose adapters engines get merged only; use merged, or "
@@ -160,7 +160,7 @@ def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
             )
 
 
-def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
+def fit_model(role: ModelRole, architecture: Architecture) -> Findings:
     """Check that the model can have the adapters."""
     lora = architecture.lora
     if lora is None:
@@ -168,7 +168,7 @@ def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
 
     key = f"{role.name}.lora"
     if lora.modules_to_save and architecture.tie_word_embeddings and not role.with_value_head:
-        yield Violation(
+        yield Finding(
             (f"{key}.modules_to_save",),
             f"is [{', '.join(lora.modules_to_save)}], but the embedding of {role.path} is also its output "
             "layer (tie_word_embeddings), which adapters do not train in full yet; use [], or train all "
@@ -177,10 +177,10 @@ def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
 
     rows = rows_of(architecture.base, "value" if role.with_value_head else "lm")
     for problem in adapter_problems(architecture, rows, lora.targets):
-        yield Violation((f"{key}.targets" if problem.startswith("'") else f"{key}.rank",), problem)
+        yield Finding((f"{key}.targets" if problem.startswith("'") else f"{key}.rank",), problem)
 
 
-def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that adapters are not combined with Transformer Engine's layers."""
     if config.engine.layers is not Layers.transformer_engine:
         return
@@ -188,7 +188,7 @@ def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> 
     for role in model_roles(config):
         architecture = architectures.get(role.name)
         if architecture is not None and architecture.lora is not None:
-            yield Violation(
+            yield Finding(
                 ("engine.layers", f"{role.name}.lora.rank"),
                 f"is transformer_engine, but {role.name}.lora adds adapters to local layers only; use auto "
                 "or local",

@@ -13,6 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from megarl.config.finding import Absence, Finding, Findings
 from megarl.config.paths import is_url
 from megarl.config.roles import RoleKind, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
@@ -28,7 +29,6 @@ from megarl.config.schema import (
 )
 from megarl.config.sources import is_hub_name
 from megarl.config.speculation import DRAFT, SECTION, draft_of
-from megarl.config.violation import Absence, Violation, Violations
 from megarl.machine.files import existing_folder, read_json_object
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
@@ -57,13 +57,7 @@ def has_tokenizer(folder: str) -> bool:
     return any(any(Path(folder).glob(pattern)) for pattern in _TOKENIZERS)
 
 
-def missing(config: RunConfig) -> list[Violation]:
-    """Return the violations about data, code, models, GPUs, packages and the checkpoint to resume."""
-    violations = [each for rule in _RULES for each in rule(config)]
-    return list(dict.fromkeys(violations))
-
-
-def _data_files(config: RunConfig) -> Violations:
+def _data_files(config: RunConfig) -> Findings:
     """Check the names of local files. `megarl.data.hub` looks up names on the hub."""
     for key, files in (
         ("data.train_files", config.data.train_files),
@@ -74,7 +68,7 @@ def _data_files(config: RunConfig) -> Violations:
                 yield from _data_file(key, path)
 
 
-def _data_file(key: str, path: str) -> Violations:
+def _data_file(key: str, path: str) -> Findings:
     """Check that a path is a file in a known format or a folder saved by `datasets`."""
     if os.path.isdir(path):
         if os.path.isfile(Path(path) / SPLITS):
@@ -82,35 +76,35 @@ def _data_file(key: str, path: str) -> Violations:
                 f"{path!r} contains several splits of a dataset; give the folder of one of them, such "
                 f"as {str(Path(path) / 'train')!r}"
             )
-            yield Violation((key,), message)
+            yield Finding((key,), message)
         elif not os.path.isfile(Path(path) / SAVED_TO_DISK):
             message = f"{path!r} is a folder; list each file in it, or give a folder saved by `datasets`"
-            yield Violation((key,), message)
+            yield Finding((key,), message)
     elif os.path.isfile(path):
         if Path(path).suffix.lower() not in FORMATS:
-            yield Violation((key,), f"{path!r} is not a data file: its name must end in {', '.join(FORMATS)}")
+            yield Finding((key,), f"{path!r} is not a data file: its name must end in {', '.join(FORMATS)}")
     else:
         yield _no_file(key, path)
 
 
-def _no_file(key: str, path: str) -> Violation:
+def _no_file(key: str, path: str) -> Finding:
     if set(path) & set("*?["):
-        return Violation((key,), f"there is no file {path!r}; patterns are not expanded, so list each file")
-    return Violation(
+        return Finding((key,), f"there is no file {path!r}; patterns are not expanded, so list each file")
+    return Finding(
         (key,), f"there is no file {path!r} (the current directory is {Path.cwd()})", Absence.input
     )
 
 
-def code_files(config: RunConfig) -> Violations:
+def code_files(config: RunConfig) -> Findings:
     """Check the Python files of reward functions, tools, environments, estimators, losses and samplers."""
     for key, path in config.code_files():
         if os.path.isdir(path):
-            yield Violation((key,), f"{path!r} is a folder; give the file in it")
+            yield Finding((key,), f"{path!r} is a folder; give the file in it")
         elif not os.path.isfile(path):
             yield _no_file(key, path)
 
 
-def _model_files(config: RunConfig) -> Violations:
+def _model_files(config: RunConfig) -> Findings:
     """Check the weights of all models, and the tokenizers that a run uses.
 
     `validate` reports a missing `config.json`.
@@ -130,18 +124,18 @@ def _model_files(config: RunConfig) -> Violations:
             continue
         if (outside := _file_outside(Path(folder))) is not None:
             message = f"{folder!r} has an index ({_INDEX}) that lists {outside!r}"
-            yield Violation((key,), f"{message}; only files in this folder are allowed")
+            yield Finding((key,), f"{message}; only files in this folder are allowed")
         elif not has_weights(folder):
             # Weights in another format can be converted; otherwise they have to be downloaded.
             others = any(any(Path(folder).glob(pattern)) for pattern in _OTHER_WEIGHTS)
             message = f"{folder!r} has no weights in safetensors files"
             if others:
-                yield Violation(
+                yield Finding(
                     (key,),
                     f"{message}; convert the existing weights: save_pretrained(..., safe_serialization=True)",
                 )
             else:
-                yield Violation(
+                yield Finding(
                     (key,), f"{message}; download them (hf download NAME --local-dir {folder})", Absence.input
                 )
         if folder in with_tokenizer and not has_tokenizer(folder):
@@ -149,7 +143,7 @@ def _model_files(config: RunConfig) -> Violations:
                 f"{folder!r} has no tokenizer; copy the model's tokenizer.json, tokenizer_config.json "
                 f"and chat_template.jinja into it"
             )
-            yield Violation((key,), message, Absence.input)
+            yield Finding((key,), message, Absence.input)
 
 
 def _file_outside(folder: Path) -> str | None:
@@ -162,7 +156,7 @@ def _file_outside(folder: Path) -> str | None:
     return next((name for name in names if isinstance(name, str) and Path(name).name != name), None)
 
 
-def _draft_folder(config: RunConfig) -> Violations:
+def _draft_folder(config: RunConfig) -> Findings:
     """Check that the folder of a draft model is here, with weights."""
     folder = draft_of(config.rollout) if isinstance(config, PPOConfig) else None
     if folder is None:
@@ -174,7 +168,7 @@ def _draft_folder(config: RunConfig) -> Violations:
     else:
         return
     download = f"{message}; download the model (hf download NAME --local-dir {folder})"
-    yield Violation((f"{SECTION}.{DRAFT}",), download, Absence.input)
+    yield Finding((f"{SECTION}.{DRAFT}",), download, Absence.input)
 
 
 def logger_problem(logger: LoggerKind) -> str | None:
@@ -192,17 +186,17 @@ def _can_be_imported(module: str) -> bool:
         return False
 
 
-def _gpus(config: RunConfig) -> Violations:
+def _gpus(config: RunConfig) -> Findings:
     """Check that this machine has a GPU if the run needs one and joins no cluster."""
     if config.device is Device.cuda and cluster_address() is None and not has_gpu():
         message = (
             "is cuda, but this machine has no GPU that torch can use; use device=cpu, or join a cluster "
             "with GPUs (RAY_ADDRESS=HOST:PORT)"
         )
-        yield Violation(("device",), message, Absence.gpu)
+        yield Finding(("device",), message, Absence.gpu)
 
 
-def _engine_switches(config: RunConfig) -> Violations:
+def _engine_switches(config: RunConfig) -> Findings:
     """Check that no switch in this machine's environment silently makes the engine's samples wrong."""
     engine = config.rollout_engine
     if engine is None:
@@ -211,20 +205,20 @@ def _engine_switches(config: RunConfig) -> Violations:
         value = os.environ.get(name, "").strip()
         # The engine ignores these values.
         if value.lower() not in ("", "0", "false", "no", "n") and not value.startswith("-"):
-            yield Violation(
+            yield Finding(
                 ("rollout.engine",),
                 f"is {engine.value}, but the variable {name}={value} {effect}; unset {name}",
             )
 
 
-def _engine_packages(config: RunConfig) -> Violations:
+def _engine_packages(config: RunConfig) -> Findings:
     """Check that the packages of the engines are installed if the run joins no cluster."""
     # The nodes of a cluster have their own environments.
     if cluster_address() is not None:
         return
 
     if (engine := config.rollout_engine) is not None and (absent := _absent_packages(engine)):
-        yield Violation(
+        yield Finding(
             ("rollout.engine",),
             f"{engine.value!r} {absent} (on CPU see docs/install.md), or use rollout.engine=hf",
             Absence.package,
@@ -232,7 +226,7 @@ def _engine_packages(config: RunConfig) -> Violations:
 
     for judge in judge_roles(config).values():
         if absent := _absent_packages(RolloutEngineKind.sglang):
-            yield Violation(
+            yield Finding(
                 (f"{judge.key}.path",),
                 f"its server {absent} (on CPU see docs/install.md), or start one elsewhere and set url",
                 Absence.package,
@@ -257,13 +251,13 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _loggers(config: RunConfig) -> Violations:
+def _loggers(config: RunConfig) -> Findings:
     for logger in config.tracking.loggers:
         if problem := logger_problem(logger):
-            yield Violation(("tracking.loggers",), problem, Absence.package)
+            yield Finding(("tracking.loggers",), problem, Absence.package)
 
 
-def writable_folders(config: RunConfig) -> Violations:
+def writable_folders(config: RunConfig) -> Findings:
     """Check that a run which starts on this machine can write its output folders.
 
     This creates and removes a temporary folder in the nearest existing parent. Do not call it for a run on
@@ -281,10 +275,10 @@ def writable_folders(config: RunConfig) -> Violations:
             tempfile.TemporaryDirectory(dir=nearest).cleanup()
         except OSError as error:
             message = f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a writable folder"
-            yield Violation((key,), message)
+            yield Finding((key,), message)
 
 
-def _resumed_folder(config: RunConfig) -> Violations:
+def _resumed_folder(config: RunConfig) -> Findings:
     resume = config.checkpoint.resume
     if resume in (RESUME_AUTO, RESUME_DISABLE) or (resume.strip() and os.path.isdir(resume)):
         return
@@ -292,21 +286,21 @@ def _resumed_folder(config: RunConfig) -> Violations:
         yield from _known_protocol("checkpoint.resume", resume)
         return
     message = f"there is no folder {resume!r}; give auto, disable, or the path or URL of a checkpoint"
-    yield Violation(("checkpoint.resume",), message, Absence.input if resume.strip() else None)
+    yield Finding(("checkpoint.resume",), message, Absence.input if resume.strip() else None)
 
 
-def _upload(config: RunConfig) -> Violations:
+def _upload(config: RunConfig) -> Findings:
     upload = config.checkpoint.upload
     if upload is None:
         return
     if not is_url(upload):
         message = f"{upload!r} is not a URL; give one such as s3://bucket/folder, or file:///path/of/a/folder"
-        yield Violation(("checkpoint.upload",), message)
+        yield Finding(("checkpoint.upload",), message)
         return
     yield from _known_protocol("checkpoint.upload", upload)
 
 
-def _known_protocol(key: str, url: str) -> Violations:
+def _known_protocol(key: str, url: str) -> Findings:
     # Only runs with a URL need the library.
     from fsspec import available_protocols, get_filesystem_class
     from fsspec.utils import get_protocol
@@ -314,15 +308,15 @@ def _known_protocol(key: str, url: str) -> Violations:
     protocol = get_protocol(url)
     if protocol not in available_protocols():
         message = f"{url!r}: fsspec has no protocol {protocol!r}; use s3, gs, hdfs, file or another of them"
-        yield Violation((key,), message)
+        yield Finding((key,), message)
         return
     try:
         get_filesystem_class(protocol)
     except ImportError as error:
-        yield Violation((key,), f"{url!r}: {error}; s3 needs the package s3fs, gs needs gcsfs")
+        yield Finding((key,), f"{url!r}: {error}; s3 needs the package s3fs, gs needs gcsfs")
 
 
-_RULES = (
+RULES = (
     _data_files,
     code_files,
     _model_files,

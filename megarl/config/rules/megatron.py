@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 
+from megarl.config.finding import Absence, Finding, Findings
 from megarl.config.layers import choose_layers, has_transformer_engine
 from megarl.config.megatron_fields import DTYPES, find_megatron, megatron_fields
 from megarl.config.megatron_options import (
@@ -17,7 +18,6 @@ from megarl.config.megatron_options import (
 )
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, RunConfig
-from megarl.config.violation import Absence, Violation, Violations
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 from megarl.machine.wording import written
@@ -54,7 +54,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, str, tuple[object, ...]]] = {
 }
 
 
-def options(config: RunConfig, role: ModelRole) -> Violations:
+def options(config: RunConfig, role: ModelRole) -> Findings:
     """Check the options of one model: names, owners, types, and what they need."""
     given = list(options_of(role.megatron))
     # Without Megatron's source, which the machine of the run has, only the owners are known.
@@ -63,12 +63,12 @@ def options(config: RunConfig, role: ModelRole) -> Violations:
     for option in given:
         key = f"{role.megatron_key}.{option.section}.{option.name}"
         if (reason := owned_fields(option.section).get(option.name)) is not None:
-            yield Violation((key,), reason.replace("{role}", role.parallel_key.removesuffix(".parallel")))
+            yield Finding((key,), reason.replace("{role}", role.parallel_key.removesuffix(".parallel")))
         elif is_installed and option.name not in megatron_fields(option.section):
-            yield Violation((key,), f"Megatron-Core has no such field; {_nearest(option)}")
+            yield Finding((key,), f"Megatron-Core has no such field; {_nearest(option)}")
         elif is_installed and option.value not in megatron_fields(option.section)[option.name]:
             accepted = megatron_fields(option.section)[option.name]
-            yield Violation((key,), f"is {option.value!r}, but must be {accepted}")
+            yield Finding((key,), f"is {option.value!r}, but must be {accepted}")
         else:
             yield from _effect(config, role, option, key)
 
@@ -80,14 +80,14 @@ def _nearest(option: Option) -> str:
     return f"see the fields of Megatron's configuration of {option.section}"
 
 
-def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Violations:
+def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Findings:
     """Check that an option has an effect with the others, on the device and with the layers of the run."""
     if (needed := _WITHOUT_EFFECT.get(option.name)) is not None:
         section, name, values = needed
         if getattr(role.megatron, section).get(name) not in values:
             other = f"{role.megatron_key}.{section}.{name}"
             either = " or ".join(map(written, values))
-            yield Violation(
+            yield Finding(
                 (key, other),
                 f"{option.name} has no effect unless {name} is {either}; set {other}={written(values[0])}, "
                 f"or remove {option.name}",
@@ -96,7 +96,7 @@ def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Vio
 
     # Other dtypes have scales of their own, which checkpoints do not store.
     if option.name in MOMENT_DTYPES and DTYPES[str(option.value)] not in ("float32", "bfloat16"):
-        yield Violation((key,), f"is {option.value}, but moments are stored in float32 or bfloat16; use one")
+        yield Finding((key,), f"is {option.value}, but moments are stored in float32 or bfloat16; use one")
         return
 
     may_be_on_cuda = config.device is not Device.cpu
@@ -106,22 +106,22 @@ def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Vio
 
     if (lacking := option.lacks(on_cuda=may_be_on_cuda, layers=layers)) is not None:
         keys = ("device",) if lacking == "CUDA" else ("engine.layers", "model.dtype")
-        yield Violation((key, *keys), f"{option.name} requires {lacking}; remove it, or change {keys[0]}")
+        yield Finding((key, *keys), f"{option.name} requires {lacking}; remove it, or change {keys[0]}")
 
 
-def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
+def fit_model(role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a dense model has no options for experts, which Megatron would ignore."""
     if routes_tokens(architecture):
         return
     for option in options_of(role.megatron):
         if option.section == "transformer" and option.name.startswith("moe_"):
-            yield Violation(
+            yield Finding(
                 (f"{role.megatron_key}.{option.section}.{option.name}",),
                 f"is for mixture-of-experts models, but {role.path} is dense; remove it",
             )
 
 
-def requirements_here(config: RunConfig) -> Violations:
+def requirements_here(config: RunConfig) -> Findings:
     """Check that this machine has what the options need, if the run joins no cluster."""
     if cluster_address() is not None or config.device is Device.cpu:
         return
@@ -135,16 +135,16 @@ def _has_dispatcher(role: ModelRole) -> bool:
     return backend == "ncclep" or find_spec("deep_ep") is not None
 
 
-def _requirements_here(config: RunConfig, role: ModelRole) -> Iterator[Violation]:
+def _requirements_here(config: RunConfig, role: ModelRole) -> Iterator[Finding]:
     for option in options_of(role.megatron):
         key = f"{role.megatron_key}.{option.section}.{option.name}"
         if option.value == "flex" and not _has_dispatcher(role):
             message = f"{option.value} requires the package deep_ep, which is not installed"
-            yield Violation((key,), f"{message}; install it, or remove the option", Absence.package)
+            yield Finding((key,), f"{message}; install it, or remove the option", Absence.package)
         # With device=cuda, the missing GPU is reported once.
         if option.requirement is not Requirement.nothing and config.device is Device.auto and not has_gpu():
             message = f"{option.name} requires CUDA, but this machine has no GPU that torch can use"
-            yield Violation((key,), f"{message}; remove it, or use a machine with GPUs", Absence.gpu)
+            yield Finding((key,), f"{message}; remove it, or use a machine with GPUs", Absence.gpu)
         elif option.requirement is Requirement.transformer_engine and not has_transformer_engine():
             choice = choose_layers(
                 config.engine.layers, config.model.dtype, on_cuda=True, has_transformer_engine=False
@@ -152,6 +152,6 @@ def _requirements_here(config: RunConfig, role: ModelRole) -> Iterator[Violation
             # With the layers requested explicitly, the missing package is reported where they are checked.
             if choice.layers is Layers.local or option.section == "optimizer":
                 message = f"{option.name} requires Transformer Engine, which is not installed"
-                yield Violation(
+                yield Finding(
                     (key,), f"{message}; see docs/versions.md, or remove the option", Absence.package
                 )

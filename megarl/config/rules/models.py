@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import gcd
 
 from megarl.config.batch_arithmetic import room_of_longest_row
+from megarl.config.finding import Finding, Findings, either, nearest_divisors, nearest_multiples
 from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import (
     Device,
@@ -17,42 +18,41 @@ from megarl.config.schema import (
     RunConfig,
     SFTConfig,
 )
-from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, RowLimit
 from megarl.models.rope import extended_context
 
 
-def optimizers(config: RunConfig) -> Violations:
+def optimizers(config: RunConfig) -> Findings:
     for section, model in config.trained_models.items():
         key = f"{section}.optim"
         optim = model.optim
         if optim.min_lr > optim.lr:
-            yield Violation(
+            yield Finding(
                 (f"{key}.min_lr", f"{key}.lr"),
                 f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}, from which the learning rate decays; "
                 f"use a min_lr of {optim.lr:g} or less",
             )
         if optim.on_nonfinite is OnNonFinite.recover and not config.recovery.enabled:
-            yield Violation(
+            yield Finding(
                 (f"{key}.on_nonfinite", "recovery.enabled"),
                 "on_nonfinite=recover returns to a snapshot, but recovery.enabled is false, so there is "
                 "none; use recovery.enabled=true, or skip or stop",
             )
 
 
-def layout(config: RunConfig, role: ModelRole) -> Violations:
+def layout(config: RunConfig, role: ModelRole) -> Findings:
     """Check the parallel sizes against each other, without the model."""
     parallel = role.parallel
     if parallel.context_parallel_size > 1 and not config.engine.packing:
-        yield Violation(
+        yield Finding(
             (f"{role.parallel_key}.context_parallel_size", "engine.packing"),
             f"context_parallel_size {parallel.context_parallel_size} requires packed rows, but packing is "
             f"false; use engine.packing=true, or context_parallel_size 1",
         )
 
 
-def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
+def micro_batch(config: RunConfig, role: ModelRole) -> Findings:
     limit = role.micro_batch
     key = role.micro_batch_key
 
@@ -62,7 +62,7 @@ def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
             if limit.sequences is None
             else f"both are set ({limit.sequences} and {limit.max_tokens})"
         )
-        yield Violation(
+        yield Finding(
             (f"{key}.sequences", f"{key}.max_tokens"),
             f"exactly one must be set, but {given}; set the other to null, such as {key}.max_tokens=null",
         )
@@ -71,7 +71,7 @@ def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
         yield from _row_fits(config, role, limit.max_tokens)
 
 
-def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations:
+def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Findings:
     needed = room_of_longest_row(config, role)
     size = role.parallel.context_parallel_size
     if needed <= max_tokens * size:
@@ -89,24 +89,24 @@ def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations
     longest = f"a row may have {config.max_row_tokens} tokens{padded}"
     if config.rows_together > 1:
         longest = f"a pair of answers, which stays together, may have {counted(needed, 'token')}"
-    yield Violation(
+    yield Finding(
         (f"{role.micro_batch_key}.max_tokens", *lengths),
         f"{longest}, more than {room}; use max_tokens {-(-needed // size)} or more, or shorter rows",
     )
 
 
-def pairs_fit(config: PreferenceConfig) -> Violations:
+def pairs_fit(config: PreferenceConfig) -> Findings:
     """Check that a micro-batch that is limited by rows has whole pairs of answers."""
     sequences = config.actor.micro_batch.sequences
     if sequences is not None and sequences % config.rows_together:
-        yield Violation(
+        yield Finding(
             ("actor.micro_batch.sequences",),
             f"is {sequences}, but the two rows of a pair of answers stay together; use "
             f"{either(nearest_multiples(sequences, config.rows_together))}",
         )
 
 
-def recomputation(_: RunConfig, role: ModelRole) -> Violations:
+def recomputation(_: RunConfig, role: ModelRole) -> Findings:
     if role.optim is None:
         return
 
@@ -116,14 +116,14 @@ def recomputation(_: RunConfig, role: ModelRole) -> Violations:
     keys = f"{section}.recompute_modules", f"{section}.recompute"
 
     if how is Recompute.selective and not modules:
-        yield Violation(
+        yield Finding(
             keys,
             "selective recomputes nothing, because recompute_modules is empty; list a module, such as "
             "[core_attn], or use recompute=none",
         )
 
 
-def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
+def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Findings:
     """Check that each replica of a trained model has at least one row of a mini-batch."""
     if role.optim is None:
         return
@@ -134,7 +134,7 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
     replicas = role.parallel.data_parallel_size
 
     if rows < replicas:
-        yield Violation(
+        yield Finding(
             (f"{role.parallel_key}.data_parallel_size", config.batch_key),
             f"a mini-batch has {counted(rows, what)}, fewer than data_parallel_size {replicas}, so some "
             f"replicas would have no {what}s; use data_parallel_size {max(rows, 1)} or less, or mini-batches "
@@ -142,7 +142,7 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
         )
 
 
-def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
+def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     parallel = role.parallel
     tensor = role.parallel.tensor_parallel_size
     fields = [
@@ -153,7 +153,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     sizes = {field: getattr(architecture, field) for field in fields}
 
     if left := [f"{field} {size}" for field, size in sizes.items() if size % tensor]:
-        yield Violation(
+        yield Finding(
             (f"{role.parallel_key}.tensor_parallel_size",),
             f"{' and '.join(left)} of {role.path} {'does' if len(left) == 1 else 'do'} not divide by "
             f"tensor_parallel_size {tensor}; use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
@@ -163,7 +163,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     delta = architecture.delta_net
     ranks = tensor * parallel.context_parallel_size
     if delta is not None and delta.num_key_heads % ranks:
-        yield Violation(
+        yield Finding(
             (f"{role.parallel_key}.tensor_parallel_size", f"{role.parallel_key}.context_parallel_size"),
             f"linear_num_key_heads {delta.num_key_heads} of {role.path} does not divide by "
             f"tensor_parallel_size {tensor} x context_parallel_size {parallel.context_parallel_size} = "
@@ -180,7 +180,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             product += (
                 f" x virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} = {stages}"
             )
-        yield Violation(
+        yield Finding(
             (f"{role.parallel_key}.pipeline_parallel_size",),
             f"num_hidden_layers {layers} of {role.path} does not divide by {product}; use "
             f"{either(nearest_divisors(layers, stages))} stages",
@@ -189,7 +189,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
 
     recomputed = role.recomputation.num_layers
     if recomputed is not None and recomputed > layers // stages:
-        yield Violation(
+        yield Finding(
             (
                 f"{role.parallel_key.removesuffix('.parallel')}.recompute_num_layers",
                 f"{role.parallel_key}.pipeline_parallel_size",
@@ -199,7 +199,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
         )
 
 
-def kernels_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def kernels_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that attention with sinks or windows is not float32 on CUDA, where it has no kernels."""
     if config.device is not Device.cuda or config.model.dtype is not DType.float32:
         return
@@ -207,14 +207,14 @@ def kernels_fit(config: RunConfig, architectures: Mapping[str, Architecture]) ->
     for role in model_roles(config):
         architecture = architectures.get(role.name)
         if architecture is not None and architecture.has_own_attention:
-            yield Violation(
+            yield Finding(
                 ("model.dtype", "device"),
                 f"is float32, but the attention of {role.path} ({architecture.model_type}) has sinks or "
                 "windows, for which there are no float32 kernels on CUDA; use bfloat16",
             )
 
 
-def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that each model that reads the policy's tokens takes the longest row."""
     prompt = config.longest_prompt
     response = config.longest_response
@@ -222,21 +222,21 @@ def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Vi
     for role, limit in _too_short(config, architectures):
         most = limit.tokens
         hint = f"max_response_length {most - prompt}" if prompt < most else "shorter prompts"
-        yield Violation(
+        yield Finding(
             config.length_keys,
             f"{prompt} + {response} = {config.max_row_tokens} tokens exceed {limit.field} {most} of "
             f"{role.path}{_reason(limit)}; use {hint}{_extension(architectures[role.name])}",
         )
 
 
-def chats_fit(config: SFTConfig | PreferenceConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def chats_fit(config: SFTConfig | PreferenceConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that the model takes the longest conversation."""
     for role, limit in _too_short(config, architectures):
         message = (
             f"is {config.max_row_tokens}, above {limit.field} {limit.tokens} of {role.path}{_reason(limit)}; "
             f"use {limit.tokens}"
         )
-        yield Violation(config.length_keys, message + _extension(architectures[role.name]))
+        yield Finding(config.length_keys, message + _extension(architectures[role.name]))
 
 
 def _reason(limit: RowLimit) -> str:
@@ -269,13 +269,13 @@ def _too_short(
                 yield role, limit
 
 
-def top_k_fits(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def top_k_fits(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that the policy has as many tokens as the loss top_k_kl reads at each position."""
     k = config.algorithm.teacher_top_k
     if k is None or "actor" not in architectures:
         return
     if k > (size := architectures["actor"].vocab_size):
-        yield Violation(
+        yield Finding(
             ("algorithm.advantage.distillation.top_k", "model.path"),
             f"is {k:,}, but the policy has vocab_size {size:,}; use at most {size:,}, typically 16 to 256",
         )
@@ -283,7 +283,7 @@ def top_k_fits(config: PPOConfig, architectures: Mapping[str, Architecture]) -> 
 
 def same_vocabulary(
     config: PPOConfig | PreferenceConfig, architectures: Mapping[str, Architecture]
-) -> Violations:
+) -> Findings:
     """Check that all models can read the policy's token ids.
 
     Frozen policies must have the same vocabulary. Models of one family and several sizes may pad it to
@@ -298,7 +298,7 @@ def same_vocabulary(
             continue
         vocab_size = architectures[role.name].vocab_size
         if vocab_size != policy and not (role.kind is RoleKind.teacher and vocab_size > policy):
-            yield Violation(
+            yield Finding(
                 tuple(dict.fromkeys((role.row.path_keys[0], "model.path"))),
                 f"the {role.name} has vocab_size {vocab_size}, the policy {policy}, but comparing their "
                 f"log-probs requires the same vocabulary; use models of one family",
@@ -306,7 +306,7 @@ def same_vocabulary(
 
     # The critic only embeds the policy's tokens, so a larger vocabulary does no harm.
     if "critic" in architectures and architectures["critic"].vocab_size < policy:
-        yield Violation(
+        yield Finding(
             ("critic.model.path", "model.path"),
             f"the critic has vocab_size {architectures['critic'].vocab_size}, below the policy's {policy}, "
             "but it reads the policy's tokens; use a critic with the policy's vocabulary",

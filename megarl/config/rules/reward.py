@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_room
+from megarl.config.finding import Finding, Findings
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import OverlongConversation, PPOConfig
-from megarl.config.violation import Violation, Violations
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
 
@@ -24,16 +24,16 @@ def has_scores(config: PPOConfig) -> bool:
     return bool(has_source) or config.agent.harness.is_used
 
 
-def something_scores(config: PPOConfig) -> Violations:
+def something_scores(config: PPOConfig) -> Findings:
     if not has_scores(config) and config.algorithm.reads_rewards:
-        yield Violation(
+        yield Finding(
             ("reward.functions", "reward.model.path"),
             "there are neither functions nor a model, so samples have no scores; give a list such as "
             "[{path: reward.py, name: compute_score}], the folder of a reward model, or reward.judges",
         )
 
     if not has_scores(config) and not config.algorithm.reads_rewards and config.data.val_files:
-        yield Violation(
+        yield Finding(
             ("data.val_files", "reward.functions"),
             "nothing scores the responses to held-out prompts, because there are neither reward functions "
             "nor a model; remove the files, or give a reward function (it does not affect the training with "
@@ -41,7 +41,7 @@ def something_scores(config: PPOConfig) -> Violations:
         )
 
 
-def reads_conversations(config: PPOConfig, architecture: Architecture) -> Violations:
+def reads_conversations(config: PPOConfig, architecture: Architecture) -> Findings:
     """Check that the reward model, whose architecture is given, can read conversations of the policy."""
     model = config.reward.model
     assert model.path is not None
@@ -49,7 +49,7 @@ def reads_conversations(config: PPOConfig, architecture: Architecture) -> Violat
     yield from _scores_with_one_number(folder)
 
     if not has_chat_template(folder):
-        yield Violation(
+        yield Finding(
             ("reward.model.path",),
             f"{model.path} has no chat template to render conversations with; add the chat_template.jinja "
             "that it was trained with to the folder",
@@ -58,12 +58,12 @@ def reads_conversations(config: PPOConfig, architecture: Architecture) -> Violat
     yield from _lengths(config, architecture)
 
 
-def _scores_with_one_number(folder: Path) -> Violations:
+def _scores_with_one_number(folder: Path) -> Findings:
     fields = _fields(folder / "config.json")
     named = fields.get("architectures") or []
 
     if not any(str(name).endswith(REWARD_CLASS) for name in named):
-        yield Violation(
+        yield Finding(
             ("reward.model.path",),
             f"{folder / 'config.json'}: field 'architectures' is {named}, but a reward model must be a "
             f"...{REWARD_CLASS}, whose head returns the score; give the folder of such a model",
@@ -75,14 +75,14 @@ def _scores_with_one_number(folder: Path) -> Violations:
         "num_labels", len(fields["id2label"]) if fields.get("id2label") else _LABELS_BY_DEFAULT
     )
     if labels != 1:
-        yield Violation(
+        yield Finding(
             ("reward.model.path",),
             f"{folder / 'config.json'}: the model has {labels} labels, but a score is one number; use a "
             f"reward model with num_labels 1",
         )
 
 
-def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
+def _lengths(config: PPOConfig, architecture: Architecture) -> Findings:
     model = config.reward.model
     longest = architecture.row_limit
     tokens = config.max_row_tokens
@@ -94,7 +94,7 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
 
     for name, limit in room.items():
         if model.max_length is not None and limit is not None and model.max_length > limit:
-            yield Violation(
+            yield Finding(
                 (
                     "reward.model.max_length",
                     *([f"reward.model.{name}"] if name.startswith("micro_batch") else []),
@@ -105,7 +105,7 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
 
     limit = max_conversation_tokens(model, architecture)
     if model.overlong is OverlongConversation.refuse and tokens > limit:
-        yield Violation(
+        yield Finding(
             (
                 "reward.model.max_length",
                 "reward.model.micro_batch",

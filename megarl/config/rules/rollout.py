@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+from megarl.config.finding import Finding, Findings, either, nearest_divisors
 from megarl.config.roles import WITHOUT_DEVICES
 from megarl.config.schema import (
     CorrectionLevel,
@@ -16,7 +17,6 @@ from megarl.config.schema import (
     PPOConfig,
     RolloutEngineKind,
 )
-from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.families import FAMILIES
@@ -30,12 +30,12 @@ _STALENESS = "rollout.max_staleness"
 _TAKING_TURNS = (PlacementStrategy.hybrid, PlacementStrategy.fully_collocate)
 
 
-def sampling(config: PPOConfig) -> Violations:
+def sampling(config: PPOConfig) -> Findings:
     """Check the sampling settings of training and validation."""
     rollout = config.rollout
     # The trainer's log-probs must be those of the sampling distribution.
     if rollout.temperature == 0:
-        yield Violation(
+        yield Finding(
             ("rollout.temperature",),
             "is 0 (greedy), but training needs samples of the policy; use 1.0, the usual choice",
         )
@@ -45,7 +45,7 @@ def sampling(config: PPOConfig) -> Violations:
         ("rollout.validation.temperature", rollout.validation.temperature),
     ):
         if 0 < temperature < _LEAST_TEMPERATURE:
-            yield Violation(
+            yield Finding(
                 (key,),
                 f"is {temperature:g}: logits divided by it exceed the resolution of bfloat16; use "
                 f"{_LEAST_TEMPERATURE} or more",
@@ -53,7 +53,7 @@ def sampling(config: PPOConfig) -> Violations:
 
     for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
         if value != off:
-            yield Violation(
+            yield Finding(
                 (f"rollout.{key}",),
                 f"is {value:g}: a truncated sampler draws from a different distribution than the one whose "
                 f"log-probs the trainer computes, so the PPO ratio would be wrong; use {off:g} for training "
@@ -62,13 +62,13 @@ def sampling(config: PPOConfig) -> Violations:
 
     # Validation samples are not trained on, so any meaningful sampler is allowed.
     if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
-        yield Violation(
+        yield Finding(
             ("rollout.validation.top_k",),
             f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens",
         )
 
     if rollout.validation.n > 1 and rollout.validation.temperature == 0:
-        yield Violation(
+        yield Finding(
             ("rollout.validation.n", "rollout.validation.temperature"),
             f"{rollout.validation.n} greedy samples of a prompt are identical; use n=1, or a temperature "
             f"above 0",
@@ -78,13 +78,13 @@ def sampling(config: PPOConfig) -> Violations:
     most = config.data.max_response_length
 
     if least > most:
-        yield Violation(
+        yield Finding(
             ("rollout.validation.min_new_tokens", "data.max_response_length"),
             f"min_new_tokens {least} is above max_response_length {most}; use {most} or fewer",
         )
 
 
-def whole_model(config: PPOConfig) -> Violations:
+def whole_model(config: PPOConfig) -> Findings:
     """Check that the engine can shard a model, if it has to."""
     rollout = config.rollout
     if rollout.engine.needs.cuts_models:
@@ -93,28 +93,28 @@ def whole_model(config: PPOConfig) -> Violations:
     for key in (_TP, _PP):
         name = key.removeprefix("rollout.")
         if (size := getattr(rollout, name)) != 1:
-            yield Violation(
+            yield Finding(
                 (key, "rollout.engine"),
                 f"the engine {rollout.engine.name!r} cannot shard a model, but {name} is {size}; use 1 (and "
                 f"raise rollout.num_replicas for more throughput), or rollout.engine={others}",
             )
 
 
-def engine_memory(config: PPOConfig) -> Violations:
+def engine_memory(config: PPOConfig) -> Findings:
     """Check the engine's share of a device, which the memory plan uses."""
     for engine in RolloutEngineKind:
         key = engine.needs.memory_key
         share = config.rollout.memory_share_of(engine)
         if key is None or share is None or (isinstance(share, int | float) and 0 < share < 1):
             continue
-        yield Violation(
+        yield Finding(
             (key,),
             f"is {share!r}, but must be above 0 and below 1: the fraction of a device for weights and "
             "cache, such as 0.8",
         )
 
 
-def shared_devices(config: PPOConfig) -> Violations:
+def shared_devices(config: PPOConfig) -> Findings:
     """Check that the engines fit the actor's devices in the placement `hybrid`."""
     rollout = config.rollout
     parallel = config.actor.parallel
@@ -131,7 +131,7 @@ def shared_devices(config: PPOConfig) -> Violations:
     hint = f"use num_replicas {fitting} or fewer" if fitting else f"use {smaller} {there} or less"
     in_stages = f" x pipeline_parallel_size {stages}" if stages > 1 else ""
 
-    yield Violation(
+    yield Finding(
         ("rollout.num_replicas", _TP, _PP, "actor.parallel", "placement.strategy"),
         f"num_replicas {rollout.num_replicas} x tensor_parallel_size "
         f"{rollout.tensor_parallel_size}{in_stages} = {counted(needed, 'device')}, but in the placement "
@@ -140,7 +140,7 @@ def shared_devices(config: PPOConfig) -> Violations:
     )
 
 
-def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
+def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that an engine computes the same model and can shard it.
 
     Query heads and the MLP must divide evenly. Key-value heads are divided over ranks or replicated.
@@ -149,7 +149,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     path = config.model.path
     if not config.rollout.engine.needs.cuts_models:
         for kind in (kind for kind in kinds_of(policy) if kind.state != "0"):
-            yield Violation(
+            yield Finding(
                 ("rollout.engine",),
                 f"{path} ({policy.model_type}) has {kind.name}, whose states the engine "
                 f"{config.rollout.engine.name!r} does not keep; use sglang, with device=cuda",
@@ -159,13 +159,13 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     family = FAMILIES[policy.model_type]
     if not family.sglang_class:
         others = " or ".join(engine.name for engine in RolloutEngineKind if not engine.needs.cuts_models)
-        yield Violation(
+        yield Finding(
             ("rollout.engine",), f"SGLang has no class for {path} ({policy.model_type}); use {others}"
         )
 
     # SGLang would silently compute a different model if its class ignores a setting.
     for difference in chain(sglang_rope_differs(policy), family.sglang_differs(policy)):
-        yield Violation(
+        yield Finding(
             ("rollout.engine",),
             f"{path} has {difference}: SGLang's {policy.model_type} would compute a different model",
         )
@@ -177,7 +177,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):
         size = getattr(policy, field)
         if size % tensor:
-            yield Violation(
+            yield Finding(
                 (_TP,),
                 f"{field} {size} of {path} does not divide by tensor_parallel_size {tensor}; use "
                 f"{either(nearest_divisors(size, tensor))}",
@@ -186,7 +186,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     # More heads than ranks are divided; fewer are replicated.
     heads = policy.num_key_value_heads
     if heads % tensor and tensor % heads:
-        yield Violation(
+        yield Finding(
             (_TP,),
             f"num_key_value_heads {heads} of {path} is neither a multiple nor a divisor of "
             f"tensor_parallel_size {tensor}; use {either(nearest_divisors(heads, tensor))}, or a multiple "
@@ -194,27 +194,27 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
         )
 
 
-def _states_fit(config: PPOConfig, policy: Architecture, delta_net: DeltaNet) -> Violations:
+def _states_fit(config: PPOConfig, policy: Architecture, delta_net: DeltaNet) -> Findings:
     """Check that an engine has kernels for gated delta nets, and can distribute their heads."""
     path = config.model.path
     tensor = config.rollout.tensor_parallel_size
 
     if config.device is Device.cpu:
-        yield Violation(
+        yield Finding(
             ("device", "rollout.engine"),
             f"is cpu, but {path} ({policy.model_type}) has gated delta nets, whose states SGLang keeps "
             "on GPUs only; use device=cuda",
         )
 
     if delta_net.num_key_heads % tensor:
-        yield Violation(
+        yield Finding(
             (_TP,),
             f"linear_num_key_heads {delta_net.num_key_heads} of {path} does not divide by "
             f"tensor_parallel_size {tensor}; use {either(nearest_divisors(delta_net.num_key_heads, tensor))}",
         )
 
 
-def generation_ahead(config: PPOConfig) -> Violations:
+def generation_ahead(config: PPOConfig) -> Findings:
     staleness = config.rollout.max_staleness
     algorithm = config.algorithm
     placement = config.placement
@@ -225,7 +225,7 @@ def generation_ahead(config: PPOConfig) -> Violations:
     correction = algorithm.rollout_correction
 
     if correction.level is CorrectionLevel.none and not correction.bypass:
-        yield Violation(
+        yield Finding(
             (_STALENESS, "algorithm.rollout_correction.level"),
             f"is {staleness}, so samples come from older weights than the trained ones, and no correction is "
             f"enabled; use algorithm.rollout_correction.level=token (truncated importance weights) or "
@@ -242,14 +242,14 @@ def generation_ahead(config: PPOConfig) -> Violations:
 
     if placement.strategy in _TAKING_TURNS or others:
         whom = ", ".join(others) or "the actor"
-        yield Violation(
+        yield Finding(
             (_STALENESS, "placement.strategy"),
             f"is {staleness}, so the engines generate while the other roles train, but in this placement "
             f"they share devices with {whom}; use split_collocate or stand_alone, or max_staleness=0",
         )
 
     if algorithm.dynamic_sampling.enabled and config.reward.model.path is not None:
-        yield Violation(
+        yield Finding(
             (_STALENESS, "algorithm.dynamic_sampling.enabled", "reward.model.path"),
             f"is {staleness}: dynamic sampling needs the scores of each prompt as soon as its samples are "
             f"finished, but a reward model scores whole steps; use reward functions only, "

@@ -5,6 +5,14 @@ from __future__ import annotations
 from math import lcm
 from pathlib import Path
 
+from megarl.config.finding import (
+    Finding,
+    Findings,
+    either,
+    is_http_url,
+    nearest_divisors,
+    nearest_multiples,
+)
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     CPCommType,
@@ -21,14 +29,6 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
-from megarl.config.violation import (
-    Violation,
-    Violations,
-    either,
-    is_http_url,
-    nearest_divisors,
-    nearest_multiples,
-)
 from megarl.machine.wording import counted
 
 SFT_METRIC = "val/loss"  # the only validation metric of `megarl sft`
@@ -36,7 +36,7 @@ SFT_METRIC = "val/loss"  # the only validation metric of `megarl sft`
 PAIR_METRICS = {"val/loss": MetricMode.min, "val/accuracy": MetricMode.max, "val/margin": MetricMode.max}
 
 
-def output_folders(config: RunConfig) -> Violations:
+def output_folders(config: RunConfig) -> Findings:
     """Check that output folders are not empty strings or the root of the file system."""
     for key, folder in (
         ("trainer.output_dir", config.trainer.output_dir),
@@ -45,33 +45,31 @@ def output_folders(config: RunConfig) -> Violations:
         if folder is None:
             continue
         if not folder.strip():
-            yield Violation(
-                (key,), f"is {folder!r}, which is not a folder; give a separate folder for the run"
-            )
+            yield Finding((key,), f"is {folder!r}, which is not a folder; give a separate folder for the run")
         elif (path := Path(folder).absolute()) == Path(path.anchor):
-            yield Violation(
+            yield Finding(
                 (key,), f"is {folder!r}, the root of the file system; give a separate folder for the run"
             )
 
 
-def recovery_factors(config: RunConfig) -> Violations:
+def recovery_factors(config: RunConfig) -> Findings:
     """Check that multiples of usual times are larger than these times."""
     for name in ("hang_factor", "straggler_factor"):
         factor = getattr(config.recovery, name)
         if 0 < factor <= 1:
-            yield Violation(
+            yield Finding(
                 (f"recovery.{name}",),
                 f"is {factor:g}, a multiple of a usual time that half of all measurements exceed; use 0 to "
                 f"turn it off, or a number well above 1",
             )
 
 
-def profile(config: RunConfig) -> Violations:
+def profile(config: RunConfig) -> Findings:
     """Check that profiled steps, roles and ranks exist."""
     chosen = config.profile
     sizes = {role.name: role.parallel.world_size for role in model_roles(config) if not role.before_training}
     if unknown := [role for role in chosen.roles if role not in sizes]:
-        yield Violation(
+        yield Finding(
             ("profile.roles",), f"has {unknown[0]!r}, but the models of the run are {', '.join(sizes)}"
         )
     if not chosen.steps:
@@ -79,46 +77,46 @@ def profile(config: RunConfig) -> Violations:
 
     total = config.trainer.total_steps
     if absent := [step for step in chosen.steps if not 1 <= step <= total]:
-        yield Violation(("profile.steps",), f"has {absent[0]}, but the steps of the run are 1 to {total}")
+        yield Finding(("profile.steps",), f"has {absent[0]}, but the steps of the run are 1 to {total}")
     for key, values in (("profile.roles", chosen.roles), ("profile.ranks", chosen.ranks)):
         if not values:
-            yield Violation((key,), "is empty, so that no process would be profiled; name at least one")
+            yield Finding((key,), "is empty, so that no process would be profiled; name at least one")
 
     num_ranks = max((sizes[role] for role in chosen.roles if role in sizes), default=0)
     if num_ranks and (absent := [rank for rank in chosen.ranks if not 0 <= rank < num_ranks]):
         message = f"has {absent[0]}, but the ranks of {' and '.join(chosen.roles)} are 0 to {num_ranks - 1}"
-        yield Violation(("profile.ranks",), message)
+        yield Finding(("profile.ranks",), message)
 
 
-def tracking(config: RunConfig) -> Violations:
+def tracking(config: RunConfig) -> Findings:
     """Check the addresses of loggers."""
     host = config.tracking.prometheus_host
     # A single number is an address to the system, though not one that anybody means.
     if not host or host.isdigit() or any(character.isspace() or character in "/@" for character in host):
-        yield Violation(
+        yield Finding(
             ("tracking.prometheus_host",),
             f"is {host!r}, which is not a host name or an address; use one, such as 127.0.0.1 or 0.0.0.0",
         )
 
     endpoint = config.tracking.otlp_endpoint
     if endpoint is not None and not is_http_url(endpoint):
-        yield Violation(
+        yield Finding(
             ("tracking.otlp_endpoint",),
             f"is {endpoint!r}, which is not an http or https URL; use one, such as http://collector:4318",
         )
 
 
-def sft_metrics(config: SFTConfig) -> Violations:
+def sft_metrics(config: SFTConfig) -> Findings:
     """Check that `checkpoint.keep_best` and `trainer.early_stop` use the metric of a supervised run."""
     for key, section in _compared(config):
         if section.metric != SFT_METRIC:
             message = f"is {section.metric!r}, but `megarl sft` measures only {SFT_METRIC}; use that, or null"
-            yield Violation((f"{key}.metric",), message)
+            yield Finding((f"{key}.metric",), message)
         elif section.mode is MetricMode.max:
-            yield Violation((f"{key}.mode",), f"is max, but a smaller {SFT_METRIC} is better; use min")
+            yield Finding((f"{key}.mode",), f"is max, but a smaller {SFT_METRIC} is better; use min")
 
 
-def pair_metrics(config: PreferenceConfig) -> Violations:
+def pair_metrics(config: PreferenceConfig) -> Findings:
     """Check that `checkpoint.keep_best` and `trainer.early_stop` use a metric of a run on pairs."""
     for key, section in _compared(config):
         better = PAIR_METRICS.get(section.metric or "")
@@ -126,30 +124,30 @@ def pair_metrics(config: PreferenceConfig) -> Violations:
             message = (
                 f"is {section.metric!r}, but this run measures {', '.join(PAIR_METRICS)}; use one, or null"
             )
-            yield Violation((f"{key}.metric",), message)
+            yield Finding((f"{key}.metric",), message)
         elif section.mode is not better:
             message = f"is {section.mode.value}, but for {section.metric} use {better.value}"
-            yield Violation((f"{key}.mode",), message)
+            yield Finding((f"{key}.mode",), message)
 
 
-def validation_metrics(config: PPOConfig) -> Violations:
+def validation_metrics(config: PPOConfig) -> Findings:
     """Check that validations measure the metric of `checkpoint.keep_best` and `trainer.early_stop`."""
     for key, section in _compared(config):
         metric = section.metric or ""
         if not may_be_measured(config, metric):
             # Suggest all possible metrics, including those that require an answer.
             measured = [f"val/{name}" for name in source_metrics(config, RewardKeys(has_answer=True))]
-            yield Violation(
+            yield Finding(
                 (f"{key}.metric",),
                 f"no validation of this run measures {metric!r}; {nearest(metric, measured)}",
             )
 
 
-def compared_validations(config: RunConfig) -> Violations:
+def compared_validations(config: RunConfig) -> Findings:
     """Check that the run has validations if a section compares them."""
     for key, _ in _compared(config):
         if config.trainer.validate_every_steps == 0:
-            yield Violation(
+            yield Finding(
                 ("trainer.validate_every_steps", f"{key}.metric"),
                 f"{key} compares validations, but validate_every_steps is 0; use 1 or more, or set "
                 f"{key}.metric to null",
@@ -165,60 +163,60 @@ def _compared(config: RunConfig) -> list[tuple[str, KeepBestConfig | EarlyStopCo
     return [(key, section) for key, section in sections.items() if section.metric is not None]
 
 
-def layers(config: RunConfig) -> Violations:
+def layers(config: RunConfig) -> Findings:
     if config.engine.layers is not Layers.transformer_engine:
         return
     if config.device is Device.cpu:
-        yield Violation(
+        yield Finding(
             ("engine.layers", "device"),
             "transformer_engine supports CUDA only, but device is cpu; use engine.layers=auto or local",
         )
     elif config.model.dtype is DType.float32 and config.engine.packing:
-        yield Violation(
+        yield Finding(
             ("engine.layers", "model.dtype"),
             "transformer_engine has no float32 attention for packed rows; use engine.layers=auto or local, "
             "or model.dtype=bfloat16",
         )
 
 
-def flash_attention(config: RunConfig) -> Violations:
+def flash_attention(config: RunConfig) -> Findings:
     asked = config.engine.flash_attention
     if asked is FlashAttention.fa2:
         return
 
     if config.device is Device.cpu:
-        yield Violation(
+        yield Finding(
             ("engine.flash_attention", "device"),
             f"{asked.value} supports CUDA only, but device is cpu; use engine.flash_attention=fa2",
         )
     elif config.model.dtype is DType.float32:
-        yield Violation(
+        yield Finding(
             ("engine.flash_attention", "model.dtype"),
             f"{asked.value} has no float32 kernels; use engine.flash_attention=fa2, or model.dtype=bfloat16",
         )
 
 
-def ring_attention(config: RunConfig) -> Violations:
+def ring_attention(config: RunConfig) -> Findings:
     """Check the requirements of cp_comm_type=p2p, which only Transformer Engine's attention has."""
     if config.engine.cp_comm_type is not CPCommType.p2p:
         return
 
     if config.engine.layers is Layers.local or config.device is Device.cpu:
-        yield Violation(
+        yield Finding(
             ("engine.cp_comm_type", "engine.layers", "device"),
             "p2p is an exchange of Transformer Engine's attention, which local layers and a CPU do not have; "
             "use engine.cp_comm_type=auto, or engine.layers=auto on CUDA",
         )
 
     if config.engine.share_prompts:
-        yield Violation(
+        yield Finding(
             ("engine.cp_comm_type", "engine.share_prompts"),
             "p2p treats sequences as independent, but samples share their prompts; use "
             "engine.cp_comm_type=auto, or engine.share_prompts=false",
         )
 
 
-def mini_batches(config: PPOConfig) -> Violations:
+def mini_batches(config: PPOConfig) -> Findings:
     samples = config.samples_per_step
     updates = config.trainer.updates_per_step
 
@@ -226,7 +224,7 @@ def mini_batches(config: PPOConfig) -> Violations:
         prompts = config.trainer.prompts_per_step
         n = config.rollout.n
         step = lcm(n, updates) // n  # valid values of prompts_per_step are its multiples
-        yield Violation(
+        yield Finding(
             ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
             f"prompts_per_step {prompts} x n {n} = {counted(samples, 'sample')} cannot be divided into "
             f"updates_per_step {updates} mini-batches; use updates_per_step "

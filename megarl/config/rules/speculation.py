@@ -22,7 +22,6 @@ from megarl.config.speculation import (
     draft_of,
     problem_on_cpu,
 )
-from megarl.config.violation import Violation, Violations
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
@@ -36,7 +35,7 @@ _FURTHER_TOKENS = (
 )
 
 
-def run(config: PPOConfig) -> Violations:
+def run(config: PPOConfig) -> Findings:
     """Check the algorithm, its draft model and sizes, and what a run cannot combine with it."""
     given = config.rollout.sglang.server_args
     names = sorted(name for name, value in given.items() if name.startswith(PREFIX) and value is not None)
@@ -45,13 +44,13 @@ def run(config: PPOConfig) -> Violations:
 
     if given.get(ALGORITHM) is None:
         keys = tuple(f"{SECTION}.{name}" for name in names)
-        yield Violation(keys, f"have no effect without {ALGORITHM}; set it to {_known()}, or remove them")
+        yield Finding(keys, f"have no effect without {ALGORITHM}; set it to {_known()}, or remove them")
         return
 
     name = algorithm_name(given) or ""
     if (algorithm := ALGORITHMS.get(name)) is None:
         reason = _FURTHER_TOKENS if name == "NEXTN" else f"use {_known()}"
-        yield Violation((_ALGORITHM,), f"is {given[ALGORITHM]!r}, which megarl does not support: {reason}")
+        yield Finding((_ALGORITHM,), f"is {given[ALGORITHM]!r}, which megarl does not support: {reason}")
         return
 
     yield from _draft(config, name, algorithm)
@@ -59,7 +58,7 @@ def run(config: PPOConfig) -> Violations:
     yield from _combined(config, name, algorithm)
 
 
-def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
+def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that the draft model has the policy's vocabulary, and can read its hidden states."""
     folder = draft_of(config.rollout)
     if folder is None or not os.path.isfile(os.path.join(folder, "config.json")):
@@ -67,12 +66,12 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     try:
         draft = read_draft(folder)
     except ConfigError as error:
-        yield from (Violation((_DRAFT,), f"{error.source}: {problem}") for problem in error.problems)
+        yield from (Finding((_DRAFT,), f"{error.source}: {problem}") for problem in error.problems)
         return
 
     name = algorithm_name(config.rollout.sglang.server_args) or ""
     if draft.vocab_size != policy.vocab_size:
-        yield Violation(
+        yield Finding(
             (_DRAFT, "model.path"),
             f"the draft model {folder!r} has vocab_size {draft.vocab_size}, the policy {policy.vocab_size}, "
             "but the policy reads its tokens; use a draft model with the policy's vocabulary",
@@ -81,21 +80,21 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     width = policy.hidden_size
     read = draft.target_hidden_size if name == "EAGLE3" else draft.hidden_size
     if ALGORITHMS[name].reads_policy and read != width:
-        yield Violation(
+        yield Finding(
             (_DRAFT, "model.path"),
             f"the draft model {folder!r} reads hidden states of {read}, but the policy's have {width}; use a "
             f"draft model that was trained for {config.model.path}",
         )
 
     if config.rollout.sglang.server_args.get(REJECTION) and draft.draft_vocab_size != draft.vocab_size:
-        yield Violation(
+        yield Finding(
             (f"{SECTION}.{REJECTION}", _DRAFT),
             f"is true, but the draft model {folder!r} proposes {draft.draft_vocab_size} of the "
             f"{draft.vocab_size} tokens, and SGLang compares all probabilities; remove it",
         )
 
     if draft.is_quantized:
-        yield Violation(
+        yield Finding(
             (_DRAFT,),
             f"{folder!r} is quantized, but SGLang gets the draft model in model.dtype; use a folder with "
             "weights in bfloat16",
@@ -103,18 +102,18 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
 
     tensor = config.rollout.tensor_parallel_size
     if draft.num_attention_heads % tensor:
-        yield Violation(
+        yield Finding(
             (_DRAFT, "rollout.tensor_parallel_size"),
             f"num_attention_heads {draft.num_attention_heads} of the draft model {folder!r} does not divide "
             f"by tensor_parallel_size {tensor}; use a divisor of {draft.num_attention_heads}",
         )
 
 
-def _draft(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
+def _draft(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
     folder = config.rollout.sglang.server_args.get(DRAFT)
     if not algorithm.has_draft:
         if folder is not None:
-            yield Violation(
+            yield Finding(
                 (_DRAFT, _ALGORITHM),
                 f"is set, but {name} drafts from earlier tokens, without a model; remove it",
             )
@@ -122,30 +121,30 @@ def _draft(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
 
     if folder is None or folder == config.model.path:
         what = "is not set" if folder is None else "is model.path"
-        yield Violation((_DRAFT, _ALGORITHM), f"{what}, but {name} needs a draft model: {_FURTHER_TOKENS}")
+        yield Finding((_DRAFT, _ALGORITHM), f"{what}, but {name} needs a draft model: {_FURTHER_TOKENS}")
     elif not isinstance(folder, str):
-        yield Violation((_DRAFT,), f"is {folder!r}, but must be the path of a folder")
+        yield Finding((_DRAFT,), f"is {folder!r}, but must be the path of a folder")
 
 
-def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Violations:
+def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Findings:
     """Check the sizes of a draft, which SGLang chooses if none is given."""
     sizes = {name: given.get(name) for name in (STEPS, TOP_K, TOKENS)}
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            yield Violation((f"{SECTION}.{name}",), f"is {size!r}, but must be a positive integer")
+            yield Finding((f"{SECTION}.{name}",), f"is {size!r}, but must be a positive integer")
             return
 
     steps, top_k, tokens = sizes.values()
     if not algorithm.has_draft:
         for name in (STEPS, TOP_K):
             if sizes[name] is not None:
-                yield Violation(
+                yield Finding(
                     (f"{SECTION}.{name}",),
                     f"has no effect with NGRAM; use {TOKENS} and speculative_ngram_max_bfs_breadth",
                 )
         if tokens == 1:
             message = "is 1, which is the policy's own token alone; use 2 or more"
-            yield Violation((f"{SECTION}.{TOKENS}",), message)
+            yield Finding((f"{SECTION}.{TOKENS}",), message)
         return
 
     if steps is None and top_k is None and tokens is None:
@@ -153,67 +152,67 @@ def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Violations:
     keys = tuple(f"{SECTION}.{name}" for name in sizes)
     if steps is None or top_k is None or tokens is None:
         absent = ", ".join(name for name, size in sizes.items() if size is None)
-        yield Violation(keys, f"{absent} missing: set all three, or none, and SGLang chooses them")
+        yield Finding(keys, f"{absent} missing: set all three, or none, and SGLang chooses them")
         return
 
     # The tokens to verify are the policy's last one and the best of the tree, a chain if each has one child.
     most = 1 + top_k + (steps - 1) * top_k**2
     if top_k == 1 and tokens != most:
-        yield Violation(
+        yield Finding(
             keys,
             f"with {TOP_K} 1, {counted(steps, 'step')} can draft {counted(steps, 'token')}, and one is "
             f"verified with them; use {TOKENS} {most}",
         )
     elif tokens > most:
-        yield Violation(
+        yield Finding(
             keys,
             f"{TOKENS} is {tokens}, but {counted(steps, 'step')} with {TOP_K} {top_k} can give at most "
             f"{most}; use {most} or fewer",
         )
 
 
-def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
+def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
     """Check what else the run asks of its engines."""
     if not config.rollout.engine.needs.speculates:
-        yield Violation(
+        yield Finding(
             (_ALGORITHM, "rollout.engine"),
             f"is {name}, but the engine {config.rollout.engine.value} decodes one token at a time; use "
             "rollout.engine=sglang, or remove it",
         )
 
     if config.device is Device.cpu and (problem := problem_on_cpu(config.rollout.sglang.server_args)):
-        yield Violation((_ALGORITHM, "device"), f"is {name}, {problem}")
+        yield Finding((_ALGORITHM, "device"), f"is {name}, {problem}")
 
     given = config.rollout.sglang.server_args
     if given.get(REJECTION) and not (algorithm.reads_policy and given.get(TOP_K) == 1):
-        yield Violation(
+        yield Finding(
             (f"{SECTION}.{REJECTION}", _ALGORITHM),
             f"is true, which SGLang has for EAGLE and EAGLE3 with {TOP_K} 1 only; set them, or remove it",
         )
 
     if algorithm.has_draft and config.rollout.dtype is EngineDType.fp8:
-        yield Violation(
+        yield Finding(
             (_ALGORITHM, "rollout.dtype"),
             f"is {name}, but with fp8 SGLang would read the draft model's weights as FP8, too; use "
             "rollout.dtype=model, or NGRAM",
         )
 
     if config.engine.routing_replay is RoutingReplay.rollout:
-        yield Violation(
+        yield Finding(
             (_ALGORITHM, "engine.routing_replay"),
             f"is {name}, but SGLang records routes by a token's place in its cache, which rejected tokens "
             "share with others; use engine.routing_replay=trainer, or remove it",
         )
 
     if config.actor.served_adapters is not None:
-        yield Violation(
+        yield Finding(
             (_ALGORITHM, "actor.lora.sync"),
             f"is {name}, which is not supported with adapters that the engine applies; use "
             "actor.lora.sync=merged, or remove it",
         )
 
     if name == "NGRAM" and config.rollout.sglang.deterministic:
-        yield Violation(
+        yield Finding(
             (_ALGORITHM, "rollout.sglang.deterministic"),
             "is NGRAM, whose drafts depend on what the engine generated before, and with them the random "
             "numbers of a sample; use a draft model, or deterministic=false",

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarl.config.finding import Finding, Findings
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
-from megarl.config.violation import Violation, Violations
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 
 
-def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
+def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     """Check that the first stage has the layers that features of images are added to."""
     vision = architecture.vision
     if vision is None:
         return
 
     if role.lora is not None:
-        yield Violation(
+        yield Finding(
             (f"{role.name}.lora.rank",),
             f"is set, but {role.path} ({architecture.model_type}) has a vision tower, with which adapters "
             "are not supported yet; use null",
@@ -30,7 +30,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     num_layers = architecture.num_hidden_layers // num_stages
 
     if 0 < num_layers < needed:
-        yield Violation(
+        yield Finding(
             (
                 f"{role.parallel_key}.pipeline_parallel_size",
                 f"{role.parallel_key}.virtual_pipeline_parallel_size",
@@ -41,18 +41,18 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
         )
 
 
-def packing(config: RunConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def packing(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that rows are packed, which positions in three axes require."""
     reading = [role for role in model_roles(config) if _reads_images(role, architectures)]
     if reading and not config.engine.packing:
-        yield Violation(
+        yield Finding(
             ("engine.packing",),
             f"is false, but {reading[0].path} reads images, whose positions megarl supports in packed rows "
             "only; use true",
         )
 
 
-def every_role(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def every_role(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that all roles read the images that the policy reads."""
     policy = architectures.get("actor")
     if policy is None or policy.vision is None:
@@ -61,33 +61,33 @@ def every_role(config: PPOConfig, architectures: Mapping[str, Architecture]) -> 
     for role in model_roles(config):
         if role.name in architectures and not _reads_images(role, architectures):
             what = "a reward model" if role.name == REWARD_MODEL else f"the {role.name}"
-            yield Violation(
+            yield Finding(
                 (role.path_key,),
                 f"{role.path} has no vision tower, so {what} would not see the images that the policy "
                 f"{config.model.path} answers about; use a model of the policy's family, or a reward "
                 "function",
             )
         elif role.name == REWARD_MODEL:
-            yield Violation(
+            yield Finding(
                 (role.path_key,),
                 f"{role.path} reads images, but conversations are sent to reward models as text; use a "
                 "reward function",
             )
 
     if config.agent.is_used:
-        yield Violation(
+        yield Finding(
             ("agent", "model.path"),
             f"{config.model.path} reads images, which requests of episodes do not contain yet; use a model "
             "without a vision tower, or no agent",
         )
 
 
-def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
+def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that the engine can read images on the run's device."""
     if policy.vision is not None and config.device is Device.cpu and config.rollout.engine.needs.cuts_models:
         # Engines that shard no model have no experts.
         other = "rollout.engine=hf" if policy.experts is None else "device=cuda"
-        yield Violation(
+        yield Finding(
             ("rollout.engine", "device"),
             f"{config.model.path} reads images, which the engine {config.rollout.engine.name!r} supports on "
             f"CUDA only, because its image processors import compiled kernels; use {other}",

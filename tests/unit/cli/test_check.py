@@ -16,7 +16,7 @@ from megarl.cli.main import main
 from megarl.cli.tables.summary import print_summary, title_of, write_plan
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
 
@@ -96,7 +96,7 @@ def test_at_80_columns_no_word_or_number_is_broken(
 
 def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Path) -> None:
     overrides = ["algorithm=grpo", "trainer.critic_warmup_steps=0"]
-    config = load_checked_anywhere(PPOConfig, ppo, overrides).config
+    config = load_for_plan(PPOConfig, ppo, overrides).config
     print_summary(config, console := Console(file=io.StringIO(), width=80))
     said = console.file.getvalue()
     assert said.startswith(
@@ -210,14 +210,14 @@ def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wro
         "trainer.updates_per_step=5",
     ]
     with pytest.raises(ConfigError) as caught:
-        load_checked_anywhere(PPOConfig, ppo, overrides)
+        load_for_plan(PPOConfig, ppo, overrides)
     own = [problem for problem in caught.value.problems if "server_args.tp_size" in problem]
     assert own
     assert "rollout.tensor_parallel_size" in own[0]
     assert any("trainer.updates_per_step" in problem for problem in caught.value.problems)
 
     with pytest.raises(ConfigError) as caught:
-        load_checked_anywhere(
+        load_for_plan(
             PPOConfig,
             ppo,
             [
@@ -229,7 +229,7 @@ def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wro
     assert len(caught.value.problems) == 1
     assert "mem_fraction_statik is not an option" in caught.value.problems[0]
     assert "did you mean mem_fraction_static" in caught.value.problems[0]
-    load_checked_anywhere(
+    load_for_plan(
         PPOConfig, ppo, ["rollout.engine=sglang", "rollout.sglang.server_args={chunked_prefill_size: 64}"]
     )
 
@@ -343,11 +343,11 @@ def test_weights_through_files_are_said_to_be(
 
 def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:
     with pytest.raises(ConfigError, match="3 problems"):
-        load_checked_anywhere(
+        load_for_plan(
             PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[swanlab]", "placement.devices_per_node=2"]
         )
     with pytest.raises(ConfigError, match="1 problem\n"):  # no placement can be counted with this
-        load_checked_anywhere(PPOConfig, ppo, ["placement.num_nodes=0"])
+        load_for_plan(PPOConfig, ppo, ["placement.num_nodes=0"])
 
 
 @pytest.mark.parametrize("override", ["trainer.updates_per_step=5", "actor.optm.lr=1", "model.path=nowhere"])

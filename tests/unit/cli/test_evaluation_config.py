@@ -19,7 +19,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RewardModelConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.checked_config import load_checked_here
+from megarl.doctor.checks import load_for_run
 from megarl.machine.errors import ConfigError
 from tests.integration.tiny_run import save_policy
 
@@ -183,7 +183,7 @@ def test_a_run_is_evaluated_whatever_it_set_for_training(
     file.write_text(RUN)
     overrides = [setting.format(folder=folder) for setting in settings]
     overrides.append(f"trainer.output_dir={tmp_path}")
-    trained = load_checked_here(PPOConfig, str(file), overrides)
+    trained = load_for_run(PPOConfig, str(file), overrides, reads_inputs=False)
 
     words = ["eval", trained.model.path, "--config", str(file), "--n", "1", *overrides]
     parser = build_parser()

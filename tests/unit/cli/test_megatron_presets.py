@@ -9,7 +9,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.models.counts import num_parameters
 from megarl.placement.memory import model_state
 
@@ -25,7 +25,7 @@ RUN_OF = {
 
 
 def state_bytes(run: str, *overrides: str) -> int:
-    config = load_checked_anywhere(PPOConfig, run, overrides).config
+    config = load_for_plan(PPOConfig, run, overrides).config
     return model_state(
         model_roles(config)[0], read_architectures(config)[0]["actor"], config.model.dtype, 0
     ).total
@@ -37,13 +37,13 @@ def test_every_preset_has_a_run() -> None:
 
 @pytest.mark.parametrize("preset", RUN_OF)
 def test_presets_fit_a_shipped_run(preset: str) -> None:
-    checked = load_checked_anywhere(PPOConfig, RUN_OF[preset], [f"actor.megatron={preset}"])
+    checked = load_for_plan(PPOConfig, RUN_OF[preset], [f"actor.megatron={preset}"])
     assert checked.config.actor.megatron.transformer or preset in ("precise_optimizer", "bf16_gradients")
 
 
 def test_the_plan_counts_moments_and_gradients() -> None:
     """Tensor parallelism of 2 and four replicas, which share the moments."""
-    config = load_checked_anywhere(PPOConfig, DENSE, []).config
+    config = load_for_plan(PPOConfig, DENSE, []).config
     parallel = config.actor.parallel
     assert (parallel.tensor_parallel_size, parallel.num_copies) == (2, 4)
     usual = state_bytes(DENSE)

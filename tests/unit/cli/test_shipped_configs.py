@@ -15,7 +15,7 @@ from megarl.cli.main import main
 from megarl.config.schema import PPOConfig, Transport
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import read_architecture
 from megarl.placement.memory import DeviceMemory, Usage, plan_memory, pushed_bytes
@@ -157,7 +157,7 @@ def path_of(run: str) -> str:
 
 def load(run: str) -> PPOConfig:
     """Load a configuration with the published model, of which this machine has only `config.json`."""
-    return load_checked_anywhere(PPOConfig, path_of(run)).config
+    return load_for_plan(PPOConfig, path_of(run)).config
 
 
 def memory_of(config: PPOConfig) -> list[DeviceMemory]:

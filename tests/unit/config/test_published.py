@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
-from megarl.doctor.checked_config import load_checked_anywhere, load_checked_here
+from megarl.doctor.checks import load_for_plan, load_for_run
 from megarl.machine.errors import ConfigError
 from megarl.models.families import read_architecture
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
@@ -31,7 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_model_that_is_here_is_read_itself(run: str, tmp_path: Path) -> None:
     model_folder(tmp_path / "models" / "Tiny")
-    loaded = load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny"])
+    loaded = load_for_plan(PPOConfig, run, ["model.path=models/Tiny"])
     assert loaded.config.model.path == "models/Tiny"
     assert loaded.absent == ()
 
@@ -41,9 +41,7 @@ def test_a_model_that_is_here_is_read_itself(run: str, tmp_path: Path) -> None:
     [("models/Tiny", 96), ("/on/the/cluster/Tiny", 96), ("Tiny", 96), ("outputs/maker/tuned", 192)],
 )
 def test_one_that_is_not_is_found_by_the_end_of_its_path(path: str, hidden_size: int, run: str) -> None:
-    loaded = load_checked_anywhere(
-        PPOConfig, run, [f"model.path={path}", "data.train_files=[far/away.parquet]"]
-    )
+    loaded = load_for_plan(PPOConfig, run, [f"model.path={path}", "data.train_files=[far/away.parquet]"])
     config = loaded.config
     assert read_architecture(config.model.path).hidden_size == hidden_size
     about_model, about_data = loaded.absent
@@ -72,28 +70,26 @@ def test_a_name_that_is_none_of_theirs_is_refused(
     with pytest.raises(
         ConfigError, match=f"'{path}' does not exist locally, and the hub does not provide it"
     ):
-        load_checked_anywhere(PPOConfig, run, [f"model.path={path}"])
+        load_for_plan(PPOConfig, run, [f"model.path={path}"])
 
 
 def test_data_may_be_elsewhere_where_the_model_is_here(run: str) -> None:
     """A run that starts on this machine needs both."""
-    (line,) = load_checked_anywhere(PPOConfig, run, ["data.train_files=[far/away.parquet]"]).absent
+    (line,) = load_for_plan(PPOConfig, run, ["data.train_files=[far/away.parquet]"]).absent
     assert line.startswith("data.train_files: there is no file 'far/away.parquet'")
     with pytest.raises(ConfigError, match="there is no file 'far/away.parquet'"):
-        load_checked_here(PPOConfig, run, ["data.train_files=[far/away.parquet]"])
+        load_for_run(PPOConfig, run, ["data.train_files=[far/away.parquet]"], reads_inputs=False)
 
 
 def test_everything_else_is_checked_as_ever(run: str) -> None:
     with pytest.raises(ConfigError, match="data.train_files: is empty"):
-        load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny", "data.train_files=[]"])
+        load_for_plan(PPOConfig, run, ["model.path=models/Tiny", "data.train_files=[]"])
     with pytest.raises(
         ConfigError, match="num_key_value_heads 2 of .*Tiny does not divide by tensor_parallel_size 4"
     ):
-        load_checked_anywhere(
-            PPOConfig, run, ["model.path=models/Tiny", "actor.parallel.tensor_parallel_size=4"]
-        )
+        load_for_plan(PPOConfig, run, ["model.path=models/Tiny", "actor.parallel.tensor_parallel_size=4"])
 
 
 def test_a_run_wants_the_model(run: str) -> None:
     with pytest.raises(ConfigError, match="there is no folder 'models/Tiny'"):
-        load_checked_here(PPOConfig, run, ["model.path=./models/Tiny"])
+        load_for_run(PPOConfig, run, ["model.path=./models/Tiny"], reads_inputs=False)

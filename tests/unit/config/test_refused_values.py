@@ -15,7 +15,7 @@ from megarl.config.load import read_config
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.sources import read_layers
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import ppo_values, sft_values, write_yaml
 
@@ -29,7 +29,7 @@ def ppo(tmp_path: Path) -> str:
 
 def problems_of(schema: type[PPOConfig] | type[SFTConfig], path: str, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_checked_anywhere(schema, path, overrides)
+        load_for_plan(schema, path, overrides)
     return list(caught.value.problems)
 
 

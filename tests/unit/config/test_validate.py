@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megarl.config.violation import Absence, nearest_divisors, nearest_multiples
 
 from megarl.config.kinds import WRONG_SAMPLES
 from megarl.config.load import load_config
@@ -46,7 +47,6 @@ from megarl.config.schema import (
 from megarl.config.schema.keys import Range, leaves
 from megarl.config.validate import validate
 from megarl.config.versions import SGLANG
-from megarl.config.violation import Absence, nearest_divisors, nearest_multiples
 from tests.unit.config.folders import model_folder, pair_values, ppo_values, sft_values, write_yaml
 
 _CORRECTED = "algorithm.rollout_correction.level=token"

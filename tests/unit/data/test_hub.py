@@ -14,9 +14,9 @@ import pytest
 from huggingface_hub import constants
 
 from megarl.cli.main import main
+from megarl.config.finding import Status
 from megarl.config.schema import ModelConfig, SFTConfig, SFTDataConfig
 from megarl.data.hub import with_cached_models, with_hub_inputs
-from megarl.doctor.check_result import Status
 from megarl.doctor.examined_run import read_subject
 from megarl.doctor.inputs import MODELS, TOKENIZERS, check
 from tests.integration.tiny_run import REWARD, save_policy

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megarl.config.finding import Status
 from megarl.config.schema import (
     DataConfig,
     LossyText,
@@ -30,7 +31,6 @@ from megarl.data.sft import SFTDataset
 from megarl.data.token_bounds import TooManyTokensError, longest_token, refuse_hopeless
 from megarl.data.whole_chat import render_whole
 from megarl.doctor import inputs
-from megarl.doctor.check_result import Status
 from megarl.machine.strict_json import MAX_DEPTH
 from tests.unit.data.chats import TEMPLATE, assistant, character_tokenizer, prompt_row, user
 

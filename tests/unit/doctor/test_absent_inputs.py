@@ -11,8 +11,7 @@ import pytest
 from megarl.cli.main import main
 from megarl.config.load import dump_config
 from megarl.config.schema import PPOConfig
-from megarl.doctor.checked_config import load_checked_anywhere
-from megarl.doctor.examined_config import load_examined_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.machine.errors import ConfigError
 from tests.integration.tiny_run import save_inputs, tiny_config
 from tests.unit.config.folders import ARCHITECTURE, ppo_values, write_yaml
@@ -88,29 +87,27 @@ def test_a_run_needs_all_of_it(laptop: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_code_that_is_here_is_examined(laptop: str, tmp_path: Path) -> None:
-    assert len(load_examined_anywhere(PPOConfig, laptop).absent) == 3
+    assert len(load_for_plan(PPOConfig, laptop, reads_inputs=True).absent) == 3
     (tmp_path / "reward.py").write_text("def compute_score(")
     with pytest.raises(ConfigError, match=r"1 problem\n.*reward.functions: .*reward.py"):
-        load_examined_anywhere(PPOConfig, laptop)
+        load_for_plan(PPOConfig, laptop, reads_inputs=True)
 
 
 def test_data_that_are_here_are_read_where_the_weights_are_not(tmp_path: Path) -> None:
     save_inputs(tmp_path)
     (tmp_path / "policy" / "model.safetensors").unlink()
     dump_config(tiny_config(tmp_path, tmp_path / "run"), path := tmp_path / "run.yaml")
-    (line,) = load_examined_anywhere(PPOConfig, str(path)).absent
+    (line,) = load_for_plan(PPOConfig, str(path), reads_inputs=True).absent
     assert "has no weights" in line
     (tmp_path / "rows.jsonl").write_text("{broken\n")
     override = f"data.train_files=[{tmp_path}/rows.jsonl, far/away.parquet]"
     with pytest.raises(ConfigError, match=r"1 problem\n.*data.train_files: .*rows.jsonl"):
-        load_examined_anywhere(PPOConfig, str(path), [override])
-    assert len(load_checked_anywhere(PPOConfig, str(path), [override]).absent) == 2
+        load_for_plan(PPOConfig, str(path), [override], reads_inputs=True)
+    assert len(load_for_plan(PPOConfig, str(path), [override]).absent) == 2
 
 
 def test_a_data_set_on_a_hub_does_not_hide_a_file_that_is_missing(laptop: str) -> None:
-    found = load_checked_anywhere(
-        PPOConfig, laptop, ["data.train_files=[maker/rows, far/away.parquet]"]
-    ).absent
+    found = load_for_plan(PPOConfig, laptop, ["data.train_files=[maker/rows, far/away.parquet]"]).absent
     assert [line for line in found if line.startswith("data.train_files: ")] == [
         "data.train_files: maker/rows is on the hub; `megarl train` downloads it",
         *(line for line in found if "there is no file 'far/away.parquet'" in line),
@@ -131,19 +128,17 @@ def test_a_data_set_on_a_hub_does_not_hide_a_file_that_is_missing(laptop: str) -
 )
 def test_what_is_wrong_on_every_machine_is_refused(override: str, said: str, laptop: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_checked_anywhere(PPOConfig, laptop, [override])
+        load_for_plan(PPOConfig, laptop, [override])
 
 
 def test_where_all_inputs_are_here_the_run_needs_this_machine(tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
     for override in ("trainer.output_dir=/proc/x", "tracking.loggers=[swanlab]"):
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
-            load_checked_anywhere(PPOConfig, path, [override])
-        elsewhere = load_checked_anywhere(PPOConfig, path, [override, "device=cuda"]).absent
+            load_for_plan(PPOConfig, path, [override])
+        elsewhere = load_for_plan(PPOConfig, path, [override, "device=cuda"]).absent
         assert [line.partition(":")[0] for line in elsewhere] == [
             "device",
             *(["tracking.loggers"] if "loggers" in override else []),
         ]
-        assert (
-            load_checked_anywhere(PPOConfig, path, [override], starts_elsewhere=True).absent == elsewhere[1:]
-        )
+        assert load_for_plan(PPOConfig, path, [override], starts_elsewhere=True).absent == elsewhere[1:]

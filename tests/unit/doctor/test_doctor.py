@@ -18,6 +18,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from megarl.cli.inspect.doctor import table
+from megarl.config.finding import Finding, Status, doubtful, good, worst, wrong
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     AgentConfig,
@@ -43,8 +44,8 @@ from megarl.controller.node_resources import NodeResources
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.doctor import agent_inputs, devices, inputs, machine, network, software, storage
 from megarl.doctor import ray_cluster as ray_checks
-from megarl.doctor.check_result import CheckResult, Status, doubtful, good, worst, wrong
-from megarl.doctor.examined_run import ExaminedRun, read_subject
+from megarl.doctor.checks import read_subject
+from megarl.doctor.examined_run import ExaminedRun
 from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
 from megarl.weights.manifest import manifest_of
@@ -61,7 +62,7 @@ L4 = "2, GPU-90b1c2d3-1111, NVIDIA L4, 580.65.06, 23034, 4\n"
 OVERVIEW = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
 
 
-def only(results: object) -> CheckResult:
+def only(results: object) -> Finding:
     (finding,) = results  # type: ignore[misc]
     return finding
 
@@ -444,7 +445,7 @@ def test_a_cluster_with_too_few_cpus(ray_cluster: None, wide: PPOConfig) -> None
     assert "--num-cpus" in (fault.hint or "")
 
 
-def ray_cluster_findings(report: ClusterReport) -> list[CheckResult]:
+def ray_cluster_findings(report: ClusterReport) -> list[Finding]:
     return list(ray_checks.judge_nodes(report, here()))
 
 
@@ -529,7 +530,7 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-def judged(folder: Path) -> CheckResult:
+def judged(folder: Path) -> Finding:
     (role,) = model_roles(SFTConfig(model=ModelConfig(path=str(folder))))
     return inputs.judge_model(folder, "model.path", read_architecture(str(folder)), role)
 

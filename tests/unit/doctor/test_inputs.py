@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.finding import Status
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import AgentConfig, DataConfig, EnvironmentConfig, PPOConfig
 from megarl.doctor import agent_inputs, inputs
-from megarl.doctor.check_result import Status
 from tests.unit.config.folders import ppo_values, write_yaml
 from tests.unit.data.chats import character_tokenizer, prompt_row, write
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from megarl.cli.tables.judges import print_judge_prompts
+from megarl.config.finding import Status
 from megarl.config.schema import DataConfig, JudgeConfig, JudgeParseConfig, PPOConfig, RewardConfig
-from megarl.doctor.check_result import Status
 from megarl.doctor.judges import judge_prompts
 from tests.unit.data.chats import prompt_row, write
 

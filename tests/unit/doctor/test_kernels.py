@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+from megarl.config.finding import Status
 from megarl.config.schema import (
     CPCommType,
     Device,
@@ -17,7 +18,6 @@ from megarl.config.schema import (
     PPOConfig,
 )
 from megarl.doctor import software
-from megarl.doctor.check_result import Status
 from megarl.doctor.examined_run import ExaminedRun
 
 

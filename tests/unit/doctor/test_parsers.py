@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megarl.agents.protocol import ToolCall
+from megarl.config.finding import Status
 from megarl.config.schema import AgentConfig, HarnessConfig, HarnessFunctionConfig, PPOConfig, ToolConfig
 from megarl.doctor import agent_inputs
-from megarl.doctor.check_result import Status
 from megarl.rollout.tool_calls import example_call
 from tests.unit.data.chats import character_tokenizer
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.finding import Status
 from megarl.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -26,7 +27,6 @@ from megarl.config.schema import (
 )
 from megarl.config.validation_metrics import RewardKeys
 from megarl.doctor import reward_functions
-from megarl.doctor.check_result import Status
 from megarl.doctor.reward_functions import choose_truths, judge_compared_metrics, judge_rewards
 from megarl.rewards.scorer import RewardScorer
 from megarl.rewards.truths import TruthRow

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.config.finding import Finding, Status
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import (
     AdvantageConfig,
@@ -18,7 +19,6 @@ from megarl.config.schema import (
     SourceTeacherConfig,
     TeacherConfig,
 )
-from megarl.doctor.check_result import CheckResult, Status
 from megarl.doctor.inputs import findings
 from megarl.doctor.teacher import judge_data_sources, judge_teacher
 from megarl.models.families import read_architecture
@@ -75,7 +75,7 @@ def test_the_check_of_a_run_compares_the_tokenizers_of_its_folders(config: PPOCo
     )
     architectures = {"actor": read_architecture(str(policy)), "teacher": read_architecture(str(teacher))}
 
-    def of_tokenizers() -> list[CheckResult]:
+    def of_tokenizers() -> list[Finding]:
         skipped = ("data.train_files", "data.val_files", "reward.functions", "algorithm")
         found = findings(run, architectures, skipped)
         return [each for each in found if each.check == "tokenizers"]

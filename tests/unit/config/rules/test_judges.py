@@ -11,7 +11,7 @@ from megarl.config.load import load_config
 from megarl.config.roles import judge_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.validate import validate
-from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.doctor.checks import load_for_plan
 from megarl.rewards.role import score_weights
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 
@@ -55,7 +55,7 @@ def test_good_judges_have_none(tmp_path: Path) -> None:
 
 def test_files_must_exist(tmp_path: Path) -> None:
     config_of(tmp_path, [judge(prompt="no.jinja", parse={"path": "no.py"})])
-    absent = list(map(str, load_checked_anywhere(PPOConfig, str(tmp_path / "run.yaml")).absent))
+    absent = list(map(str, load_for_plan(PPOConfig, str(tmp_path / "run.yaml")).absent))
     assert [line.partition(": there is no file")[0] for line in absent] == [
         "reward.judges[0].prompt",
         "reward.judges[0].parse.path",

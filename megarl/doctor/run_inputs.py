@@ -1,0 +1,110 @@
+"""Finds the inputs of a run: models on this machine, published ones with only a `config.json`, and the hub.
+
+`megarl train` requires all inputs of a run on its machine. The commands that only plan a run (`check`,
+`plan`, `rehearse`, and a submission to a cluster) require only the `config.json` of each model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.config.load import Loaded, is_on_cuda, read_config, resolved
+from megarl.config.published import with_published_models
+from megarl.config.roles import model_roles
+from megarl.config.schema import Device, PPOConfig, RunConfig
+from megarl.config.sources import is_hub_name
+from megarl.machine.errors import ConfigError
+from megarl.step_time.device_files import assumed_profile, with_budget
+
+# A machine without GPUs may run a role of this many ranks. A larger layout is meant for GPUs.
+_MOST_CPU_RANKS = 4
+
+
+def find_planned[Run: RunConfig](schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Loaded[Run]:
+    """Find the inputs of a run that is only planned here, with the device and the memory that it will have.
+
+    `device: auto` is planned as CUDA if a role has more ranks than a machine without GPUs runs. GPUs without
+    a memory budget have that of their kind, by default an H100's.
+    """
+    loaded = read_config(schema, path, overrides)
+    assumed = []
+    if _is_meant_for_gpus(loaded.config):
+        # Problems are those without the override, which would hide a missing or unknown device.
+        loaded = replace(loaded, config=read_config(schema, path, [*overrides, "device=cuda"]).config)
+        assumed.append(
+            "device: planned as cuda, because the layout needs several GPUs and this machine has none; "
+            "device=cpu plans the run for a CPU"
+        )
+
+    loaded = find_inputs(loaded)
+    config = loaded.config
+    if config.placement.device_memory_gb is None and is_on_cuda(config.device):
+        try:
+            profile = assumed_profile(config)
+        except ConfigError:  # reported by the check of the device profile
+            return replace(loaded, warnings=tuple(assumed))
+        config = with_budget(config, profile)
+        assumed.append(
+            f"placement.device_memory_gb: not set, so the plan has {config.placement.device_memory_gb:g} "
+            f"GiB, nine tenths of {profile.name}; set it, or placement.device_profile, for other GPUs"
+        )
+
+    return replace(loaded, config=config, warnings=tuple(assumed))
+
+
+def _is_meant_for_gpus(config: RunConfig) -> bool:
+    if config.device is not Device.auto or is_on_cuda(config.device):
+        return False
+    ranks = [role.parallel.world_size for role in model_roles(config)]
+    if isinstance(config, PPOConfig):
+        ranks.append(config.rollout.num_replicas * config.rollout.devices_per_engine)
+    return max(ranks) > _MOST_CPU_RANKS or config.placement.num_nodes > 1
+
+
+def find_inputs[Run: RunConfig](loaded: Loaded[Run]) -> Loaded[Run]:
+    """Find a folder with a `config.json` for each model, for a run that need not start on this machine.
+
+    In order: the given folder, the hub's cache, the `models` folders next to the configuration and in
+    `configs/`, the hub.
+    """
+    config, lines = with_published_models(_from_cache(loaded.config), loaded.source)
+    return find_on_hub(replace(loaded, config=config, absent=tuple(lines)), fetch=False)
+
+
+def find_on_hub[Run: RunConfig](loaded: Loaded[Run], fetch: bool) -> Loaded[Run]:
+    """Replace names on the hub with local folders and files. With `fetch`, download weights and data too."""
+    config = resolved(loaded.config)
+    if not names_a_hub(config):
+        return replace(loaded, config=config)
+
+    # Imported here, because the hub's library takes half a second to import.
+    from megarl.data.hub import with_hub_inputs
+
+    hub = with_hub_inputs(config, fetch)
+    refused = {problem.partition(":")[0] for problem in hub.problems}
+    return replace(
+        loaded,
+        config=hub.config,
+        problems=(*loaded.problems, *hub.problems),
+        refused=loaded.refused | refused,
+        absent=(*loaded.absent, *hub.lines),
+    )
+
+
+def names_a_hub(config: RunConfig) -> bool:
+    """Whether a model or a data file is given by a name on the Hugging Face hub."""
+    return any(
+        map(
+            is_hub_name,
+            (*(role.path for role in model_roles(config)), *config.data.train_files, *config.data.val_files),
+        )
+    )
+
+
+def _from_cache[Run: RunConfig](config: Run) -> Run:
+    if not names_a_hub(config):
+        return config
+    from megarl.data.hub import with_cached_models
+
+    return with_cached_models(config)
