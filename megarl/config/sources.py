@@ -55,18 +55,6 @@ HOW_TO_REFER = (
 _UNREADABLE = (OmegaConfBaseException, *YAML_ERRORS)
 
 
-class Refused(NamedTuple):
-    """A preset choice or an override that cannot be read.
-
-    Attributes:
-        key: The key that it was meant for; None if unknown.
-        problem: Why it cannot be read.
-    """
-
-    key: str | None
-    problem: str
-
-
 class Layer(NamedTuple):
     """Values from one source. A later layer takes precedence.
 
@@ -75,7 +63,8 @@ class Layer(NamedTuple):
         values: The values by section and key.
         replaces: Sections that start from their defaults, because a preset was chosen.
         file: The file with the values; None for the command line.
-        refused: The parts that could not be read. The rest of the configuration can still be checked.
+        refused: The preset choices and overrides that could not be read: the key that each was meant for,
+            None if unknown, and the problem. The rest of the configuration can still be checked.
         texts: The texts of the values that are written without quotes, by dotted key.
     """
 
@@ -83,7 +72,7 @@ class Layer(NamedTuple):
     values: dict[str, Any]
     replaces: tuple[str, ...] = ()
     file: Path | None = None
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[tuple[str | None, str], ...] = ()
     texts: Mapping[str, str] = MappingProxyType({})
 
     def as_written(self, key: str, value: Any) -> Any:
@@ -249,8 +238,8 @@ def _chosen_layers(section: str, choice: object, source: str, near: Path) -> lis
     for name in choice if isinstance(choice, list) and is_combined else [choice]:
         found = _group_file(section, name, near)
         # A wrong name is kept as a problem, so that the other layers are still checked.
-        if isinstance(found, Refused):
-            layers.append(Layer(source, {}, refused=(found,)))
+        if isinstance(found, str):
+            layers.append(Layer(source, {}, refused=((section, found),)))
             continue
         for layer in _file_layers(found, ()):
             others = layer.values.pop(WITH, {})
@@ -278,7 +267,8 @@ def _below(section: str, values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _group_file(section: str, name: object, near: Path) -> Path | Refused:
+def _group_file(section: str, name: object, near: Path) -> Path | str:
+    """Return the file of a preset, or why there is none."""
     # The user's own file takes precedence over a bundled one of the same name.
     group = GROUPS[section]
     folders = list(dict.fromkeys([near / group, CONFIGS_DIR / group]))
@@ -290,10 +280,9 @@ def _group_file(section: str, name: object, near: Path) -> Path | Refused:
     near_names = difflib.get_close_matches(str(name).lower(), there, n=1)
     meant = f"; did you mean {near_names[0]}?" if near_names else ""
     looked = ", ".join(shown(folder) for folder in folders)
-    return Refused(
-        section,
+    return (
         f"{section}={name}: there is no such preset; available: {', '.join(there) or 'none'} (searched "
-        f"{looked}){meant}",
+        f"{looked}){meant}"
     )
 
 
@@ -395,14 +384,14 @@ def _with_paths(values: Any, key: str) -> Any:
 
 
 def _parse_overrides(overrides: Sequence[str]) -> Layer:
-    refused: list[Refused] = []
+    refused: list[tuple[str | None, str]] = []
     values: Any = OmegaConf.create()
     texts: dict[str, str] = {}
 
     for override in overrides:
         key, equals, written = override.partition("=")
         if not equals or "" in key.split("."):
-            refused.append(Refused(None, f"{override!r} is not an override; write key.sub=value"))
+            refused.append((None, f"{override!r} is not an override; write key.sub=value"))
             continue
         try:
             # Each override is parsed by itself, so that a broken one does not hide the others.
@@ -411,7 +400,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping at one key
             is_half = isinstance(error, GrammarParseError)
             why = _half_a_reference(error) if is_half else in_one_line(error)
-            refused.append(Refused(key, f"{override!r}: {why}"))
+            refused.append((key, f"{override!r}: {why}"))
 
     container = OmegaConf.to_container(values)
     assert isinstance(container, Mapping)

@@ -17,11 +17,8 @@ from megarl.config.rules import (
     agent,
     algorithm,
     data,
-    engine_stages,
     experts,
     fp8,
-    fp8_training,
-    judges,
     lora,
     machine,
     megatron,
@@ -198,12 +195,12 @@ RULES = (
                 *_ACTOR_SIZES,
             ),
             rollout.generation_ahead: ("rollout.max_staleness",),
-            engine_stages.run: _ENGINE_STAGES,
+            rollout.stages: _ENGINE_STAGES,
             fp8.run: (),
             speculation.run: (),
             data.curriculum: (),
             reward.something_scores: (),
-            judges.judges: (),
+            reward.judges: (),
             agent.episodes: ("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"),
             algorithm.estimator: ("rollout.n",),
             algorithm.teacher: ("rollout.n", "algorithm.advantage.distillation"),
@@ -228,7 +225,7 @@ RULES = (
             lora.options: (),
             models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
             megatron.options: (),
-            fp8_training.recipe: (),
+            fp8.recipe: (),
         },
     ),
     *_checks(
@@ -240,7 +237,7 @@ RULES = (
             lora.fit_model: (),
             vision.fit_layout: ("{role}",),
             megatron.fit_model: (),
-            fp8_training.fit_model: ("{role}",),
+            fp8.products_fit: ("{role}",),
         },
     ),
     *_checks(
@@ -248,7 +245,7 @@ RULES = (
         PPOConfig,
         {
             rollout.engine_fits_model: _ENGINE_SIZES,
-            engine_stages.fit_model: _ENGINE_STAGES,
+            rollout.stages_fit_model: _ENGINE_STAGES,
             experts.engine_fits: _ENGINE_SIZES,
             fp8.fits_model: _ENGINE_SIZES,
             speculation.fits_model: ("rollout.tensor_parallel_size",),
@@ -321,7 +318,7 @@ def validate(config: RunConfig) -> list[Finding]:
     return list(dict.fromkeys(found))
 
 
-def validate_here(config: RunConfig, *, writes: bool = True) -> list[Finding]:
+def validate_here(config: RunConfig, *, writes: bool = False) -> list[Finding]:
     """Return the findings about data, code, models, GPUs, packages and folders on this machine.
 
     Args:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -26,26 +25,15 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _FAILED = (HfHubHTTPError, HFValidationError, OSError)
 
 
-class HubInputs[Run: RunConfig](NamedTuple):
-    """A configuration with its hub names resolved.
-
-    Attributes:
-        config: The configuration, with local folders and files instead of the names that were found. lines:
-        One line for each model's weights and each data set that were not downloaded, beginning with the
-            key.
-        problems: One line for each name that the hub does not have or did not answer for.
-    """
-
-    config: Run
-    lines: list[str]
-    problems: list[str]
-
-
-def with_hub_inputs[Run: RunConfig](config: Run, fetch: bool) -> HubInputs[Run]:
+def with_hub_inputs[Run: RunConfig](config: Run, fetch: bool) -> tuple[Run, list[str], list[str]]:
     """Replace the hub names of models and data sets by local folders and files.
 
     Args:
         fetch: Download weights and data. Otherwise only the configurations and tokenizers of models.
+
+    Returns:
+        The configuration; one line for each model's weights and each data set that were not downloaded, and
+        one for each name that the hub does not have or did not answer for. Lines begin with the key.
     """
     lines = list[str]()
     problems = list[str]()
@@ -80,7 +68,7 @@ def with_hub_inputs[Run: RunConfig](config: Run, fetch: bool) -> HubInputs[Run]:
         config = with_value(config, f"data.{key}", files)
 
     # Remove duplicates, because roles may share a model's key.
-    return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
+    return config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems))
 
 
 def with_cached_models[Run: RunConfig](config: Run) -> Run:

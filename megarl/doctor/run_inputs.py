@@ -81,14 +81,13 @@ def find_on_hub[Run: RunConfig](loaded: Loaded[Run], fetch: bool) -> Loaded[Run]
     # Imported here, because the hub's library takes half a second to import.
     from megarl.data.hub import with_hub_inputs
 
-    hub = with_hub_inputs(config, fetch)
-    refused = {problem.partition(":")[0] for problem in hub.problems}
+    config, lines, problems = with_hub_inputs(config, fetch)
     return replace(
         loaded,
-        config=hub.config,
-        problems=(*loaded.problems, *hub.problems),
-        refused=loaded.refused | refused,
-        absent=(*loaded.absent, *hub.lines),
+        config=config,
+        problems=(*loaded.problems, *problems),
+        refused=loaded.refused | {problem.partition(":")[0] for problem in problems},
+        absent=(*loaded.absent, *lines),
     )
 
 

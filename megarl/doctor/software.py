@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from megarl import __version__
 from megarl.config.finding import Finding, doubtful, good, wrong
@@ -20,11 +25,13 @@ from megarl.config.layers import (
     trains_adapters,
 )
 from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
-from megarl.config.tested_versions import Tested, tested_versions
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
 from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "versions"
+# The versions that megarl was run with. "lock" has the versions that all tests run on. The other environments
+# are those of `make test-wheel`, which runs from the quickstart to a converted checkpoint with both engines.
+RECORD = Path(__file__).parents[1] / "config" / "tested_versions.json"
 _OF_ENGINES = tuple(name for engine in RolloutEngineKind for name in engine.needs.packages)
 # Compiled for one version of torch. Without it (on CPU), SGLang works with other versions than it declares.
 _IS_CUDA = "sglang-kernel"
@@ -224,3 +231,40 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
         return
 
     yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)
+
+
+class Tested(NamedTuple):
+    """The oldest and the newest tested version."""
+
+    oldest: str
+    newest: str
+
+    def contains(self, version: str) -> bool:
+        """Whether the version is in the tested range. Local parts are ignored: 2.13.0+cpu is 2.13.0."""
+        return Version(self.oldest).release <= Version(version).release <= Version(self.newest).release
+
+
+def as_text(environments: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the content of RECORD.
+
+    Args:
+        environments: For each environment, the version of each distribution, and the minor version of
+            "python".
+    """
+    return json.dumps(environments, indent=2) + "\n"
+
+
+@cache
+def tested_versions() -> Mapping[str, Tested]:
+    """Return the oldest and the newest tested version of each distribution, and of "python"."""
+    environments = json.loads(RECORD.read_text(encoding="utf-8"))
+    found: dict[str, list[str]] = {}
+
+    for versions in environments.values():
+        for name, version in versions.items():
+            found.setdefault(name, []).append(version)
+
+    return {
+        name: Tested(min(versions, key=Version), max(versions, key=Version))
+        for name, versions in found.items()
+    }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.config.finding import Finding
 from megarl.config.roles import REWARD_MODEL, ModelRole
-from megarl.config.rules import experts, fp8_training, models, vision
+from megarl.config.rules import experts, fp8, models, vision
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
 from megarl.config.validate import RULES, Check, Needs, checks_of
 from megarl.models.architecture import Architecture
@@ -26,7 +26,7 @@ _MOST_CONTEXT = 16
 _MOST_TENSOR = 64
 _VIRTUAL = (2, 4)
 # Rules about sizes that have to divide.
-_DIVISIBILITY = (models.fit_layout, experts.fit_layout, vision.fit_layout, fp8_training.fit_model)
+_DIVISIBILITY = (models.fit_layout, experts.fit_layout, vision.fit_layout, fp8.products_fit)
 # These rules depend on what is chosen for a layout afterwards.
 _OF_VARIANTS = (models.micro_batch, models.recomputation)
 

@@ -25,8 +25,8 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config.tested_versions import RECORD, as_text
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
+from megarl.doctor.software import RECORD, as_text
 from megarl.machine.files import write_whole
 from tests.requirement_files import lock_environment
 from tests.wheel.environments import (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
 from megarl.cli.tables.run import print_run
@@ -32,8 +34,6 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False) -> int:
     console = output_console()
     print_run(config, console, with_push=not fast, is_here=not loaded.absent)
     if not fast and isinstance(config, PPOConfig):
-        from megarl.cli.tables.judges import print_judge_prompts  # imports torch
-
         print_judge_prompts(config, console)
     for warning in loaded.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
@@ -44,6 +44,26 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False) -> int:
     print_line(console, f"{config_path}: {verdict} ({processes}, {devices}; {_planned_for(config, plan)})")
 
     return 0
+
+
+def print_judge_prompts(config: PPOConfig, console: Console) -> None:
+    """Print the prompt of each judge for the first row of the training data, if both are on this machine."""
+    if not config.reward.judges:
+        return
+    # Imported here, because these modules import torch.
+    from megarl.doctor.judges import first_sample, prompt
+    from megarl.rewards.judges import JudgePromptError
+
+    if (sample := first_sample(config.data)) is None:
+        return
+    for judge in config.reward.judges:
+        try:
+            text = prompt(judge, sample)
+        except JudgePromptError:  # `megarl check` reports it
+            continue
+        print_line(console, f"prompt of judge {judge.name} for the first row:")
+        for line in text.splitlines():
+            print_line(console, f"    {line}")
 
 
 def _planned_for(config: RunConfig, plan: PlacementPlan) -> str:

@@ -8,10 +8,9 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.config.load import load_config
-from megarl.config.migration import nemo_rl_names
+from megarl.config.migration import nemo_rl_names, synonyms
 from megarl.config.review import schema_keys
 from megarl.config.schema import SCHEMAS, DPOConfig, PPOConfig, RewardModelRunConfig, SFTConfig
-from megarl.config.synonyms import synonyms
 from tests.unit.config.test_verl_names import problems
 
 RUN = "model: {path: m}\ndata: {train_files: [a.parquet]}\n"

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megarl.config.violation import Absence, nearest_divisors, nearest_multiples
 
+from megarl.config.finding import Absence, nearest_divisors, nearest_multiples
 from megarl.config.kinds import WRONG_SAMPLES
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
-from megarl.config.rules.machine import missing, writable_folders
 from megarl.config.rules.rollout import generation_ahead
 from megarl.config.rules.run import sft_metrics, validation_metrics
 from megarl.config.schema import (
@@ -45,7 +44,7 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.config.schema.keys import Range, leaves
-from megarl.config.validate import validate
+from megarl.config.validate import validate, validate_here
 from megarl.config.versions import SGLANG
 from tests.unit.config.folders import model_folder, pair_values, ppo_values, sft_values, write_yaml
 
@@ -60,7 +59,7 @@ def ppo(tmp_path: Path) -> str:
 def violations(path: str, *overrides: str) -> list[str]:
     """Return all violations of a run that starts here, except that this machine has no GPU."""
     config = load_config(PPOConfig, path, list(overrides))
-    found = [*validate(config), *missing(config), *writable_folders(config)]
+    found = [*validate(config), *validate_here(config, writes=True)]
     return [str(violation) for violation in found if violation.absence is not Absence.gpu]
 
 
@@ -701,7 +700,7 @@ def test_sft(tmp_path: Path) -> None:
         "data.train_files=[x]",
     ]
     config = load_config(SFTConfig, path, overrides)
-    violations_found = [*validate(config), *missing(config)]
+    violations_found = [*validate(config), *validate_here(config)]
     assert len(violations_found) == 4
     found = " | ".join(map(str, violations_found))
     assert "data.max_length: is 65, above max_position_embeddings 64" in found

@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megarl import __version__
-from megarl.config.tested_versions import RECORD, tested_versions
 from megarl.config.versions import COUPLED
+from megarl.doctor.software import RECORD, tested_versions
 from tests.requirement_files import FOLDER, listed, lock_environment, locked
 
 ROOT = Path(__file__).parents[3]

@@ -37,7 +37,6 @@ from megarl.config.schema import (
     SFTConfig,
     ToolConfig,
 )
-from megarl.config.tested_versions import tested_versions
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
 from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
 from megarl.controller.node_resources import NodeResources
@@ -46,6 +45,7 @@ from megarl.doctor import agent_inputs, devices, inputs, machine, network, softw
 from megarl.doctor import ray_cluster as ray_checks
 from megarl.doctor.checks import read_subject
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.software import tested_versions
 from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
 from megarl.weights.manifest import manifest_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megarl.cli.tables.judges import print_judge_prompts
+from megarl.cli.inspect.check import print_judge_prompts
 from megarl.config.finding import Status
 from megarl.config.schema import DataConfig, JudgeConfig, JudgeParseConfig, PPOConfig, RewardConfig
 from megarl.doctor.judges import judge_prompts

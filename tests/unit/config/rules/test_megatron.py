@@ -21,7 +21,7 @@ from megarl.config.megatron_options import (
 )
 from megarl.config.review import schema_keys
 from megarl.config.roles import ROLES, ModelRole, model_roles
-from megarl.config.rules.fp8_training import MULTIPLE, fit_model
+from megarl.config.rules.fp8 import MULTIPLE, products_fit
 from megarl.config.schema import (
     DType,
     ExpertsConfig,
@@ -213,8 +213,8 @@ def refused_sizes(architecture: Architecture, parallel: dict[str, int]) -> list[
         optim=None,
         megatron=fp8,
     )
-    assert list(fit_model(replace(role, megatron=MegatronConfig()), architecture)) == []
-    return [violation.message for violation in fit_model(role, architecture)]
+    assert list(products_fit(replace(role, megatron=MegatronConfig()), architecture)) == []
+    return [violation.message for violation in products_fit(role, architecture)]
 
 
 def test_the_multiple_is_transformer_engines() -> None:

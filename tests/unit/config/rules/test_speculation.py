@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load_config, with_absolute_paths
-from megarl.config.rules.machine import missing
 from megarl.config.schema import PPOConfig
 from megarl.config.speculation import draft_of, without_speculation
-from megarl.config.validate import validate
+from megarl.config.validate import validate, validate_here
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 
 SECTION = "rollout.sglang.server_args"
@@ -167,7 +166,7 @@ def test_a_missing_folder_is_named_with_its_remedy(tmp_path: Path) -> None:
     given = EAGLE | {"speculative_draft_model_path": str(folder)}
     values["rollout"] |= {"engine": "sglang", "sglang": {"server_args": given}}
     config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", values))
-    said = [str(each) for each in missing(config) if "draft" in str(each)]
+    said = [str(each) for each in validate_here(config) if "draft" in str(each)]
     assert said == [
         f"{SECTION}.speculative_draft_model_path: there is no draft model in {str(folder)!r}: its config.json "
         f"is missing; download the model (hf download NAME --local-dir {folder})"
@@ -175,7 +174,7 @@ def test_a_missing_folder_is_named_with_its_remedy(tmp_path: Path) -> None:
     assert validate(config) == []
     model_folder(folder)
     (folder / "model.safetensors").unlink()
-    assert ["has no weights" in str(each) for each in missing(config) if "draft" in str(each)] == [True]
+    assert ["has no weights" in str(each) for each in validate_here(config) if "draft" in str(each)] == [True]
 
 
 def test_paths_of_draft_models_are_absolute_for_workers(

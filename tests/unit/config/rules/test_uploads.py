@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config
-from megarl.config.rules.machine import missing
 from megarl.config.schema import PPOConfig
+from megarl.config.validate import validate_here
 from tests.unit.config.folders import ppo_values, write_yaml
 
 
@@ -44,5 +44,5 @@ def test_a_url_is_accepted_without_a_connection(key: str, url: str, tmp_path: Pa
 
 def about_urls(tmp_path: Path, setting: str) -> list[str]:
     path = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
-    found = [str(violation) for violation in missing(load_config(PPOConfig, path, [setting]))]
+    found = [str(violation) for violation in validate_here(load_config(PPOConfig, path, [setting]))]
     return [violation for violation in found if violation.startswith("checkpoint.")]
