@@ -18,6 +18,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
+from megarl.cli.commands import COMMANDS
 from megarl.cli.parser import build_parser
 from megarl.cli.run.context import RunContext, RunFailedError
 from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
@@ -25,22 +26,6 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.garbage import collect_rarely
 from megarl.machine.reaper import end_processes_of, owned_processes
 
-# Commands whose processes end with them. `launch` ends its node's processes itself, and a submitted job
-# continues on its cluster.
-_START_PROCESSES = (
-    "train",
-    "sft",
-    "check",
-    "rehearse",
-    "calibrate",
-    "doctor",
-    "eval",
-    "generate",
-    "replay",
-    "score",
-    "quickstart",
-    "init",
-)
 GOOD = 0
 READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE ended
 FAILED = 1
@@ -101,7 +86,7 @@ def _reader_is_gone() -> bool:
 @contextmanager
 def _own_processes(parsed: argparse.Namespace) -> Generator[None]:
     """End all processes of a command when the command ends, however it ends."""
-    if parsed.command not in _START_PROCESSES or getattr(parsed, "fast", False):
+    if not COMMANDS[parsed.command].owns_processes or getattr(parsed, "fast", False):
         yield
         return
     with owned_processes() as owner, ends_by_signal(lambda: end_processes_of(owner)):

@@ -62,13 +62,14 @@ from megarl.trainers.evaluation_results import (
 RESULTS_FILE = "results.json"
 
 
-def run(parsed: argparse.Namespace) -> int:
+def run(**options: Any) -> int:
     """Print a table or JSON, write `results.json`, `samples.jsonl` and `config.yaml`, and return 0.
 
     Raises:
         ValueError: The model, data or configuration is invalid. Raised before any process is started.
     """
     refuse_launched_ranks("eval")
+    parsed = argparse.Namespace(**options)
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)

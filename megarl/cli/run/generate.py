@@ -6,6 +6,7 @@ The prompts come from the command line, standard input or a chat.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -34,12 +35,15 @@ _Messages = list[dict[str, Any]]
 _MAX_TOKENS = 256  # default limit of an answer
 
 
-def run(parsed: argparse.Namespace) -> int:
-    """Print the model's answers, and return 0.
+def run(**options: Any) -> int:
+    """Print the model's answers, or episodes with tools or an environment, and return 0.
 
     Raises:
         ValueError: The model, prompts or options are invalid. Raised before weights are loaded.
     """
+    parsed = argparse.Namespace(**options)
+    if parsed.tool or parsed.environment or parsed.agent:
+        return importlib.import_module("megarl.cli.run.episodes").run(parsed)
     is_chat = not parsed.prompts and sys.stdin.isatty()
     if is_chat and (parsed.n > 1 or parsed.json):
         raise ValueError("--n and --json require prompts; a chat has one text answer at a time")

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from megarl.cli.run.convert import positive
 from megarl.cli.run.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
 from megarl.cli.run.starter_reward import NUMBER, STARTER, ChosenReward, choose_reward
 from megarl.config.json_schema import json_schema
@@ -40,6 +41,7 @@ from megarl.models.counts import num_parameters
 from megarl.models.families import read_architecture
 
 GOOD = 0
+INIT_KINDS = (RunKind.ppo.value, RunKind.sft.value)  # the kinds that it can write files for
 CONFIG_FILE = "run.yaml"
 REWARD_FILE = "reward.py"
 DATA_SCRIPT = "make_data.py"
@@ -79,7 +81,49 @@ class Wishes:
     num_devices: int
 
 
-def run(wishes: Wishes) -> int:
+def run(
+    folder: str,
+    model: str | None,
+    data: str | None,
+    val: str | None,
+    kind: str | None,
+    algorithm: str | None,
+    device: str | None,
+    devices: int | None,
+) -> int:
+    """Write the files, and print the next commands. On a terminal, ask for missing options."""
+
+    def wish(name: str, given: str | None, question: str, default: str | None, *choices: str) -> str:
+        if given is None and sys.stdin.isatty():
+            return ask(question, default, choices)
+        answer = default if given is None else given
+        if answer is None:
+            raise ValueError(f"--{name} is required: {question}")
+        return answer
+
+    model = wish("model", model, "the model to train, a Hugging Face folder or a name on the hub", None)
+    data = wish("data", data, "a file of questions and answers (empty: sums are generated)", "")
+    run_kind = RunKind(wish("kind", kind, "kind of run", RunKind.ppo.value, *INIT_KINDS))
+    is_ppo = run_kind is RunKind.ppo
+    return _write(
+        Wishes(
+            folder=Path(folder),
+            model=model,
+            data=data or None,
+            validation=val,
+            kind=run_kind,
+            algorithm=wish("algorithm", algorithm, "algorithm", "grpo") if is_ppo else "",
+            device=Device(
+                wish("device", device, "device type", Device.auto.value, *(each.value for each in Device))
+            ),
+            num_devices=positive(
+                wish("devices", None if devices is None else str(devices), "number of devices", "1")
+            ),
+        )
+    )
+
+
+def _write(wishes: Wishes) -> int:
     """Write the files, and print the next commands.
 
     Raises:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli.commands import COMMANDS
 from megarl.cli.inspect.tune import TuneOptions
 from megarl.cli.main import commands_of, in_argparse_order, main
 from megarl.cli.parser import build_parser
-from megarl.cli.run.examples import EXAMPLES
 
+EXAMPLES = {name: command.examples for name, command in COMMANDS.items()}
 LINES = [
     (name, line)
     for name, lines in EXAMPLES.items()
@@ -46,8 +47,11 @@ def test_an_example_is_a_command_line(name: str, line: str) -> None:
         (run,) = (each for each in functions if each.name == "run")
         parameters = {each.arg for each in run.args.args}
         if run.args.kwarg is not None:
-            assert name == "tune"
-            parameters |= {each.name for each in fields(TuneOptions)}
+            assert name in ("tune", "eval", "generate")
+            parameters |= (
+                vars(parsed).keys() if name != "tune" else {each.name for each in fields(TuneOptions)}
+            )
+            parameters -= {"command", "start"}
         assert vars(parsed).keys() - {"command", "start"} == parameters
 
 

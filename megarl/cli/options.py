@@ -1,0 +1,250 @@
+"""The options of the commands that have many, or that share them."""
+
+from __future__ import annotations
+
+from megarl.cli.command import argument, one_of, overrides
+from megarl.cli.run.convert import positive
+
+CONFIG = argument(
+    "config_path",
+    metavar="CONFIG",
+    help="a YAML file; configs/quickstart.yaml and others are included in megarl",
+)
+RUN = (CONFIG, overrides("such as trainer.total_steps=10 or algorithm=grpo"))
+RUN_DIR = argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
+VERBOSE = argument(
+    "--verbose",
+    action="store_true",
+    help="print all tables of `megarl check` before the run starts",
+)
+
+PLAN = (
+    argument("--output", metavar="FILE", help="draw to a .svg or .png file"),
+    argument(
+        "--lengths",
+        metavar="MEAN,MAX",
+        help="for --simulate: log-normal response tokens; MAX is data.max_response_length by default",
+    ),
+    argument(
+        "--training-s",
+        metavar="S",
+        type=float,
+        help="for --simulate: training seconds per step, as configured",
+    ),
+    argument(
+        "--tokens-per-s",
+        metavar="N",
+        type=float,
+        help="for --simulate: an engine's generation speed of one sample",
+    ),
+    argument(
+        "--from",
+        dest="run_dir",
+        metavar="RUN_DIR",
+        help="for --simulate: the folder of a run with max_staleness 0 that has measured these values",
+    ),
+)
+
+DRY_RUN = (
+    argument(
+        "--role",
+        dest="role_name",
+        metavar="ROLE",
+        default="actor",
+        help="actor (the default), reference, teacher, critic or reward_model",
+    ),
+    argument(
+        "--ranks",
+        metavar="RANKS",
+        default="distinct",
+        help="distinct (one rank each of the first, a middle and the last stage), all, or a list such as 0,8",
+    ),
+    argument(
+        "--json",
+        dest="json_path",
+        metavar="FILE",
+        help="write all results to a file, with the source line of each collective and sync",
+    ),
+)
+
+TUNE = (
+    argument(
+        "--device",
+        metavar="NAME",
+        help="a device file: a shipped name such as h100_80gb, or a path; by default "
+        "placement.device_profile, or else h100_80gb. The memory and the nodes of the device replace those "
+        "of the file, unless they are set on the command line",
+    ),
+    argument(
+        "--from-run",
+        metavar="RUN_DIR",
+        help="fit the device to the phases that a run has measured, and search with the result",
+    ),
+    argument(
+        "--device-output",
+        metavar="FILE",
+        help="with --from-run: write the fitted device, for placement.device_profile",
+    ),
+    one_of(
+        argument("--nodes", metavar="N", type=int, help="number of nodes; by default placement.num_nodes"),
+        argument(
+            "--devices",
+            metavar="N,N,...",
+            help="compare clusters of these numbers of devices, for each max_staleness up to the limit",
+        ),
+    ),
+    argument(
+        "--max-staleness",
+        metavar="K",
+        type=int,
+        default=0,
+        help="the highest rollout.max_staleness to consider (0 by default: no asynchronous training)",
+    ),
+    argument(
+        "--objective",
+        choices=("step_s", "tokens_per_gpu"),
+        default="step_s",
+        help="with --devices: choose the cluster by its step time, or by its tokens/s per device",
+    ),
+    argument(
+        "--lengths",
+        metavar="PROMPT,RESPONSE",
+        help="mean tokens of a prompt and of a response; by default a quarter and half of the longest",
+    ),
+    argument(
+        "--pin",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="keep a key or a section as in CONFIG; can be repeated. Overrides are kept too",
+    ),
+    argument("--top", metavar="K", type=int, default=5, help="number of results to print (5 by default)"),
+    argument("--output", metavar="FILE", help="write the best result to a YAML file that inherits CONFIG"),
+    argument("--json", metavar="FILE", help="write all results to a JSON file"),
+    argument(
+        "--plot",
+        metavar="FILE",
+        help="draw the predicted step, or with --devices its time on each cluster, to a .svg or .png file",
+    ),
+)
+
+# A model to sample from.
+MODEL = (
+    argument(
+        "model",
+        metavar="MODEL",
+        help="a Hugging Face folder or hub name, a run's trainer.output_dir, or a run's checkpoint",
+    ),
+    argument(
+        "--step",
+        metavar="STEP",
+        default="latest",
+        help="which of a run's checkpoints: latest, best, or a number",
+    ),
+)
+
+EVAL = (
+    argument(
+        "--config",
+        metavar="FILE",
+        help="a run's configuration; the default is that of the run that produced the model, if any",
+    ),
+    argument(
+        "--data",
+        metavar="FILE",
+        action="append",
+        help="file of prompts, as for training; the default is data.val_files",
+    ),
+    argument(
+        "--reward",
+        metavar="FILE.py:NAME",
+        help="a reward function to use instead of the configuration's functions, judges and reward model",
+    ),
+    argument("--n", metavar="N", type=int, help="samples per prompt (rollout.validation.n)"),
+    argument("--temperature", metavar="T", type=float, help="0 is greedy (rollout.validation.temperature)"),
+    argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        help="maximum tokens of a response (data.max_response_length)",
+    ),
+    argument(
+        "--against",
+        metavar="DIR",
+        help="the folder of another evaluation of the same prompts to compare with",
+    ),
+    argument(
+        "--output",
+        metavar="DIR",
+        help="folder for the results; the default is a new folder in the run's folder, or in outputs",
+    ),
+    argument("--json", action="store_true", help="print the results as one JSON document"),
+)
+
+GENERATE = (
+    argument(
+        "prompts",
+        metavar="PROMPT",
+        nargs="*",
+        help="prompts; by default standard input, or a chat on a terminal",
+    ),
+    argument("--lines", action="store_true", help="treat each line of standard input as a prompt"),
+    argument(
+        "--system",
+        metavar="TEXT",
+        help="system message; the default is that of the model's chat template",
+    ),
+    argument("--n", metavar="N", type=int, default=1, help="samples per prompt"),
+    argument("--temperature", metavar="T", type=float, default=0.0, help="the default is 0 (greedy)"),
+    argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help="nucleus sampling: probability mass of the tokens to sample from",
+    ),
+    argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        help="maximum tokens of an answer; the default is 256, or fewer if the model's context is shorter",
+    ),
+    argument(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end an answer at this string, which is removed; may be repeated",
+    ),
+    argument("--seed", metavar="N", type=int, default=0, help="seed of the sampling"),
+    argument("--log-probs", action="store_true", help="also print each token with its log-prob"),
+    argument("--json", action="store_true", help="print one JSON object per answer, each on a line"),
+    argument(
+        "--tool",
+        metavar="TOOL",
+        action="append",
+        default=[],
+        help="a tool: calculator, or FILE.py:NAME; may be repeated",
+    ),
+    argument(
+        "--environment",
+        metavar="FILE.py:NAME",
+        help="a class that answers the model's turns, instead of tools",
+    ),
+    argument(
+        "--parser",
+        metavar="NAME",
+        help="SGLang parser of tool calls, such as llama3; the default is <tool_call> JSON",
+    ),
+    argument(
+        "--agent",
+        metavar="CONFIG",
+        help="configuration of a run whose tools or environment, limits and parser to use",
+    ),
+    argument(
+        "--max-turns",
+        metavar="N",
+        type=positive,
+        help="maximum turns of the model with tools or an environment; the default is that of --agent, or 8",
+    ),
+)
