@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
-from megarl.models.families import read_architecture
+from megarl.models.families import read_architecture, read_fields
 
 _LAYERS = "num_hidden_layers"
 _TEXT = "text_config"
@@ -49,7 +49,7 @@ def reduced_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
 
 def write_reduced(path: str, num_layers: int, folder: Path) -> Architecture:
     """Write a reduced model of the one at `path`, which consists of its config.json, and read it."""
-    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    config = read_fields(path)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(reduced_config(config, num_layers)), encoding="utf-8")
 
@@ -63,7 +63,7 @@ def most_layers(path: str, folder: Path, element_bytes: int, memory_bytes: float
     Returns:
         0 if not even two layers fit.
     """
-    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    config = read_fields(path)
     limit = min(limit, config.get(_TEXT, config)[_LAYERS])
 
     for num_layers in range(limit, 1, -1):

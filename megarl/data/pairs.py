@@ -6,11 +6,9 @@ the same prompt.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +25,7 @@ from megarl.data.sft import encode_answer
 from megarl.data.tables import DataRow, Fingerprint, RowIdentity, read_within, warn_of_escapes
 from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
+from megarl.models.families import read_fields
 
 # A response token after a conversation. The score is predicted before it, and it is never read.
 _AFTER = 0
@@ -167,7 +166,7 @@ def pair_encoder(config: PreferenceConfig, tokenizer: PreTrainedTokenizerBase) -
     """Return the encoder of a run's pairs."""
     if config.kind is RunKind.dpo:
         return AnswerEncoder(tokenizer, config.data)
-    model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    model = read_fields(config.model.path)
     return ConversationPairEncoder(tokenizer, config.data, model.get("pad_token_id"))
 
 

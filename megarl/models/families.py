@@ -83,7 +83,7 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
             with its value.
     """
     file = Path(path) / "config.json"
-    fields = _read_json(file)
+    fields = read_fields(path)
     model_type = fields.get("model_type")
     family = family_of(model_type)
 
@@ -113,7 +113,13 @@ def _why_unsupported(model_type: object) -> str:
     return f"megarl does not support {missing}; {supported}" if missing else supported
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """Read the `config.json` of a Hugging Face folder.
+
+    Raises:
+        ConfigError: There is no such file, or it is not a JSON object.
+    """
+    file = Path(path) / "config.json"
     if not os.path.isfile(file):
         reason = f"there is no folder {str(file.parent)!r}"
         if os.path.isdir(file.parent):

@@ -18,7 +18,7 @@ import torch
 
 from megarl.machine.files import whole_folder, write_whole
 from megarl.models.architecture import Architecture
-from megarl.models.families import CRITIC_CLASS, FAMILIES, REWARD_CLASS, family_of
+from megarl.models.families import CRITIC_CLASS, FAMILIES, REWARD_CLASS, family_of, read_fields
 from megarl.models.fp8 import scale_name, scale_shape
 from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.models.tensor_table import Head, unique_tensors
@@ -67,7 +67,7 @@ def copy_companions(
         if path.is_file() and not skipped:
             shutil.copyfile(path, target / path.name)
 
-    config: dict[str, Any] = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
+    config: dict[str, Any] = read_fields(source)
     if dtype is not None:
         config.pop("torch_dtype", None)  # the older name of the field
         config.pop(QUANTIZATION, None)
@@ -121,7 +121,7 @@ def has_bias(folder: Path) -> bool:
 
     A critic has none, so zeros are written.
     """
-    return model_class(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))) == CRITIC_CLASS
+    return model_class(read_fields(folder)) == CRITIC_CLASS
 
 
 DEFAULT_FILE_BYTES = 5 * 10**9

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 import torch
 
@@ -20,6 +18,7 @@ from megarl.data.packing import plan_micro_batches
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.engine.spec import ModelSpec
 from megarl.models.architecture import Architecture
+from megarl.models.families import read_fields
 from megarl.workers.megatron import MegatronWorker
 
 
@@ -71,7 +70,7 @@ def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> Conver
     return ConversationEncoder(
         tokenizer,
         vocab_size=vocab_size,
-        pad_token_id=json.loads((Path(path) / "config.json").read_text()).get("pad_token_id"),
+        pad_token_id=read_fields(path).get("pad_token_id"),
         max_length=reading.max_length,
         overlong=reading.overlong,
     )

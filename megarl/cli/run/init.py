@@ -41,7 +41,7 @@ from megarl.models.counts import num_parameters
 from megarl.models.families import read_architecture
 
 GOOD = 0
-INIT_KINDS = (RunKind.ppo.value, RunKind.sft.value)  # the kinds that it can write files for
+_KINDS = (RunKind.ppo.value, RunKind.sft.value)  # the kinds that it can write files for
 CONFIG_FILE = "run.yaml"
 REWARD_FILE = "reward.py"
 DATA_SCRIPT = "make_data.py"
@@ -103,7 +103,7 @@ def run(
 
     model = wish("model", model, "the model to train, a Hugging Face folder or a name on the hub", None)
     data = wish("data", data, "a file of questions and answers (empty: sums are generated)", "")
-    run_kind = RunKind(wish("kind", kind, "kind of run", RunKind.ppo.value, *INIT_KINDS))
+    run_kind = RunKind(wish("kind", kind, "kind of run", RunKind.ppo.value, *_KINDS))
     is_ppo = run_kind is RunKind.ppo
     return _write(
         Wishes(

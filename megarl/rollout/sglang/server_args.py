@@ -19,7 +19,7 @@ from megarl.config.schema import Device, EngineDType, RolloutConfig
 from megarl.config.speculation import ALGORITHM, draft_folder, problem_on_cpu
 from megarl.config.speculation import ARGUMENTS as SPECULATIVE_ARGUMENTS
 from megarl.machine.errors import ConfigError
-from megarl.models.families import family_of
+from megarl.models.families import family_of, read_fields
 from megarl.models.quantization import BLOCK_FP8
 from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
@@ -246,7 +246,7 @@ def node_args(node: EngineNode, ranks_port: int) -> dict[str, Any]:
 
 def _overridden_fields(path: str, is_fp8: bool, is_policy: bool) -> dict[str, Any]:
     """Return the fields of config.json that SGLang gets with other values, or in addition."""
-    config = _read_config(path)
+    config = read_fields(path)
     family = family_of(config.get("model_type"))
     missing = family.added_for_sglang(config, is_policy=is_policy) if family else {}
 
@@ -298,7 +298,7 @@ def needs_tokenizer(rollout: RolloutConfig, path: str) -> bool:
 
 def image_token_id(path: str) -> int | None:
     """Return the placeholder of images, None if the model reads none."""
-    return _read_config(path).get("image_token_id")
+    return read_fields(path).get("image_token_id")
 
 
 def context_length(path: str) -> int:
@@ -316,21 +316,13 @@ def vocab_size(path: str) -> int:
 
 
 def _model_config(path: str) -> dict[str, Any]:
-    config = _read_config(path)
+    config = read_fields(path)
     return config.get("text_config", config)
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    """Read config.json without transformers.
-
-    transformers must not be imported before SGLang's environment is prepared.
-    """
-    return json.loads((Path(path) / "config.json").read_text())
 
 
 def _refuse_nameless_class(path: str) -> None:
     # megarl and transformers read `model_type`; SGLang would fail with a TypeError.
-    if not (names := _read_config(path).get("architectures")):
+    if not (names := read_fields(path).get("architectures")):
         file = str(Path(path) / "config.json")
         raise ConfigError(
             file,
