@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cli.run.context import RunContext, run_context_of
-from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
+from megarl.cli.run.context import RunContext
 from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered
 from megarl.config.roles import model_roles
@@ -30,23 +29,8 @@ from megarl.trainers.reference import FILES, compute_reference, read_reference
 from megarl.trainers.supervised import PreferenceTrainer
 
 
-def run(
-    schema: type[PreferenceConfig], config_path: str, overrides: Sequence[str], verbose: bool = False
-) -> int:
-    """Train, and return 0 at the end or 143 after SIGTERM.
-
-    Raises:
-        ValueError: The configuration, model or data is invalid. Raised before any process is started.
-    """
-
-    def train(config: PreferenceConfig) -> int:
-        with run_context_of(config, verbose) as context:
-            return _run(config, context)
-
-    return run_with_fewer_replicas(schema, config_path, overrides, train)
-
-
-def _run(config: PreferenceConfig, context: RunContext) -> int:
+def train_on_pairs(config: PreferenceConfig, context: RunContext) -> int:
+    """Train on pairs of answers, and return 0 at the end or 143 after SIGTERM."""
     resume = find_newest(config)
     if is_complete(config, resume):
         return 0

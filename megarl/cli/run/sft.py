@@ -34,12 +34,13 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 
     def train(config: SFTConfig) -> int:
         with run_context_of(config, verbose) as context:
-            return _run(config, context)
+            return train_on_chats(config, context)
 
     return run_with_fewer_replicas(SFTConfig, config_path, overrides, train)
 
 
-def _run(config: SFTConfig, context: RunContext) -> int:
+def train_on_chats(config: SFTConfig, context: RunContext) -> int:
+    """Train on conversations, and return 0 at the end or 143 after SIGTERM."""
     resume = find_newest(config)
     if is_complete(config, resume):
         return 0

@@ -11,16 +11,16 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.user_tools import load_agent
-from megarl.cli.run import preferences, sft
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
+from megarl.cli.run.preferences import train_on_pairs
 from megarl.cli.run.processes import refuse_launched_ranks
 from megarl.cli.run.resumption import is_complete, open_checkpoints, print_end, print_stopped, restore_models
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.run.sft import train_on_chats
 from megarl.cli.tables.summary import title_of
-from megarl.config.load import schema_of
 from megarl.config.roles import REWARD_MODEL, absent_teacher, model_roles
-from megarl.config.schema import PPOConfig, PreferenceConfig, SFTConfig
+from megarl.config.schema import PPOConfig, PreferenceConfig, RunConfig, SFTConfig
 from megarl.data.chat_clock import chat_time, saved_chat_time, set_chat_time
 from megarl.data.conversations import check_chats
 from megarl.data.curriculum import prompt_loader
@@ -57,17 +57,17 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
         ValueError: The configuration, model or data is invalid. Raised before any process is started.
     """
     refuse_launched_ranks("train")
-    schema = schema_of(config_path, overrides)
-    if schema is SFTConfig:
-        return sft.run(config_path, overrides, verbose)
-    if issubclass(schema, PreferenceConfig):
-        return preferences.run(schema, config_path, overrides, verbose)
 
-    def train(config: PPOConfig) -> int:
+    def train(config: RunConfig) -> int:
         with run_context_of(config, verbose) as context:
+            if isinstance(config, SFTConfig):
+                return train_on_chats(config, context)
+            if isinstance(config, PreferenceConfig):
+                return train_on_pairs(config, context)
+            assert isinstance(config, PPOConfig)
             return _run(config, context)
 
-    return run_with_fewer_replicas(PPOConfig, config_path, overrides, train)
+    return run_with_fewer_replicas(RunConfig, config_path, overrides, train)
 
 
 def _run(config: PPOConfig, context: RunContext) -> int:
