@@ -69,8 +69,10 @@ def make_prompts() -> list[list[int]]:
 def ours(model: PreTrainedModel, prompts: list[list[int]]) -> int:
     model.set_attn_implementation(GROUPED)
     sampling = SamplingParameters(max_new_tokens=RESPONSE_TOKENS, seed=0)
-    decoded = decode(model, prompts, sampling, torch.tensor([], dtype=torch.int64), range(len(prompts)))
-    return int(decoded.lengths.sum())
+    _, _, lengths, _ = decode(
+        model, prompts, sampling, torch.tensor([], dtype=torch.int64), range(len(prompts))
+    )
+    return int(lengths.sum())
 
 
 def transformers_own(model: PreTrainedModel, prompts: list[list[int]]) -> int:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.finding import Finding, Findings
 from megarl.config.schema import Device, EngineDType, PPOConfig, RoutingReplay
 from megarl.config.speculation import (
     ALGORITHM,
