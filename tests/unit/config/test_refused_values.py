@@ -148,7 +148,7 @@ def test_refused_keys_cover_their_sections(ppo: str) -> None:
     assert reading.refuses(["actor"])
     assert reading.refuses(["reward.functions[0].path"])
     assert not reading.refuses(["actor.parallel", "critic.optim.lr", "act"])
-    assert read_layers(ppo, ["algorithm=grpoo"])[-1].refused[0].key == "algorithm"
+    assert read_layers(ppo, ["algorithm=grpoo"])[-1].refused[0][0] == "algorithm"
 
 
 def test_files_are_examined_beside_a_wrong_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from megarl.cli.main import main
 from megarl.config.finding import Status
 from megarl.config.schema import ModelConfig, SFTConfig, SFTDataConfig
 from megarl.data.hub import with_cached_models, with_hub_inputs
-from megarl.doctor.examined_run import read_subject
+from megarl.doctor.checks import read_subject
 from megarl.doctor.inputs import MODELS, TOKENIZERS, check
 from tests.integration.tiny_run import REWARD, save_policy
 from tests.unit.config.folders import ppo_values, write_yaml
@@ -145,23 +145,23 @@ def test_the_only_file_of_a_data_set_is_taken_and_several_must_be_named(hub: str
     mixed = config("model", "own.parquet", "maker/one")
     unfetched = (mixed, ["data.train_files: maker/one is on the hub; `megarl train` downloads it"], [])
     assert with_hub_inputs(mixed, fetch=False) == unfetched
-    found = with_hub_inputs(mixed, fetch=True).config
+    found = with_hub_inputs(mixed, fetch=True)[0]
     assert found.data.train_files[0] == "own.parquet"
     assert Path(found.data.train_files[1]).read_text() == '{"prompt": "1"}\n'
-    (problem,) = with_hub_inputs(config("model", "maker/many"), fetch=True).problems
+    (problem,) = with_hub_inputs(config("model", "maker/many"), fetch=True)[2]
     assert re.search("has 2 data files; name the ones to read: .*a.jsonl, .*b.parq", problem)
 
 
 def test_every_name_that_the_hub_does_not_give_is_one_line_with_how_to_download_it(
     hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent, several = with_hub_inputs(config("maker/absent", "maker/many"), fetch=True).problems
+    absent, several = with_hub_inputs(config("maker/absent", "maker/many"), fetch=True)[2]
     assert absent.startswith(
         "model.path: 'maker/absent' does not exist locally, and the hub does not provide it ("
     )
     assert several.startswith("data.train_files: maker/many on the hub has 2 data files")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    model, data = with_hub_inputs(config("maker/tiny", "maker/one"), fetch=True).problems
+    model, data = with_hub_inputs(config("maker/tiny", "maker/one"), fetch=True)[2]
     assert "(hf download maker/tiny --local-dir DIR), and set model.path to DIR" in model
     assert (
         "--repo-type dataset maker/one --local-dir DIR), and set data.train_files to the files in DIR" in data
