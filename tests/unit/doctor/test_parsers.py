@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megarl.config.finding import Status
 from megarl.config.schema import AgentConfig, HarnessConfig, HarnessFunctionConfig, PPOConfig, ToolConfig
 from megarl.doctor import agent_inputs
 from megarl.rollout.tool_calls import example_call
+from tests import fork_server
 from tests.unit.data.chats import character_tokenizer
 
 CODER = (
@@ -38,6 +40,13 @@ def price(item: str, count: int, of: list[str], exact: bool = True):
     return "42"
 """
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ<>/_{}[]\"':,()|;"
+
+
+@pytest.fixture(autouse=True)
+def forked_parsers(forked_processes: None) -> Iterator[None]:
+    """Fork the processes of the doctor from one that has imported SGLang."""
+    with fork_server.spawned():
+        yield
 
 
 def template(call: str, thinking: str = "") -> str:
