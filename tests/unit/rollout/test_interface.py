@@ -3,7 +3,6 @@ from typing import Any
 
 import pytest
 import torch
-from megarl.simulation.generation import SimulatedGeneration
 
 from megarl.rollout.interface import (
     GenerationRequest,
@@ -13,6 +12,7 @@ from megarl.rollout.interface import (
     check_request,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
+from megarl.simulation.engines import SimulatedGeneration
 from megarl.weights.tensors import ChunkMeta, TensorMeta, WeightTransferError
 
 MANIFEST = {"w": TensorMeta((4,), torch.float32)}
