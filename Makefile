@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup lock sbom quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types static docs reference clean
+.PHONY: setup lock sbom quickstart tutorial algorithms troubleshooting announce test test-quick test-all test-wheel gpu lint types static docs reference clean
 
 # Every installation takes its versions from the lock, and uv verifies the hashes there. Without compiled files, the first process of everything
 # would compile them.
@@ -62,8 +62,20 @@ algorithms: $(READY)
 troubleshooting: $(READY)
 	MEGARL_WRITE_PAGES=1 $(BIN)/python -m pytest $$(grep -rl "check_documented(" tests --include="test_*.py")
 
-test: $(READY) static
+announce:
+	$(info make test: lint, types, then $(or $(ARGS),all tests except tests/soak: about an hour on two cores (make test-quick: two minutes)))
+	@:
+
+test: announce $(READY) static
 	$(BIN)/python -m pytest -n 4 --no-loadscope-reorder $(ARGS)
+
+# Pure code: nothing here builds an engine, starts Ray or SGLang, or has several ranks.
+QUICK := tests/test_architecture.py $(addprefix tests/unit/,algorithms batch calibration data models placement simulation)
+test-quick: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.prose
+	$(BIN)/python -m pytest -n 2 $(QUICK) $(ARGS)
 
 # Includes the soak tests, which take minutes each. Run them before a release, or after changes that they cover.
 test-all: $(READY) static

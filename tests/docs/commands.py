@@ -130,6 +130,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make test ARGS=tests/unit/data": Make(
         (*_LINT_AND_TESTS, "pytest -n 4 --no-loadscope-reorder tests/unit/data")
     ),
+    "make test-quick": Make(
+        ("ruff check", "ruff format --check", "tools.prose", "tests/test_architecture.py")
+    ),
     "make test-wheel": Make(("-m tests.wheel",)),
     "make test-wheel ARGS=--record": Make(("-m tests.wheel --record",)),
     "make reference": Make(("-m docs.generate",)),
