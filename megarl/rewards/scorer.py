@@ -422,9 +422,9 @@ class RewardScorer:
         for index in sorted(failed):
             by_message.setdefault(failed[index], []).append(index)
         lines = []
-        for message, (first, *others) in list(by_message.items())[:NUM_SHOWN_MESSAGES]:
-            how_many = f"{1 + len(others)} samples, such as " if others else ""
-            lines.append(f"  {how_many}{described_failure(first, requests[first].uid, message)}")
+        for message, places in list(by_message.items())[:NUM_SHOWN_MESSAGES]:
+            how_many = f"{counted(len(places), 'sample')}, such as " if len(places) > 1 else ""
+            lines.append(f"  {how_many}{described_failure(places[0], requests[places[0]].uid, message)}")
         shown = "\n".join(lines)
         sources = [*(["reward function"] if self._functions else []), *(["judge"] if self._judges else [])]
         return (

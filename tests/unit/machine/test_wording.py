@@ -64,7 +64,6 @@ _ALLOWED = frozenset(
         ),
         ("recipes/math/prepare.py", "distinct(arguments.files, folder / 'train.parquet')"),
         ("recipes/starter/make_data.py", "len(part)"),
-        ("rewards/scorer.py", "len(errors)"),  # only shown if there are more
         ("rollout/driver/scheduler.py", "most"),  # 2 or more
     }
 )
