@@ -659,7 +659,7 @@ def test_a_value_is_converted_as_by_omegaconf() -> None:
             assert type(own) is type(kept), (hint, value)
             taken += 1
 
-    assert taken > 500
+    assert taken > 150  # 193: types occur once, however many keys have them
 
 
 @pytest.mark.parametrize("file", ["quickstart", "quickstart_sft"])
