@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megarl.engine.fake_cuda import CUDA
-from megarl.rehearsal.collectives import collective_of, kind_of, tensors_of
-from megarl.rehearsal.ledger import Ledger, place
+from megarl.rehearsal.ledger import Ledger, collective_of, kind_of, place, tensors_of
 from megarl.rehearsal.record import RehearsalError
 
 _MOST_KNOWN = 2**23  # the largest integer tensor, in elements, of which the host keeps a copy

@@ -37,8 +37,7 @@ from megarl.rehearsal.ledger import Ledger, place_of
 from megarl.rehearsal.prediction import SHARED, UNEVEN
 from megarl.rehearsal.push import push_weights
 from megarl.rehearsal.record import PhaseRecord, RankRecord, RankRequest, RehearsalError
-from megarl.rehearsal.routes import even_routes, uneven_routes
-from megarl.rehearsal.rows import RehearsedBatch, make_rows, with_loss
+from megarl.rehearsal.rows import RehearsedBatch, even_routes, make_rows, uneven_routes, with_loss
 from megarl.weights.load import check_parameters
 from megarl.weights.shard_layout import shard_shapes
 

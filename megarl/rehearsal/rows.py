@@ -1,4 +1,4 @@
-"""The batch of a dry run, which consists of equal micro-batches, and the loss of the role."""
+"""The batch of a dry run: equal micro-batches, the experts of its tokens, and the loss of the role."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import isqrt
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
@@ -22,9 +23,29 @@ from megarl.batch.token_rows import (
 from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import PPOConfig, PreferenceConfig, RunConfig
+from megarl.models.architecture import Experts
 from megarl.models.vision import Vision
 
 Loss = ActorLoss | CriticLoss | SFTLoss | PairLoss
+
+
+def even_routes(num_tokens: int, experts: Experts) -> Tensor:
+    """Return the K experts of each token, (T, K) int64. The loads of experts differ by at most one token."""
+    chosen = experts.num_experts_per_tok
+    return torch.arange(num_tokens * chosen).view(num_tokens, chosen) % experts.num_experts
+
+
+def uneven_routes(num_tokens: int, experts: Experts) -> Tensor:
+    """Return the K experts of each token, (T, K) int64. Expert 0 has twice its share, or all tokens."""
+    chosen = experts.num_experts_per_tok
+    # Expert 0 is the crowded one; the remaining choices cycle through the others.
+    others = experts.num_experts - 1
+    crowd = min(num_tokens, 2 * num_tokens * chosen // experts.num_experts)
+    rest = 1 + torch.arange(num_tokens * chosen - crowd) % others
+    first, second = rest.split([crowd * (chosen - 1), (num_tokens - crowd) * chosen])
+    with_crowded = torch.cat([torch.zeros(crowd, 1, dtype=torch.int64), first.view(crowd, chosen - 1)], dim=1)
+
+    return torch.cat([with_crowded, second.view(num_tokens - crowd, chosen)])
 
 
 class RehearsedBatch(NamedTuple):

@@ -59,7 +59,7 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
     from megarl.engine import platform
     from megarl.engine.spec import spec_of
     from megarl.rehearsal import ledger as ledgers
-    from megarl.rehearsal.collectives import collective_of
+    from megarl.rehearsal.ledger import collective_of
     from megarl.rehearsal.rank import run_phases
     from megarl.rehearsal.rows import RehearsedBatch, make_rows
     from tests import nccl_semantics

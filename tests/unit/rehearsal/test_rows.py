@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from megarl.models.architecture import Experts
-from megarl.rehearsal.routes import even_routes, uneven_routes
+from megarl.rehearsal.rows import even_routes, uneven_routes
 
 
 def experts(number: int, chosen: int) -> Experts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.rehearsal.order import deadlock
+from megarl.rehearsal.ranks import deadlock
 from megarl.rehearsal.record import Await, Collective, PhaseRecord, RankRecord
 
 A = ("A", (0, 1))
