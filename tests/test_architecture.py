@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.models.families import FAMILIES
+from megarl.models.part_kind import PartKind
 
 ROOT = Path(__file__).parent.parent
 
@@ -469,6 +470,31 @@ def test_what_does_not_ask_for_a_family_passes() -> None:
     )
     assert family_names(allowed) == []
     assert family_names('fields = [name for name in config if name != "model_type"]') == []
+
+
+# ---- kinds of layers: only the tables that have a row for each of them name one
+TABLES_OF_KINDS = {"megarl.models.layers", "megarl.placement.part_activations"}
+
+
+def names_of_kinds(source: str, module: str) -> list[str]:
+    """Return the imports of a layer kind's constant."""
+    found = (imported for _, imported in imported_modules(source, module, is_package=False))
+    return [each for each in found if isinstance(_value_of(each), PartKind)]
+
+
+def _value_of(imported: str) -> object:
+    module, _, name = imported.rpartition(".")
+    return getattr(importlib.import_module(module), name, None) if within(module, "megarl.models") else None
+
+
+def test_only_the_tables_of_kinds_name_a_kind_of_layer() -> None:
+    found = {module for module, source in own_modules().items() if names_of_kinds(source, module)}
+    assert found == TABLES_OF_KINDS
+
+
+def test_a_planted_kind_is_found() -> None:
+    source = "from megarl.models.experts import EXPERTS, is_sparse\nfrom megarl.models.layers import KINDS\n"
+    assert names_of_kinds(source, "megarl.search.choices") == ["megarl.models.experts.EXPERTS"]
 
 
 # ---- tests use public names: a seam that a test needs is an argument, a public function or a public attribute

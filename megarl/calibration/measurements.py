@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megarl.config.schema import DType, EngineConfig, MegatronConfig, ModelConfig, RolloutConfig
 from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import dimension_sizes
 from megarl.step_time.counts import Product
 
 MIB = 2**20
@@ -103,8 +104,7 @@ def layer_matrices(architecture: Architecture, tensor_parallel_size: int) -> lis
     hidden = architecture.hidden_size
     heads = architecture.num_attention_heads * architecture.head_dim
     key_values = 2 * architecture.num_key_value_heads * architecture.head_dim
-    experts = architecture.experts
-    intermediate = architecture.intermediate_size if experts is None else experts.intermediate_size
+    intermediate = dimension_sizes(architecture)["M"] or architecture.intermediate_size
 
     def share(size: int) -> int:
         return max(1, size // tensor_parallel_size)

@@ -401,15 +401,6 @@ class Architecture:
         return self.delta_net.layers if self.delta_net else ()
 
     @property
-    def num_attention_layers(self) -> int:
-        return self.num_hidden_layers - len(self.delta_layers)
-
-    @property
     def has_own_attention(self) -> bool:
         """Whether attention with sinks or sliding windows replaces that of Megatron's layers."""
         return self.has_sinks or any(self.windows)
-
-    @property
-    def has_several_kinds_of_layers(self) -> bool:
-        """Whether layers have different parameters, so that Megatron stores each layer separately."""
-        return bool(self.delta_layers) or (self.experts is not None and self.num_dense_layers > 0)

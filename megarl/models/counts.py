@@ -11,9 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
-from megarl.models.families import FAMILIES
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
-from megarl.models.tensor_table import Head, dimension_sizes, entry_size, rows_of
+from megarl.models.tensor_table import Head, dimension_sizes, entry_size, rows_of, tower_rows
 
 _VOCABULARY_DIVISOR = 128  # each rank's vocabulary rows are a multiple of this, for matrix-unit efficiency
 
@@ -58,19 +57,14 @@ def num_expert_parameters(architecture: Architecture, *, trained_only: bool = Fa
 @lru_cache(maxsize=32)
 def num_tower_parameters(architecture: Architecture) -> int:
     """Count the parameters of the vision tower, which is on the first pipeline stage; 0 if there is none."""
-    rows = FAMILIES[architecture.model_type].tower_rows
-    if rows is None or architecture.vision is None:
-        return 0
-    return sum(_row_size(row, {}) for row in rows(architecture.vision))
+    return sum(_row_size(row, {}) for row in tower_rows(architecture))
 
 
 def num_active_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
     """Count the parameters that one token uses: only the selected experts are included."""
     whole = _whole(architecture, with_value_head, trained_only=False)
-    experts = architecture.experts
-    if experts is None:
-        return whole.total
-    return whole.dense + whole.experts // experts.num_experts * experts.num_experts_per_tok
+    sizes = dimension_sizes(architecture)
+    return whole.dense + whole.experts // max(1, sizes["E"]) * sizes["e"]
 
 
 def without_saved_modules(architecture: Architecture) -> Architecture:

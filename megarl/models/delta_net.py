@@ -32,7 +32,7 @@ def has_delta_net(architecture: Architecture, layer: int | None) -> bool:
 
 
 def _has_attention(architecture: Architecture, layer: int | None) -> bool:
-    return layer not in architecture.delta_layers
+    return not has_delta_net(architecture, layer)
 
 
 DELTA_NET = PartKind(
@@ -43,7 +43,11 @@ DELTA_NET = PartKind(
     summed="Y",
     splits_heads=True,
     state="Z X",
+    shared_out=(("linear_num_key_heads", "J"),),
     has_fp8_engine=False,
+    cpu_engine_lacks="gated delta nets, whose states SGLang keeps on GPUs only",
+    marks_layers=True,
+    stored_norm="self_attention.in_proj.layer_norm_weight",
 )
 
 # A head's rows of the query projection are its query, then its gate. Megatron has the queries of a query
@@ -187,12 +191,12 @@ def sglang_layers_differ(architecture: Architecture) -> Iterator[str]:
     """Yield what SGLang's classes would compute differently: they have attention in every n-th layer."""
     interval = _interval(architecture)
     numbers = range(architecture.num_hidden_layers)
-    if architecture.delta_layers != tuple(layer for layer in numbers if (layer + 1) % interval):
+    if any(has_delta_net(architecture, layer) != bool((layer + 1) % interval) for layer in numbers):
         yield "attention in other layers than every n-th one"
 
 
 def _interval(architecture: Architecture) -> int:
     """Return the number of the first layer with attention, counted from 1."""
     numbers = range(architecture.num_hidden_layers)
-    with_attention = (layer + 1 for layer in numbers if layer not in architecture.delta_layers)
+    with_attention = (layer + 1 for layer in numbers if _has_attention(architecture, layer))
     return next(with_attention, len(numbers) + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megarl.machine.wording import counted
@@ -12,8 +12,20 @@ from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, Mapping
 from megarl.models.part_kind import FEED_FORWARD, PartKind
 from megarl.models.tensor_part import TensorPart
 
+
+def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterator[tuple[str, str, float]]:
+    yield "gate_proj and up_proj of an expert", "rows", sizes["M"] / expert_ranks
+    yield "gate_proj and up_proj of shared experts", "rows", sizes["S"] / ranks
+
+
 EXPERTS = PartKind(
-    name="experts", prefix=FEED_FORWARD, applies=is_sparse, routes_tokens=True, serves_adapters=False
+    name="experts",
+    prefix=FEED_FORWARD,
+    applies=is_sparse,
+    routes_tokens=True,
+    fp8_blocks=_blocks,
+    serves_adapters=False,
+    stored_norm="pre_mlp_layernorm.weight",  # a separate module
 )
 
 
@@ -119,10 +131,8 @@ SELECTION_BIAS_ROW = MappingRow(
     place=StagePlacement.layer,
     cut=Cut.replicated,
     tensors=((HF_LAYER + "mlp.gate.e_score_correction_bias", "E"),),
-    applies=lambda architecture, layer: (
-        is_sparse(architecture, layer)
-        and architecture.experts is not None
-        and architecture.experts.has_selection_bias
+    applies=lambda architecture, layer: any(
+        experts.has_selection_bias for experts in _experts_of(architecture, layer)
     ),
     dtype="float32",
     trains=False,
@@ -130,8 +140,14 @@ SELECTION_BIAS_ROW = MappingRow(
 
 
 def _has_shared_expert(architecture: Architecture, layer: int | None) -> bool:
+    return any(experts.shared_intermediate_size > 0 for experts in _experts_of(architecture, layer))
+
+
+def _experts_of(architecture: Architecture, layer: int | None) -> Iterator[Experts]:
+    """Yield the experts of a layer, if it has some."""
     experts = architecture.experts
-    return is_sparse(architecture, layer) and experts is not None and experts.shared_intermediate_size > 0
+    if experts is not None and is_sparse(architecture, layer):
+        yield experts
 
 
 def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
@@ -239,8 +255,9 @@ def check_router_gradient(reader: ConfigReader, num_experts_per_tok: int, norm_t
 
 
 def sglang_differs(architecture: Architecture) -> Iterator[str]:
-    """Yield what SGLang's mixture-of-experts classes would compute differently."""
-    if architecture.num_dense_layers:
+    """Yield what SGLang's mixture-of-experts classes, if a model has experts, would compute differently."""
+    are_sparse = {is_sparse(architecture, layer) for layer in range(architecture.num_hidden_layers)}
+    if are_sparse == {False, True}:
         yield "dense layers between its sparse ones"
-    if architecture.tie_word_embeddings:
+    if True in are_sparse and architecture.tie_word_embeddings:
         yield "a tied embedding"

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
-from megarl.models.families import FAMILIES
 from megarl.models.layers import pair_products, token_products
 from megarl.models.tensor_part import TensorPart
+from megarl.models.tensor_table import tower_rows
 from megarl.models.vision import Vision
 
 # Peak bfloat16 TFLOP/s of dense matrix products, from NVIDIA's data sheets. The first row whose words all
@@ -120,11 +120,8 @@ class TowerMatrix(NamedTuple):
 @lru_cache(maxsize=32)
 def tower_matrices(architecture: Architecture) -> tuple[TowerMatrix, ...]:
     """Return the matrices of a model's vision tower."""
-    tower_rows = FAMILIES[architecture.model_type].tower_rows
-    assert tower_rows is not None and architecture.vision is not None  # noqa: PT018
     found = []
-
-    for row in tower_rows(architecture.vision):
+    for row in tower_rows(architecture):
         (entry,) = row.tensors
         assert not isinstance(entry, TensorPart), "tensors of towers are whole"
         outputs, *inputs = (int(size) for size in entry[1].split())

@@ -55,7 +55,6 @@ def quantized_tensors(architecture: Architecture) -> Mapping[str, tuple[int, ...
 def unsupported_parts(architecture: Architecture) -> list[str]:
     """Return the parts of a model that cannot be quantized."""
     return [
-        *(["a vision tower"] if architecture.vision is not None else []),
         *(kind.name for kind in kinds_of(architecture) if not kind.has_fp8_engine),
         *(["experts with biases"] if architecture.linear_bias else []),
     ]

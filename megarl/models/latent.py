@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.config_reader import ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
@@ -11,13 +14,42 @@ from megarl.models.part_kind import MIXER, PartKind
 _NORM_EPS = 1e-6
 
 
-def _has_latent_queries(architecture: Architecture, layer: int | None) -> bool:
+def latent_of(architecture: Architecture) -> LatentAttention:
+    """Return the sizes of a model that has latent attention."""
     assert architecture.latent is not None
-    return architecture.latent.q_lora_rank is not None
+    return architecture.latent
+
+
+def megatron_sizes(architecture: Architecture) -> dict[str, Any]:
+    """Return Megatron's arguments for the sizes of latent attention."""
+    latent = latent_of(architecture)
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+    }
+
+
+def _has_latent_queries(architecture: Architecture, layer: int | None) -> bool:
+    return latent_of(architecture).q_lora_rank is not None
 
 
 def _has_direct_queries(architecture: Architecture, layer: int | None) -> bool:
     return not _has_latent_queries(architecture, layer)
+
+
+def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterator[tuple[str, str, float]]:
+    # SGLang merges q_a_proj with kv_a_proj_with_mqa, on every rank.
+    if sizes["A"]:
+        yield "q_a_proj", "rows", sizes["A"]
+
+    if ranks > 1:
+        yield "q_b_proj" if sizes["A"] else "q_proj", "rows", sizes["Q"] / ranks
+        yield "kv_b_proj", "rows", sizes["U"] / ranks
+        yield "o_proj", "columns", sizes["O"] / ranks
 
 
 # Engines keep the latent vector and the shared key of each token, on every rank.
@@ -29,7 +61,12 @@ LATENT_ATTENTION = PartKind(
     gathered="I",
     cached="B",
     cached_at_least="B",
+    shared_out=(("num_attention_heads", "N"),),
+    replicable=(("num_key_value_heads", "G"),),
+    fp8_blocks=_blocks,
     serves_adapters=False,
+    megatron_arguments=megatron_sizes,
+    stored_norm="self_attention.linear_qkv.layer_norm_weight",
 )
 
 # The down projections are replicated: their outputs are small, and every head needs all of them.

@@ -18,12 +18,22 @@ from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.mapping import MEGATRON_LAYER, Cut, MappingRow, StagePlacement, num_row_axes
-from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
+from megarl.models.part_kind import FEED_FORWARD, MIXER, TOWER, PartKind
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import block_of, dimension_sizes, entry_size, name_of, rows_of
-from megarl.models.trunk import ATTENTION, MLP
+from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 
-KINDS = (DELTA_NET, LATENT_ATTENTION, ATTENTION, EXPERTS, MLP)
+VISION = PartKind(
+    name="a vision tower",
+    prefix=TOWER,
+    applies=lambda architecture, layer: architecture.vision is not None,
+    reads_images=True,
+    has_fp8_engine=False,
+)
+KINDS = (
+    *(VISION, DELTA_NET, LATENT_ATTENTION, SINK_ATTENTION, WINDOWED_ATTENTION, ATTENTION),
+    *(MLP, EXPERTS),
+)
 
 
 class Matrix(NamedTuple):
@@ -122,9 +132,48 @@ def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
 
 @lru_cache(maxsize=64)
 def kinds_of(architecture: Architecture) -> tuple[PartKind, ...]:
-    """Return the kinds of the parts of a model's layers, in the order of the table."""
+    """Return the kinds of the parts of a model, in the order of the table."""
     found = {part.kind for layer in layers_of(architecture) for part in layer}
+    found |= {kind for kind in KINDS if kind.prefix == TOWER and kind.applies(architecture, None)}
     return tuple(kind for kind in KINDS if kind in found)
+
+
+def kind_of(architecture: Architecture, layer: int, prefix: str) -> PartKind:
+    """Return the kind of the part of a layer whose parameters begin with `prefix`, which it must have."""
+    return next(part.kind for part in layers_of(architecture)[layer] if part.kind.prefix == prefix)
+
+
+def window_of(architecture: Architecture, layer: int) -> int:
+    """Return the number of tokens that a token sees in a layer; 0 means all."""
+    return max(part.window for part in layers_of(architecture)[layer])
+
+
+def stores_layers_apart(architecture: Architecture) -> bool:
+    """Return whether layers have different parameters, so that Megatron stores each layer separately."""
+    every = {tuple(part.kind for part in layer) for layer in layers_of(architecture)}
+    return len(every) > 1 or any(kind.marks_layers for kind in kinds_of(architecture))
+
+
+def replaces_core(architecture: Architecture) -> bool:
+    """Return whether megarl's own core of attention replaces that of Megatron's layers."""
+    return any(kind.replaces_core for kind in kinds_of(architecture))
+
+
+def reads_images(architecture: Architecture) -> bool:
+    """Return whether the model turns images into tokens."""
+    return any(kind.reads_images for kind in kinds_of(architecture))
+
+
+def has_dense_layers(architecture: Architecture) -> bool:
+    """Return whether some layers have a feed-forward that sees every token."""
+    feed_forwards = (kind for kind in kinds_of(architecture) if kind.prefix == FEED_FORWARD)
+    return any(not kind.routes_tokens for kind in feed_forwards)
+
+
+def routing_layers(architecture: Architecture) -> tuple[int, ...]:
+    """Return the numbers of the layers that send tokens to the ranks that have their experts."""
+    layers = range(architecture.num_hidden_layers)
+    return tuple(layer for layer in layers if num_routing_layers(architecture, (layer,)))
 
 
 def num_routing_layers(architecture: Architecture, layers: Iterable[int]) -> int:

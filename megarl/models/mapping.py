@@ -86,7 +86,7 @@ def is_sparse(architecture: Architecture, layer: int | None) -> bool:
 
 def is_dense(architecture: Architecture, layer: int | None) -> bool:
     """Return whether a layer has no experts."""
-    return layer not in architecture.sparse_layers
+    return not is_sparse(architecture, layer)
 
 
 @dataclass(frozen=True, kw_only=True)

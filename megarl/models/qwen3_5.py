@@ -105,8 +105,7 @@ def _read_with_tower(reader: ConfigReader, text: Family) -> Architecture:
 
 
 def _sglang_differs(architecture: Architecture) -> Iterator[str]:
-    if architecture.experts is not None:
-        yield from sglang_experts_differ(architecture)
+    yield from sglang_experts_differ(architecture)
     yield from sglang_layers_differ(architecture)
 
 

@@ -16,11 +16,11 @@ from megarl.models.experts import check_router_gradient, transposed_fused
 from megarl.models.experts import sglang_differs as sglang_experts_differ
 from megarl.models.family import Family
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
+from megarl.models.part_kind import TOWER
 from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, with_prefix
 from megarl.models.vision import Vision
 
-TOWER = "visual."  # the prefix of the tower's parameters in megarl
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 
 # Fields of both families that concern videos, which megarl does not train on, or name tokens that only the
@@ -73,10 +73,11 @@ def _read_qwen3_vl_moe(reader: ConfigReader) -> Architecture:
         _read_deepstack_tower,
         default_sections=Sections((24, 20, 20), is_interleaved=True),
     )
-    assert architecture.experts is not None
+    experts = architecture.experts
+    assert experts is not None
 
     # Folders have the matrices of experts transposed or not, and only the shapes tell which.
-    size = architecture.experts.intermediate_size
+    size = experts.intermediate_size
     if not reader.problems and architecture.hidden_size in (size, 2 * size):
         reader.problems.append(
             f"text_config: field 'moe_intermediate_size' is {size}, but must be neither the 'hidden_size' "
@@ -435,8 +436,9 @@ _DEEPSTACK_OF_SGLANG = 3
 
 def _sglang_differs(architecture: Architecture) -> Iterator[str]:
     yield from sglang_experts_differ(architecture)
-    assert architecture.vision is not None
-    if len(architecture.vision.deepstack_blocks) != _DEEPSTACK_OF_SGLANG:
+    vision = architecture.vision
+    assert vision is not None
+    if len(vision.deepstack_blocks) != _DEEPSTACK_OF_SGLANG:
         yield f"features of images added to a number of layers other than {_DEEPSTACK_OF_SGLANG}"
 
 

@@ -16,7 +16,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.deepseek import DEEPSEEK_ROWS, DEEPSEEK_V3, FIXED, read_deepseek, sglang_differs
 from megarl.models.family import Family, SGLangStages
-from megarl.models.mapping import HF_LAYER
+from megarl.models.mapping import HF_LAYER, is_sparse
 
 _LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # transformers' names, newer and older
 # How an indexer computes its scores, and in which layers it reuses the selection of an earlier layer.
@@ -62,7 +62,7 @@ def _check_types_of_layers(reader: ConfigReader, architecture: Architecture) -> 
         )
 
     feed_forwards = reader.take("mlp_layer_types")
-    expected = ["sparse" if layer in architecture.sparse_layers else "dense" for layer in layers]
+    expected = ["sparse" if is_sparse(architecture, layer) else "dense" for layer in layers]
     if feed_forwards is not None and feed_forwards != expected:
         reader.conflict(
             f"field 'mlp_layer_types' is {feed_forwards!r}; must be dense in the first "

@@ -97,13 +97,17 @@ def rows_of(architecture: Architecture, head: Head) -> tuple[MappingRow, ...]:
         name = architecture.model_type
         raise ValueError(f"model_type {name!r} has no tensor table; supported: {supported}")
 
-    rows = family.rows
-    if family.tower_rows is not None and architecture.vision is not None:
-        rows = (*family.tower_rows(architecture.vision), *rows)
-
+    rows = (*tower_rows(architecture), *family.rows)
     lm_head = _tied_head(family.rows) if architecture.tie_word_embeddings else _LM_HEAD
     rows = (*rows, _VALUE_HEAD if head == "value" else lm_head)
     return rows if architecture.lora is None else with_adapters(rows, architecture.lora, trained=_VALUE_HEAD)
+
+
+def tower_rows(architecture: Architecture) -> tuple[MappingRow, ...]:
+    """Return the rows of a model's vision tower; none if it has no tower."""
+    rows = FAMILIES[architecture.model_type].tower_rows
+    vision = architecture.vision
+    return () if rows is None or vision is None else rows(vision)
 
 
 def _tied_head(rows: tuple[MappingRow, ...]) -> MappingRow:

@@ -5,7 +5,7 @@ Qwen 2, 2.5 and 3 and Llama 2 and 3 differ in two switches: the bias of q, k and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,6 +34,21 @@ _EMBEDDING_ROW = MappingRow(
     tensors=(("model.embed_tokens.weight", "V H"),),
 )
 
+
+def _attention_blocks(
+    sizes: Mapping[str, int], ranks: int, expert_ranks: float
+) -> Iterator[tuple[str, str, float]]:
+    yield "q_proj", "rows", sizes["Q"] / ranks
+    # With more ranks than key-value heads, SGLang replicates the heads.
+    yield "k_proj and v_proj", "rows", max(sizes["D"], sizes["K"] / ranks)
+
+
+def _mlp_blocks(
+    sizes: Mapping[str, int], ranks: int, expert_ranks: float
+) -> Iterator[tuple[str, str, float]]:
+    yield "gate_proj and up_proj", "rows", sizes["F"] / ranks
+
+
 # Each query has a product with a key and one with a value. A rank of an engine has at least one whole head.
 ATTENTION = PartKind(
     name="attention",
@@ -41,8 +56,34 @@ ATTENTION = PartKind(
     of_pair=("Q", "O"),
     cached="2 K",
     cached_at_least="2 D",
+    shared_out=(("num_attention_heads", "N"),),
+    replicable=(("num_key_value_heads", "G"),),
+    fp8_blocks=_attention_blocks,
+    megatron_arguments=lambda architecture: {"kv_channels": architecture.head_dim},
+    stored_norm="self_attention.linear_qkv.layer_norm_weight",
 )
-MLP = PartKind(name="dense feed-forwards", prefix=FEED_FORWARD)
+# Megarl's core is in all layers of a model with sinks or windows.
+SINK_ATTENTION = replace(
+    ATTENTION,
+    name="attention sinks",
+    replaces_core=True,
+    applies=lambda architecture, layer: architecture.has_sinks,
+    cpu_engine_lacks="attention sinks, which SGLang's attention for CPUs lacks",
+)
+WINDOWED_ATTENTION = replace(
+    ATTENTION,
+    name="sliding windows",
+    replaces_core=True,
+    applies=lambda architecture, layer: any(architecture.windows),
+)
+MLP = PartKind(
+    name="dense feed-forwards",
+    prefix=FEED_FORWARD,
+    applies=is_dense,
+    shared_out=(("intermediate_size", "F"),),
+    fp8_blocks=_mlp_blocks,
+    stored_norm="mlp.linear_fc1.layer_norm_weight",
+)
 
 ATTENTION_ROWS = (
     MappingRow(

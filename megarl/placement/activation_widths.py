@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megarl.config.schema import Device, DType, ParallelConfig, RunConfig
 from megarl.models.architecture import Architecture
+from megarl.models.layers import has_dense_layers
 
 
 class Kernels(Enum):
@@ -36,20 +37,6 @@ class LayerWidths(NamedTuple):
     squares: int
 
 
-class PartMemory(NamedTuple):
-    """The memory of a part of a layer without its norms, in elements of the weights' dtype per token.
-
-    Attributes:
-        kept: Saved activations.
-        backward: The peak of the backward pass in addition to saved activations.
-        scoring: The peak of a forward pass that saves nothing, in addition to hidden states.
-    """
-
-    kept: int = 0
-    backward: int = 0
-    scoring: int = 0
-
-
 def kernels_of(config: RunConfig) -> Kernels:
     """Return the kernels of a run. `device: auto` counts as a GPU."""
     if config.device is Device.cpu:
@@ -65,9 +52,18 @@ def widths_of(architecture: Architecture, parallel: ParallelConfig, row: int) ->
         part=architecture.hidden_size // (cut if parallel.sequence_parallel else 1),
         query=heads * architecture.head_dim,
         key=architecture.num_key_value_heads * architecture.head_dim // cut,
-        gate=architecture.intermediate_size // cut * (architecture.num_dense_layers > 0),
+        gate=architecture.intermediate_size // cut * has_dense_layers(architecture),
         squares=heads * row,
     )
+
+
+def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
+    """Return a stage's global layer numbers. Layers are assigned to virtual stages round-robin."""
+    stages = parallel.pipeline_parallel_size
+    num_chunks = parallel.virtual_pipeline_parallel_size or 1
+    num_layers = architecture.num_hidden_layers
+    per_chunk = max(1, num_layers // (stages * num_chunks))
+    return tuple(layer for layer in range(num_layers) if layer // per_chunk % stages == stage)
 
 
 def chunks_under_way(parallel: ParallelConfig, stage: int) -> int:

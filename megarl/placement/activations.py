@@ -29,18 +29,15 @@ from megarl.config.schema import DType, PPOConfig, Recompute, RecomputeModule, R
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
-from megarl.models.latent import LATENT_ATTENTION
-from megarl.models.layers import kinds_of, layers_of, routes_tokens
-from megarl.models.part_kind import MIXER, PartKind
+from megarl.models.layers import kinds_of, layers_of, replaces_core, routes_tokens
+from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
 from megarl.placement.activation_widths import (
     Kernels,
-    PartMemory,
     chunks_under_way,
     kernels_of,
+    layers_of_stage,
     widths_of,
 )
-from megarl.placement.delta_activations import delta_layer
-from megarl.placement.expert_activations import layers_of_stage, sparse_layer
 from megarl.placement.fused_layers import (
     WORKSPACE_BYTES,
     LayerKind,
@@ -49,9 +46,8 @@ from megarl.placement.fused_layers import (
     placeholder_elements,
     workspace_bytes,
 )
-from megarl.placement.latent_activations import latent_kept
+from megarl.placement.part_activations import ACTIVATIONS, PartInputs
 from megarl.placement.vision_activations import tower_bytes
-from megarl.placement.windowed_activations import own_attention
 
 _FLOAT32 = 4
 _ID = 4  # of a token, in batches
@@ -167,7 +163,7 @@ def sharing_is_another_way(config: RunConfig, role: ModelRole, architecture: Arc
     return (
         role.parallel.context_parallel_size > 1
         and kernels_of(config) is Kernels.flash
-        and not architecture.has_own_attention
+        and not replaces_core(architecture)
         and fullest_with_shared_prompt(config, role, architecture, trains=False) is not None
     )
 
@@ -220,7 +216,7 @@ class _Work:
         # Whether rows of this micro-batch share a prompt without copies of it, and whether context-parallel
         # ranks pass keys and values on in a ring.
         kind = LayerKind.fused if self._is_fused else LayerKind.local
-        has_pieces = self.kernels is not Kernels.flash or architecture.has_own_attention
+        has_pieces = self.kernels is not Kernels.flash or replaces_core(architecture)
         self._is_shared = shares_a_prompt(config, role, rows) and not has_pieces
         self._always_gathers = has_pieces or always_gathers(config, architecture, kind)
         self._is_ring = self._context > 1 and not (self._is_shared or self._always_gathers)
@@ -231,10 +227,26 @@ class _Work:
         self._widths = widths_of(
             architecture, parallel, self._longest if self.kernels is Kernels.plain else 0
         )
-        self._sparse = sparse_layer(architecture, parallel, self._element, uneven=uneven)
-        self._delta = delta_layer(
-            architecture, parallel, self.kernels, self._element, self._tokens_with_prompts(rows)
+        inputs = PartInputs(
+            architecture=architecture,
+            parallel=parallel,
+            kernels=self.kernels,
+            element=self._element,
+            width=self._widths,
+            context=self._context,
+            keys_of_token=self._keys_of_token,
+            keys_before=self._keys_before,
+            prompt_keys=self._prompt_keys,
+            repeats=self._tokens_with_prompts(rows),
+            shares_prompts=self._shares_prompts,
+            is_shared=self._is_shared,
+            is_fused=self._is_fused,
+            packing=config.engine.packing,
+            core_again=RecomputeModule.core_attn in self._modules_again,
+            uneven=uneven,
         )
+        kinds = [kind for kind in kinds_of(architecture) if kind in ACTIVATIONS]
+        self._parts = {kind: ACTIVATIONS[kind](inputs) for kind in kinds}
 
         # The mixer of each layer of the stage, by virtual stages.
         layers = layers_of(architecture)
@@ -245,16 +257,6 @@ class _Work:
             if part.kind.prefix == MIXER
         ] or [kind for kind in kinds_of(architecture) if kind.of_pair]
         self._routes_tokens = routes_tokens(architecture)
-
-        self._own_attention: PartMemory | None = None
-        if architecture.has_own_attention and self.kernels is Kernels.flash:
-            copies = self._shares_prompts or self._context > 1
-            self._own_attention = own_attention(
-                architecture,
-                self._widths,
-                keys_of_token=self._keys_of_token if copies else 1.0,
-                context=self._context,
-            )
 
     def _saved_keys(self, rows: list[Row], has_pieces: bool) -> float:
         """Return the number of keys that attention saves per token of the rank.
@@ -397,9 +399,7 @@ class _Work:
                 + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * width.gate,
                 2 * width.whole * self._is_first,
                 2 * width.query + 2 * width.squares,
-                self._attention_apart,
-                self._delta.scoring,
-                self._sparse.scoring,
+                *(part.scoring for part in self._parts.values()),
             )
             layer = tokens * max(6 * width.part + inside, self._products_of_shared)
 
@@ -416,24 +416,6 @@ class _Work:
         moments = [layer * self._element, tokens * width.part * self._element + head]
         # The tower has finished when the layers begin.
         return self._most([*moments, self._tower(trains=False)]) + self.batch(trains=False)
-
-    @property
-    def _attention_apart(self) -> int:
-        """Elements per token in attention whose queries and keys are handled separately.
-
-        With context parallelism: queries and outputs, and the keys and values of all ranks as received and as
-        each part sees them. With shared prompts: queries, attention outputs, and their combination, weighted
-        in float32; and prompts' keys and values.
-        """
-        width = self._widths
-        if self._own_attention is not None:
-            return self._own_attention.scoring
-        if self._context > 1 and self._is_shared:
-            keys = 1 + self._context + self._keys_before + self._prompt_keys
-            return 9 * width.query + ceil(2 * width.key * keys)
-        if self._context > 1:
-            return 2 * width.query + ceil(2 * width.key * (1 + self._context + self._keys_of_token))
-        return (9 * width.query + 2 * width.key) * self._shares_prompts
 
     @property
     def _products_of_shared(self) -> int:
@@ -493,8 +475,7 @@ class _Work:
 
     def _kept_of_layer(self, mixer: PartKind) -> int:
         """Return the elements per token of the saved activations of a layer with this mixer."""
-        kept = self._kept_of_attention if mixer.of_pair else self._delta.kept
-        return self._kept_of_norms + kept + self._kept_of_mlp
+        return self._kept_of_norms + self._parts[mixer].kept + self._kept_of_feed_forward
 
     @property
     def _kept_of_norms(self) -> int:
@@ -510,61 +491,10 @@ class _Work:
         return (4 + 2 * further) * self._widths.part
 
     @property
-    def _kept_of_attention(self) -> int:
-        """Elements per token that attention saves. An output gate is saved itself and as float32."""
-        gate = self._widths.query * (2 + 4 // self._element) * self._architecture.has_output_gate
-        return gate + self._kept_of_ungated_attention
-
-    @property
-    def _kept_of_ungated_attention(self) -> int:
-        width = self._widths
-        has_norm = self._architecture.qk_norm
-        again = RecomputeModule.core_attn in self._modules_again
-        if self.kernels is Kernels.cpu:
-            return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
-
-        if self.kernels is Kernels.flash and LATENT_ATTENTION in self._mixers:
-            return latent_kept(
-                self._architecture,
-                self._parallel,
-                keys_of_token=self._keys_of_token if self._context > 1 else 1.0,
-                core_again=again,
-            )
-
-        if self._own_attention is not None and not again:
-            return self._own_attention.kept
-
-        if self.kernels is Kernels.plain and not again:
-            # Queries; for each of them its keys and values, laid out for the products; attention weights;
-            # outputs.
-            return (
-                ceil((2 + 2 * self._keys_of_token) * width.query)
-                + width.squares
-                + (width.query + 2 * width.key) * has_norm
-            )
-
-        # The fused QKV output; RoPE-rotated queries and keys; values; outputs (laid out again without
-        # packing); and one float32 value per head.
-        head_numbers = 2 * width.query // self._architecture.head_dim
-        normalized = width.query * has_norm  # laid out again if a rank has several query groups
-
-        # Instead of the rank's own keys and values, those that its queries attend to are saved.
-        if self._context > 1 and not again:
-            # What the keys' norm saves: a copy of the keys, or, in local layers, the whole QKV output.
-            normalized += (width.key if self._is_fused else width.query + 2 * width.key) * has_norm
-            return 2 * width.query + ceil(2 * self._keys_of_token * width.key) + head_numbers + normalized
-        return (
-            3 * width.query
-            + 4 * width.key
-            + head_numbers
-            + normalized
-            + width.query * (not self._config.engine.packing)
-        )
-
-    @property
-    def _kept_of_mlp(self) -> int:
-        """Gate and up, and their product, plus the activated gate on a CPU; or the activations of experts."""
-        return max((3 + (self.kernels is Kernels.cpu)) * self._widths.gate, self._sparse.kept)
+    def _kept_of_feed_forward(self) -> int:
+        """Elements per token that the feed-forward that saves most does."""
+        kept = (part.kept for kind, part in self._parts.items() if kind.prefix == FEED_FORWARD)
+        return max(kept, default=0)
 
     @property
     def _saved_by_mlp(self) -> int:
@@ -572,7 +502,7 @@ class _Work:
 
         In Transformer Engine's dense MLPs, the norm before it is a part of the first product.
         """
-        return self._kept_of_mlp + self._widths.part * (self._is_fused and not self._routes_tokens)
+        return self._kept_of_feed_forward + self._widths.part * (self._is_fused and not self._routes_tokens)
 
     @property
     def _mlp_is_computed_again(self) -> bool:
@@ -612,18 +542,16 @@ class _Work:
         if all_again or again:
             again += width.part  # its output
 
+        with_pairs = [part.backward for kind, part in self._parts.items() if kind.of_pair]
+        without_pairs = [part.backward for kind, part in self._parts.items() if not kind.of_pair]
+
         # Gradients of the output, and as received from the next stage.
         gradients = (1 + (not self._is_last)) * width.part
 
         if self.kernels is Kernels.cpu:
             return (
                 tokens
-                * (
-                    again
-                    + gradients
-                    + max(3 * width.gate, self._sparse.backward, self._delta.backward)
-                    + 2 * width.whole
-                )
+                * (again + gradients + max(3 * width.gate, *without_pairs) + 2 * width.whole)
                 * self._element
             )
 
@@ -639,9 +567,8 @@ class _Work:
             tokens * (width.whole + width.gate) + second,
             tokens * (width.whole + width.part - width.gate) + first,
             tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
-            tokens * (self._backward_of_attention_apart - 3 * width.gate),
-            tokens * self._sparse.backward,
-            tokens * self._delta.backward,
+            *(tokens * (backward - 3 * width.gate) for backward in with_pairs),
+            *(tokens * backward for backward in without_pairs),
         )
 
         return (tokens * (again + gradients) + inside + self._gradient_of_tied) * self._element
@@ -651,25 +578,6 @@ class _Work:
         """Elements of the head's gradient, which a tied embedding holds until its own is complete."""
         is_tied = self._architecture.tie_word_embeddings and not self._role.with_value_head
         return is_tied * self._is_first * self._is_last * self._vocabulary * self._widths.whole
-
-    @property
-    def _backward_of_attention_apart(self) -> int:
-        """Elements per token in backward of `_attention_apart`.
-
-        Gradients of keys and values as each part sees them are accumulated into the gradients of all.
-        """
-        width = self._widths
-        if self._own_attention is not None:
-            return self._own_attention.backward
-        again = RecomputeModule.core_attn in self._modules_again  # gathers keys and values again
-        if self._context > 1 and self._is_shared:
-            gathered = (2 + again) * self._context + 2 * self._keys_before + 2 * self._prompt_keys
-            return (6 + again) * width.query + ceil(2 * width.key * gathered)
-        if self._context > 1:
-            gathered = (2 + again) * self._context + (1 + again) * self._keys_of_token
-            return (2 + again) * width.query + ceil(2 * width.key * gathered)
-
-        return (6 * width.query + 6 * width.key) * self._shares_prompts
 
     def _backward_of_head(self, tokens: int) -> int:
         """Return the transient bytes in backward of the head.

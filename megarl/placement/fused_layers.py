@@ -7,7 +7,7 @@ from enum import Enum
 from megarl.config.layers import trains_adapters
 from megarl.config.schema import CPCommType, Device, DType, Layers, ParallelConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.models.layers import linears_of, routes_tokens
+from megarl.models.layers import linears_of, replaces_core, routes_tokens
 
 # The workspace of cuBLAS on Hopper. A grouped product runs on four streams with one each.
 WORKSPACE_BYTES = 32 * 1024**2 + 1024
@@ -38,7 +38,7 @@ def always_gathers(config: RunConfig, architecture: Architecture, kind: LayerKin
     """
     asked = config.engine.cp_comm_type is CPCommType.all_gather
     is_local = kind is LayerKind.local or trains_adapters(config)
-    return is_local or asked or architecture.has_own_attention
+    return is_local or asked or replaces_core(architecture)
 
 
 def workspace_bytes(architecture: Architecture) -> int:

@@ -39,9 +39,9 @@ from megarl.models.draft import DraftModel, read_draft_if_there
 from megarl.models.engine_stages import engine_stages, stage_shares
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, state_bytes
+from megarl.placement.activation_widths import layers_of_stage
 from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
-from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import sync_buffers

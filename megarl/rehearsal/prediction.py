@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megarl.config.roles import ModelRole
 from megarl.config.schema import RunConfig
 from megarl.models.architecture import Architecture
+from megarl.models.layers import routes_tokens
 from megarl.placement.activations import sharing_is_another_way, working_memory
 from megarl.placement.memory import model_state, stage_of, step_memory
 
@@ -49,7 +50,7 @@ def predicted_memory(
     passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}
 
     # Predict the passes with uneven routing as well.
-    if architecture.experts:
+    if routes_tokens(architecture):
         crowded = working_memory(config, role, architecture, stage, step, uneven=True, shares=False)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
     # And those with shared prompts.

@@ -29,6 +29,8 @@ from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.engine.top_tokens import TopK
 from megarl.models.architecture import Architecture
+from megarl.models.layers import routes_tokens
+from megarl.models.tensor_table import dimension_sizes
 from megarl.placement.activations import sharing_is_another_way
 from megarl.rehearsal import delta_kernels, te_signature, te_stub
 from megarl.rehearsal.built import check_engine
@@ -130,8 +132,10 @@ class _Rehearsal:
         self._ledger = ledger
         self._shares_prompts = False
         self._device = FakeDevice(ledger)
-        if architecture.experts is not None:
-            self._device.routes = partial(even_routes, experts=architecture.experts)
+        sizes = dimension_sizes(architecture)
+        self._routing = {"num_experts": sizes["E"], "chosen": sizes["e"]}
+        if routes_tokens(architecture):
+            self._device.routes = partial(even_routes, **self._routing)
             self._device.num_experts = architecture.num_experts
 
     def _worst_cases(self) -> dict[str, AbstractContextManager[None]]:
@@ -139,7 +143,7 @@ class _Rehearsal:
         cases: dict[str, AbstractContextManager[None]] = {}
         if sharing_is_another_way(self._config, self._role, self._architecture):
             cases[SHARED] = self._with_shared_prompts()
-        if self._architecture.experts is not None:
+        if routes_tokens(self._architecture):
             cases[UNEVEN] = self._with_uneven_routes()
         return cases
 
@@ -151,9 +155,8 @@ class _Rehearsal:
 
     @contextmanager
     def _with_uneven_routes(self) -> Generator[None]:
-        assert self._architecture.experts is not None
         even = self._device.routes
-        self._device.routes = partial(uneven_routes, experts=self._architecture.experts)
+        self._device.routes = partial(uneven_routes, **self._routing)
         yield
         self._device.routes = even
 

@@ -10,7 +10,7 @@ from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, Re
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of
-from megarl.placement.expert_activations import layers_of_stage
+from megarl.placement.activation_widths import layers_of_stage
 from megarl.placement.memory import RoleMemory, role_memory
 from megarl.search.space import Unit, roles_of
 

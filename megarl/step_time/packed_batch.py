@@ -23,6 +23,7 @@ from megarl.config.megatron_options import token_multiple
 from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, RunConfig
 from megarl.models.architecture import Architecture
+from megarl.models.layers import replaces_core
 from megarl.placement.fused_layers import always_gathers, layer_kind
 from megarl.step_time.lengths import Lengths
 
@@ -155,7 +156,7 @@ def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: S
     gathers = any(prompts) or always_gathers(config, architecture, layer_kind(config))
     exchange = KeyExchange.gather if gathers else KeyExchange.ring
     # Attention in float32, or with sinks or windows, takes the keys of each response with its prompt's.
-    in_pieces = size > 1 or architecture.has_own_attention or config.model.dtype is DType.float32
+    in_pieces = size > 1 or replaces_core(architecture) or config.model.dtype is DType.float32
     is_ring = size > 1 and exchange is KeyExchange.ring
 
     return PackedBatch(

@@ -23,7 +23,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import num_routing_layers
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import dimension_sizes
-from megarl.placement.expert_activations import layers_of_stage
+from megarl.placement.activation_widths import layers_of_stage
 from megarl.placement.memory import model_state, weight_bytes
 from megarl.step_time.counts import CollectiveCount, Counts, Product, RankGroup, dtype_bytes, dtype_of
 from megarl.step_time.device import DeviceProfile

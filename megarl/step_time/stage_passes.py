@@ -20,8 +20,8 @@ from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.flops import pairs_of_block, tower_matrices
-from megarl.models.layers import LayerPart, layers_of, routes_tokens
-from megarl.placement.expert_activations import layers_of_stage
+from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens
+from megarl.placement.activation_widths import layers_of_stage
 from megarl.step_time.counts import (
     IDLE,
     NOTHING,
@@ -77,7 +77,7 @@ class StagePasses:
 
         self._trains_tower = architecture.lora is None and not role.freeze_vision
         self._tower = (IDLE, IDLE)
-        if architecture.vision is not None and self._is_first:
+        if self._is_first and reads_images(architecture):
             self._tower = tower_work(architecture, self._edge, batch, trains=self._trains_tower)
 
     def forward(self, num_scores: int) -> Counts:

@@ -11,6 +11,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
+from megarl.models.layers import routes_tokens
 from megarl.models.mapping import AXES, Cut, StagePlacement, num_row_axes
 from megarl.models.tensor_part import PartGeometry
 from megarl.models.tensor_table import Head, Weight, hf_tensors, weights_of
@@ -108,7 +109,7 @@ def model_layouts(
 
     # Every virtual stage has the same number of layers, and a rank holds one virtual stage per chunk.
     per_stage = num_layers // stages
-    expert_cut = tensor_parallel_size if architecture.experts else 1
+    expert_cut = tensor_parallel_size if routes_tokens(architecture) else 1
     return tuple(
         ShardLayout(
             tensor_parallel_size=tensor_parallel_size,

@@ -19,16 +19,21 @@ from typing import Any
 import torch
 
 from megarl.checkpoints.convert.classic_file import RankFile, read_rank_file
-from megarl.checkpoints.convert.distributed import canonical_rest
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.layers import kinds_of, routes_tokens
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight
 from megarl.weights.piece import Piece
 from megarl.weights.shard_layout import ShardLayout, held_weights, pieces, shard_shapes
 
+# Transformer Engine has the norms of a dense layer in the linear layers that follow.
+_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 # The second name is used if the distributed optimizer is in separate files.
 _FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -57,7 +62,7 @@ def open_classic(
         ConfigError: The configuration in `companions` is unusable.
     """
     architecture = read_architecture(str(companions), trust_remote_code)
-    if architecture.experts:
+    if routes_tokens(architecture):
         raise CheckpointError(
             f"{folder}: classic Megatron checkpoints of MoE models are not supported; save it as torch_dist"
         )
@@ -269,13 +274,12 @@ def _num_layers(file: RankFile, chunk: int, prefix: str) -> int:
 
 def _names(file: RankFile, chunk: int, prefix: str, first_layer: int) -> dict[str, str]:
     """Map names in the tables to names in the file. Norms may be named with or without Transformer Engine."""
-    plain = {canonical_rest(rest): rest for rest in ("input_layernorm.weight", "pre_mlp_layernorm.weight")}
     names: dict[str, str] = {}
 
     for name in file.chunks[chunk]:
         known = name.removeprefix(prefix)
         if match := _LAYER.fullmatch(known):
-            known = f"decoder.layers.{first_layer + int(match[1])}.{plain.get(match[2], match[2])}"
+            known = f"decoder.layers.{first_layer + int(match[1])}.{_NORMS.get(match[2], match[2])}"
         if known in names:
             raise CheckpointError(f"{file.path}: {names[known]} and {name} are the same parameter")
         names[known] = name
@@ -353,25 +357,17 @@ def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: He
 
 def _expected_arguments(architecture: Architecture) -> dict[str, Any]:
     """Return Megatron's arguments and their expected values. Arguments that a file lacks are not compared."""
-    latent = architecture.latent
-    of_heads: dict[str, Any] = {"kv_channels": architecture.head_dim}
-    if latent is not None:
-        of_heads = {
-            "q_lora_rank": latent.q_lora_rank,
-            "kv_lora_rank": latent.kv_lora_rank,
-            "qk_head_dim": latent.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
-            "v_head_dim": latent.v_head_dim,
-        }
+    of_kinds: dict[str, Any] = {"multi_latent_attention": False}
+    for arguments in (kind.megatron_arguments for kind in kinds_of(architecture)):
+        of_kinds |= {} if arguments is None else arguments(architecture)
 
     return {
         "num_layers": architecture.num_hidden_layers,
         "hidden_size": architecture.hidden_size,
         "ffn_hidden_size": architecture.intermediate_size,
         "num_attention_heads": architecture.num_attention_heads,
-        **of_heads,
         "add_qkv_bias": architecture.qkv_bias,
-        "qk_layernorm": architecture.qk_norm or latent is not None,
+        "qk_layernorm": architecture.qk_norm or of_kinds["multi_latent_attention"],
         "swiglu": True,
         "normalization": "RMSNorm",
         "norm_epsilon": architecture.rms_norm_eps,
@@ -379,7 +375,7 @@ def _expected_arguments(architecture: Architecture) -> dict[str, Any]:
         "rotary_percent": architecture.partial_rotary_factor,
         "add_bias_linear": False,
         "num_experts": None,
-        "multi_latent_attention": latent is not None,
+        **of_kinds,
     }
 
 

@@ -28,7 +28,9 @@ from megarl.machine.errors import CheckpointError
 from megarl.models.adapters import is_adapter
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.layers import kind_of, stores_layers_apart
 from megarl.models.mapping import Cut, num_row_axes
+from megarl.models.part_kind import FEED_FORWARD, NORM_BEFORE
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, weights_of
 from megarl.weights.peft_folder import adapter_tensors
 from megarl.weights.piece import EqualSlices, Piece
@@ -37,15 +39,10 @@ from megarl.weights.tensors import TensorSlice, range_slices
 
 _NUM_THREADS = 4
 _PREFIXES = ("", "model.", "module.")
-# Megatron names the two norms of a dense layer like Transformer Engine, which stores them in the linear layer
-# that follows.
-_CANONICAL = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-_BEFORE_ATTENTION = "input_layernorm.weight"
-_BEFORE_DELTA_NET = "self_attention.in_proj.layer_norm_weight"
-_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"  # a separate module if experts follow
+# Megatron stores the norms before the two parts of a layer like Transformer Engine, which has those of most
+# kinds in the linear layer that follows.
+_PART_AFTER = {norm: prefix for prefix, norm in NORM_BEFORE.items()}
+_OF_DENSE_LAYER = "mlp.linear_fc1.layer_norm_weight"
 
 
 class StoredSlice(NamedTuple):
@@ -65,17 +62,15 @@ def stored_slice(architecture: Architecture, weight: Weight) -> StoredSlice:
     """Return where Megatron stores a weight. Layers of several kinds are not stacked."""
     if weight.layer is None:
         return StoredSlice(weight.megatron_name, (), ())
-    return _places(architecture, weight)[architecture.has_several_kinds_of_layers]
+    return _places(architecture, weight)[stores_layers_apart(architecture)]
 
 
 def _places(architecture: Architecture, weight: Weight) -> tuple[StoredSlice, StoredSlice]:
     """Return the location with stacked layers, and the one with separate layers."""
     assert weight.layer is not None
     rest = weight.megatron_name.removeprefix(f"decoder.layers.{weight.layer}.")
-    if rest == _BEFORE_ATTENTION and weight.layer in architecture.delta_layers:
-        rest = _BEFORE_DELTA_NET
-    elif rest != _BEFORE_EXPERTS or weight.layer not in architecture.sparse_layers:
-        rest = canonical_rest(rest)
+    if rest in _PART_AFTER:
+        rest = kind_of(architecture, weight.layer, _PART_AFTER[rest]).stored_norm
 
     leading: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -89,10 +84,6 @@ def _places(architecture: Architecture, weight: Weight) -> tuple[StoredSlice, St
         f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes)
     )
     return stacked, StoredSlice(f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
-
-
-def canonical_rest(rest: str) -> str:
-    return _CANONICAL.get(rest, rest)
 
 
 def _layout_in_words(sizes: Layout) -> str:
@@ -225,10 +216,10 @@ def _find(
         if weight.expert is None:
             candidates.append(StoredSlice(weight.megatron_name, (), ()))
         # Megatron's local layers use the name of a dense layer.
-        if weight.megatron_name.endswith(_BEFORE_EXPERTS):
-            dense = _CANONICAL[_BEFORE_EXPERTS]
+        separate = NORM_BEFORE[FEED_FORWARD]
+        if weight.megatron_name.endswith(separate):
             candidates += [
-                place._replace(key=place.key.replace(_BEFORE_EXPERTS, dense)) for place in (stacked, own)
+                place._replace(key=place.key.replace(separate, _OF_DENSE_LAYER)) for place in (stacked, own)
             ]
 
     for place in candidates:

@@ -41,6 +41,7 @@ from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredItem
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, write_index, write_items
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
+from megarl.models.layers import routes_tokens
 from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.tensor_table import Head, Weight
 from megarl.weights.hf_folder import copy_companions
@@ -83,7 +84,7 @@ def write_distributed(
         CheckpointError: The source is damaged or the disk cannot store the result. No files remain.
     """
     dtype = dtype or source.single_dtype
-    if source.architecture.experts:
+    if routes_tokens(source.architecture):
         layout = replace(layout, expert_tensor_parallel_size=layout.tensor_parallel_size)
     files = plan_distributed(source.architecture, source.head, layout, dtype, max_item_bytes)
     total = sum(

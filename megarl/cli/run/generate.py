@@ -21,6 +21,7 @@ from megarl.config.schema import Device, DType, LossyText, ModelConfig, RolloutC
 from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.whole_chat import render_whole
 from megarl.machine.strict_json import dump_readable
+from megarl.models.layers import routes_tokens
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import (
     GenerationRequest,
@@ -118,7 +119,7 @@ class Writer:
     """
 
     def __init__(self, model: NamedModel, parsed: argparse.Namespace) -> None:
-        if model.source.architecture.experts is not None:
+        if routes_tokens(model.source.architecture):
             raise ValueError(
                 f"{model.source.folder}: is a mixture-of-experts model, which `megarl generate` does not "
                 f"support; use `megarl eval {parsed.model} --data FILE rollout.engine=sglang`"

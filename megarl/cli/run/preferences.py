@@ -18,6 +18,7 @@ from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.tokenizer import load_tokenizer
 from megarl.machine.wording import counted
 from megarl.models.families import read_architecture
+from megarl.models.layers import reads_images
 from megarl.roles.model_recovery import single_recovery
 from megarl.roles.preferences import PairPolicy, PairReference
 from megarl.roles.saved_models import pair_models
@@ -44,7 +45,7 @@ def train_on_pairs(config: PreferenceConfig, context: RunContext) -> int:
         set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
     data = config.data
     trainer = config.trainer
-    if architectures["actor"].vision is not None:
+    if reads_images(architectures["actor"]):
         refuse_image_columns([*data.train_files, *data.val_files])
     encoder = pair_encoder(config, tokenizer)
     train = PairDataset(data.train_files, encoder)

@@ -16,6 +16,7 @@ from megarl.data.loader import train_loader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
+from megarl.models.layers import reads_images
 from megarl.roles.model_recovery import single_recovery
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
@@ -51,7 +52,7 @@ def train_on_chats(config: SFTConfig, context: RunContext) -> int:
         set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
     data = config.data
     trainer = config.trainer
-    if architecture.vision is not None:
+    if reads_images(architecture):
         refuse_image_columns([*data.train_files, *data.val_files])
     train = SFTDataset(data.train_files, tokenizer, data)
     loader = train_loader(train, data, trainer.samples_per_step, "trainer.samples_per_step")

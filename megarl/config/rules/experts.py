@@ -164,12 +164,6 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
             f"{path} has its experts in MXFP4, for which SGLang would build layers that cannot receive "
             f"bfloat16; convert it with `megarl convert megatron-to-hf --input {path} --output NEW_FOLDER`",
         )
-    if policy.has_sinks and config.device is Device.cpu:
-        yield Finding(
-            ("device", "rollout.engine"),
-            f"is cpu, but {path} ({policy.model_type}) has attention sinks, which SGLang's attention for "
-            "CPUs lacks; use device=cuda",
-        )
 
     # The checks below use tensor // expert_parallel, which has to be exact.
     if tensor % expert_parallel:

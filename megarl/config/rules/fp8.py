@@ -17,9 +17,10 @@ from megarl.config.schema import (
     PPOConfig,
     RunConfig,
 )
-from megarl.models.architecture import Architecture, LatentAttention
+from megarl.models.architecture import Architecture
 from megarl.models.fp8 import BLOCK, unsupported_parts
-from megarl.models.layers import linears_of
+from megarl.models.layers import kinds_of, linears_of
+from megarl.models.tensor_table import dimension_sizes
 
 _DTYPE = "rollout.dtype"
 _TP = "rollout.tensor_parallel_size"
@@ -117,35 +118,10 @@ def _parts(policy: Architecture, size: int, expert_groups: int) -> Iterator[_Par
     What SGLang merges must be whole blocks also on a single rank. The columns of output projections have the
     size of the rows of input projections.
     """
-    if policy.latent is not None:
-        yield from _latent_parts(policy, policy.latent, size)
-    else:
-        # With more ranks than key-value heads, SGLang replicates the heads.
-        kv_heads = max(1.0, policy.num_key_value_heads / size)
-        yield _Part("q_proj", "rows", policy.num_attention_heads / size * policy.head_dim)
-        yield _Part("k_proj and v_proj", "rows", kv_heads * policy.head_dim)
-
-    if policy.num_dense_layers:
-        yield _Part("gate_proj and up_proj", "rows", policy.intermediate_size / size)
-    if (experts := policy.experts) is not None:
-        ranks = size / expert_groups
-        yield _Part("gate_proj and up_proj of an expert", "rows", experts.intermediate_size / ranks)
-        yield _Part(
-            "gate_proj and up_proj of shared experts", "rows", experts.shared_intermediate_size / size
-        )
-
-
-def _latent_parts(policy: Architecture, latent: LatentAttention, size: int) -> Iterator[_Part]:
-    # SGLang merges q_a_proj with kv_a_proj_with_mqa, on every rank.
-    if latent.q_lora_rank is not None:
-        yield _Part("q_a_proj", "rows", latent.q_lora_rank)
-
-    if size > 1:
-        heads = policy.num_attention_heads / size
-        queries = "q_b_proj" if latent.q_lora_rank is not None else "q_proj"
-        yield _Part(queries, "rows", heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim))
-        yield _Part("kv_b_proj", "rows", heads * (latent.qk_nope_head_dim + latent.v_head_dim))
-        yield _Part("o_proj", "columns", heads * latent.v_head_dim)
+    sizes = dimension_sizes(policy)
+    for blocks in (kind.fp8_blocks for kind in kinds_of(policy)):
+        if blocks is not None:
+            yield from (_Part(*part) for part in blocks(sizes, size, size / expert_groups))
 
 
 # Transformer Engine multiplies in FP8 only if both dimensions of a weight are multiples of it

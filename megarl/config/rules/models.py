@@ -20,7 +20,9 @@ from megarl.config.schema import (
 )
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, RowLimit
+from megarl.models.layers import kinds_of, replaces_core
 from megarl.models.rope import extended_context
+from megarl.models.tensor_table import dimension_sizes
 
 
 def optimizers(config: RunConfig) -> Findings:
@@ -145,12 +147,14 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Findings:
 def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     parallel = role.parallel
     tensor = role.parallel.tensor_parallel_size
-    fields = [
-        "num_attention_heads",
-        "num_key_value_heads",
-        *(["intermediate_size"] if architecture.num_dense_layers else []),
-    ]
-    sizes = {field: getattr(architecture, field) for field in fields}
+    letters = dimension_sizes(architecture)
+    kinds = kinds_of(architecture)
+    sizes = {
+        field: letters[letter]
+        for kind in kinds
+        if not kind.splits_heads
+        for field, letter in (*kind.shared_out, *kind.replicable)
+    }
 
     if left := [f"{field} {size}" for field, size in sizes.items() if size % tensor]:
         yield Finding(
@@ -159,16 +163,16 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
             f"tensor_parallel_size {tensor}; use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
         )
 
-    # Context parallelism distributes the heads of gated delta nets instead of their tokens.
-    delta = architecture.delta_net
+    # Context parallelism distributes the heads of some kinds instead of their tokens.
     ranks = tensor * parallel.context_parallel_size
-    if delta is not None and delta.num_key_heads % ranks:
-        yield Finding(
-            (f"{role.parallel_key}.tensor_parallel_size", f"{role.parallel_key}.context_parallel_size"),
-            f"linear_num_key_heads {delta.num_key_heads} of {role.path} does not divide by "
-            f"tensor_parallel_size {tensor} x context_parallel_size {parallel.context_parallel_size} = "
-            f"{ranks}; use {either(nearest_divisors(delta.num_key_heads, ranks))} ranks",
-        )
+    for field, letter in (each for kind in kinds if kind.splits_heads for each in kind.shared_out):
+        if letters[letter] % ranks:
+            yield Finding(
+                (f"{role.parallel_key}.tensor_parallel_size", f"{role.parallel_key}.context_parallel_size"),
+                f"{field} {letters[letter]} of {role.path} does not divide by tensor_parallel_size {tensor} "
+                f"x context_parallel_size {parallel.context_parallel_size} = {ranks}; use "
+                f"{either(nearest_divisors(letters[letter], ranks))} ranks",
+            )
 
     # Every (virtual) pipeline stage must have the same number of layers.
     stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
@@ -206,7 +210,7 @@ def kernels_fit(config: RunConfig, architectures: Mapping[str, Architecture]) ->
 
     for role in model_roles(config):
         architecture = architectures.get(role.name)
-        if architecture is not None and architecture.has_own_attention:
+        if architecture is not None and replaces_core(architecture):
             yield Finding(
                 ("model.dtype", "device"),
                 f"is float32, but the attention of {role.path} ({architecture.model_type}) has sinks or "

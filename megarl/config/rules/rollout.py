@@ -22,10 +22,11 @@ from megarl.config.schema import (
 )
 from megarl.config.speculation import ALGORITHM, SECTION
 from megarl.machine.wording import counted
-from megarl.models.architecture import Architecture, DeltaNet
+from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.layers import kinds_of
 from megarl.models.rope import sglang_rope_differs
+from megarl.models.tensor_table import dimension_sizes
 
 _LEAST_TEMPERATURE = 0.01
 _TP = "rollout.tensor_parallel_size"
@@ -147,7 +148,8 @@ def shared_devices(config: PPOConfig) -> Findings:
 def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that an engine computes the same model and can shard it.
 
-    Query heads and the MLP must divide evenly. Key-value heads are divided over ranks or replicated.
+    Query heads, key heads of states and the MLP must divide evenly. Key-value heads are divided over ranks or
+    replicated.
     """
     tensor = config.rollout.tensor_parallel_size
     path = config.model.path
@@ -174,48 +176,32 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
             f"{path} has {difference}: SGLang's {policy.model_type} would compute a different model",
         )
 
-    if policy.delta_net is not None:
-        yield from _states_fit(config, policy, policy.delta_net)
+    kinds = kinds_of(policy)
+    sizes = dimension_sizes(policy)
+    for lack in (kind.cpu_engine_lacks for kind in kinds if kind.cpu_engine_lacks):
+        if config.device is Device.cpu:
+            yield Finding(
+                ("device", "rollout.engine"),
+                f"is cpu, but {path} ({policy.model_type}) has {lack}; use device=cuda",
+            )
 
-    # A model without dense layers has no MLP of this width to shard.
-    for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):
-        size = getattr(policy, field)
-        if size % tensor:
+    for field, letter in (each for kind in kinds for each in kind.shared_out):
+        if sizes[letter] % tensor:
             yield Finding(
                 (_TP,),
-                f"{field} {size} of {path} does not divide by tensor_parallel_size {tensor}; use "
-                f"{either(nearest_divisors(size, tensor))}",
+                f"{field} {sizes[letter]} of {path} does not divide by tensor_parallel_size {tensor}; use "
+                f"{either(nearest_divisors(sizes[letter], tensor))}",
             )
 
     # More heads than ranks are divided; fewer are replicated.
-    heads = policy.num_key_value_heads
-    if heads % tensor and tensor % heads:
-        yield Finding(
-            (_TP,),
-            f"num_key_value_heads {heads} of {path} is neither a multiple nor a divisor of "
-            f"tensor_parallel_size {tensor}; use {either(nearest_divisors(heads, tensor))}, or a multiple "
-            f"of {heads}",
-        )
-
-
-def _states_fit(config: PPOConfig, policy: Architecture, delta_net: DeltaNet) -> Findings:
-    """Check that an engine has kernels for gated delta nets, and can distribute their heads."""
-    path = config.model.path
-    tensor = config.rollout.tensor_parallel_size
-
-    if config.device is Device.cpu:
-        yield Finding(
-            ("device", "rollout.engine"),
-            f"is cpu, but {path} ({policy.model_type}) has gated delta nets, whose states SGLang keeps "
-            "on GPUs only; use device=cuda",
-        )
-
-    if delta_net.num_key_heads % tensor:
-        yield Finding(
-            (_TP,),
-            f"linear_num_key_heads {delta_net.num_key_heads} of {path} does not divide by "
-            f"tensor_parallel_size {tensor}; use {either(nearest_divisors(delta_net.num_key_heads, tensor))}",
-        )
+    for field, letter in (each for kind in kinds for each in kind.replicable):
+        heads = sizes[letter]
+        if heads % tensor and tensor % heads:
+            yield Finding(
+                (_TP,),
+                f"{field} {heads} of {path} is neither a multiple nor a divisor of tensor_parallel_size "
+                f"{tensor}; use {either(nearest_divisors(heads, tensor))}, or a multiple of {heads}",
+            )
 
 
 def generation_ahead(config: PPOConfig) -> Findings:

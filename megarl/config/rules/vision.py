@@ -9,6 +9,7 @@ from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
+from megarl.models.layers import reads_images, routes_tokens
 
 
 def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
@@ -55,7 +56,7 @@ def packing(config: RunConfig, architectures: Mapping[str, Architecture]) -> Fin
 def every_role(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Findings:
     """Check that all roles read the images that the policy reads."""
     policy = architectures.get("actor")
-    if policy is None or policy.vision is None:
+    if policy is None or not reads_images(policy):
         return
 
     for role in model_roles(config):
@@ -84,9 +85,10 @@ def every_role(config: PPOConfig, architectures: Mapping[str, Architecture]) -> 
 
 def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that the engine can read images on the run's device."""
-    if policy.vision is not None and config.device is Device.cpu and config.rollout.engine.needs.cuts_models:
+    is_lacking = config.device is Device.cpu and config.rollout.engine.needs.cuts_models
+    if is_lacking and reads_images(policy):
         # Engines that shard no model have no experts.
-        other = "rollout.engine=hf" if policy.experts is None else "device=cuda"
+        other = "device=cuda" if routes_tokens(policy) else "rollout.engine=hf"
         yield Finding(
             ("rollout.engine", "device"),
             f"{config.model.path} reads images, which the engine {config.rollout.engine.name!r} supports on "
@@ -96,4 +98,4 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
 
 def _reads_images(role: ModelRole, architectures: Mapping[str, Architecture]) -> bool:
     architecture = architectures.get(role.name)
-    return architecture is not None and architecture.vision is not None
+    return architecture is not None and reads_images(architecture)

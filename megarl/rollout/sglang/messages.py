@@ -12,6 +12,8 @@ import torch
 from megarl.batch.token_rows import route_dtype
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
+from megarl.models.layers import routing_layers
+from megarl.models.tensor_table import dimension_sizes
 from megarl.rollout.interface import (
     GenerationRequest,
     RequestFailedError,
@@ -112,10 +114,10 @@ class RouteFormat(NamedTuple):
 
     @classmethod
     def of(cls, architecture: Architecture) -> RouteFormat:
-        assert architecture.experts is not None, "only models with experts have routes"
+        layers = routing_layers(architecture)
+        assert layers, "only models with experts have routes"
         dtype = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
-        experts = architecture.experts
-        return cls(dtype, architecture.num_hidden_layers, experts.layers, experts.num_experts_per_tok)
+        return cls(dtype, architecture.num_hidden_layers, layers, dimension_sizes(architecture)["e"])
 
     def read(self, encoded: str) -> np.ndarray:
         """Return (tokens x L x K,) numbers."""

@@ -206,7 +206,7 @@ def test_families_with_experts_written_by_transformers(tmp_path: Path) -> None:
         norm_topk_prob=True,
         layers=(0, 2),
     )
-    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.num_dense_layers) == (12, True, False, 1)
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (12, True, False)
     qwen2 = read_architecture(
         saved(
             tmp_path,

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
 from megarl.models.counts import num_expert_parameters
 from megarl.models.families import FAMILIES
-from megarl.models.layers import KINDS, layers_of
+from megarl.models.layers import (
+    KINDS,
+    has_dense_layers,
+    kind_of,
+    kinds_of,
+    layers_of,
+    reads_images,
+    routing_layers,
+    stores_layers_apart,
+    window_of,
+)
 from megarl.models.mapping import num_row_axes
+from megarl.models.part_kind import FEED_FORWARD
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import dimension_sizes, weights_of
 from tests.families import example_architecture
@@ -45,7 +57,8 @@ def test_the_sizes_of_every_kind_are_letters_of_the_table(name: str) -> None:
     sizes = dimension_sizes(example_architecture(name))
     for kind in KINDS:
         axes = (*kind.of_pair, kind.recurrence, kind.cached, kind.cached_at_least, kind.state)
-        assert all(size_of(each, sizes) >= 0 for each in (*axes, kind.summed, kind.gathered))
+        limits = (letter for _, letter in (*kind.shared_out, *kind.replicable))
+        assert all(size_of(each, sizes) >= 0 for each in (*axes, *limits, kind.summed, kind.gathered))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -56,3 +69,50 @@ def test_every_layer_mixes_tokens_before_its_feed_forward(name: str) -> None:
         assert bool(mixer.of_pair) != bool(mixer.recurrence != "0")
         assert (mixer.recurrence != "0") == (number in architecture.delta_layers)
         assert feed_forward.routes_tokens == (number in architecture.sparse_layers)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_kind_of_a_model_has_the_limits_of_its_fields(name: str) -> None:
+    """The numbers that ranks share out are those of the model's `config.json`."""
+    architecture = example_architecture(name)
+    sizes = dimension_sizes(architecture)
+    shared = {
+        field: sizes[letter]
+        for kind in kinds_of(architecture)
+        for field, letter in (*kind.shared_out, *kind.replicable)
+    }
+
+    expected = {
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_key_value_heads": architecture.num_key_value_heads,
+    }
+    if len(architecture.sparse_layers) < architecture.num_hidden_layers:
+        expected["intermediate_size"] = architecture.intermediate_size
+    if architecture.delta_net is not None:
+        expected["linear_num_key_heads"] = architecture.delta_net.num_key_heads
+    assert shared == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_questions_about_a_whole_model(name: str) -> None:
+    architecture = example_architecture(name)
+    has_dense = len(architecture.sparse_layers) < architecture.num_hidden_layers
+    assert has_dense_layers(architecture) == has_dense
+    assert routing_layers(architecture) == architecture.sparse_layers
+    assert reads_images(architecture) == (architecture.vision is not None)
+    assert stores_layers_apart(architecture) == (
+        architecture.delta_net is not None or (architecture.experts is not None and has_dense)
+    )
+    windows = architecture.windows or (0,) * architecture.num_hidden_layers
+    assert tuple(window_of(architecture, layer) for layer in range(len(windows))) == windows
+    for layer in range(architecture.num_hidden_layers):
+        stored = kind_of(architecture, layer, FEED_FORWARD).stored_norm
+        assert stored.startswith("pre_mlp") == (layer in architecture.sparse_layers)
+
+
+def test_one_layer_of_gated_delta_nets_is_stored_apart() -> None:
+    """Megarl tells Megatron by a list which layers have one, with which it stacks no layers."""
+    architecture = example_architecture("qwen3_5")
+    assert architecture.delta_net is not None
+    only = replace(architecture.delta_net, layers=tuple(range(architecture.num_hidden_layers)))
+    assert stores_layers_apart(replace(architecture, delta_net=only))

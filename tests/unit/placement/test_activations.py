@@ -22,9 +22,11 @@ from megarl.config.schema import (
 )
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.models.families import read_architecture
+from megarl.models.latent import LATENT_ATTENTION
+from megarl.placement.activation_widths import Kernels, widths_of
 from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
-from megarl.placement.latent_activations import latent_kept
 from megarl.placement.memory import model_state, step_memory
+from megarl.placement.part_activations import ACTIVATIONS, PartInputs
 from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
 
 # Tokens of a micro-batch, which is two rows of 2,048.
@@ -226,4 +228,22 @@ def test_latent_attention_keeps_padded_values(core_again: bool, of_core: int) ->
     )
     parallel = ParallelConfig(tensor_parallel_size=8, sequence_parallel=True)
     vectors = 2 * (1536 + 512) // 8 + 64
-    assert latent_kept(architecture, parallel, keys_of_token=1.0, core_again=core_again) == vectors + of_core
+    inputs = PartInputs(
+        architecture=architecture,
+        parallel=parallel,
+        kernels=Kernels.flash,
+        element=2,
+        width=widths_of(architecture, parallel, 0),
+        context=1,
+        keys_of_token=1.0,
+        keys_before=1.5,
+        prompt_keys=0.0,
+        repeats=1.0,
+        shares_prompts=False,
+        is_shared=False,
+        is_fused=False,
+        packing=True,
+        core_again=core_again,
+        uneven=False,
+    )
+    assert ACTIVATIONS[LATENT_ATTENTION](inputs).kept == vectors + of_core

@@ -5,19 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from megarl.models.architecture import Experts
 from megarl.rehearsal.rows import even_routes, uneven_routes
-
-
-def experts(number: int, chosen: int) -> Experts:
-    return Experts(
-        num_experts=number,
-        num_experts_per_tok=chosen,
-        intermediate_size=1,
-        shared_intermediate_size=0,
-        norm_topk_prob=True,
-        layers=(0,),
-    )
 
 
 def counts(routes: Tensor, number: int) -> list[int]:
@@ -31,10 +19,10 @@ def counts(routes: Tensor, number: int) -> list[int]:
 )
 def test_routes(tokens: int, number: int, chosen: int) -> None:
     share = tokens * chosen / number
-    even = counts(even_routes(tokens, experts(number, chosen)), number)
+    even = counts(even_routes(tokens, number, chosen), number)
     assert sum(even) == tokens * chosen
     assert max(even) - min(even) <= 1
-    uneven = counts(uneven_routes(tokens, experts(number, chosen)), number)
+    uneven = counts(uneven_routes(tokens, number, chosen), number)
     assert sum(uneven) == tokens * chosen
     assert uneven[0] == min(tokens, int(2 * share))
     assert max(uneven[1:]) - min(uneven[1:]) <= 1
