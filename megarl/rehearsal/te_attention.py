@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from typing import Any
 
 import torch
@@ -62,18 +61,6 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Back
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "the simulated device has no kernel for it"
 
 
-class _Attention(typing.NamedTuple):
-    """An attention call.
-
-    Attributes:
-        is_packed: Whether sequences are packed.
-        sequences: The shapes of each sequence's queries, keys and values, (1, heads, length, dim) each.
-    """
-
-    is_packed: bool
-    sequences: list[tuple[tuple[int, int, int, int], ...]]
-
-
 def _attention(
     layout: NVTE_QKV_Layout,
     query: Tensor,
@@ -83,8 +70,13 @@ def _attention(
     bounds_kv: Tensor,
     max_q: int,
     max_kv: int,
-) -> _Attention:
-    """Check the tensors of an attention call."""
+) -> tuple[bool, list[tuple[tuple[int, int, int, int], ...]]]:
+    """Check the tensors of an attention call.
+
+    Returns:
+        Whether sequences are packed, and the shapes of each sequence's queries, keys and values, (1, heads,
+        length, dim) each.
+    """
     layout = NVTE_QKV_Layout(layout)
     is_packed = layout is NVTE_QKV_Layout.NVTE_THD_THD_THD
     is_padded = layout in (NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD, NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD)
@@ -120,7 +112,7 @@ def _attention(
             len(lengths_q) == batch, f"the batch has {counted(batch, 'row')}, but bounds of {len(lengths_q)}"
         )
 
-    return _Attention(
+    return (
         is_packed,
         [
             (
@@ -175,12 +167,14 @@ def fused_attn_fwd(  # noqa: PLR0913
     cuda_graph: bool,
     /,
 ) -> list[Tensor]:
-    call = _attention(qkv_layout, Q, K, V, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    count_flops(sum(sdpa_flop_count(*shapes) for shapes in call.sequences))
+    is_packed, sequences = _attention(
+        qkv_layout, Q, K, V, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
+    )
+    count_flops(sum(sdpa_flop_count(*shapes) for shapes in sequences))
 
     # The log-sum-exp of each query, and the state of the random numbers.
     heads = Q.shape[-2]
-    statistics = (Q.shape[0], heads, 1) if call.is_packed else (len(call.sequences), heads, max_seqlen_q, 1)
+    statistics = (Q.shape[0], heads, 1) if is_packed else (len(sequences), heads, max_seqlen_q, 1)
     output = new((*Q.shape[:-1], V.shape[-1]), fake_dtype)
     state = new((2,), torch.int64)
 
@@ -223,14 +217,14 @@ def fused_attn_bwd(  # noqa: PLR0913
     cuda_graph: bool,
     /,
 ) -> list[Tensor | None]:
-    call = _attention(qkv_layout, Q, K, V, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    _, sequences = _attention(qkv_layout, Q, K, V, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     check(O.shape == dO.shape, f"O has shape {tuple(O.shape)}, but dO {tuple(dO.shape)}")
     check(dqkv_layout == qkv_layout, "gradients in another layout than Q, K and V are not simulated")
     check(len(Aux_CTX_Tensors) == 2, f"the forward pass saved 2 tensors, not {len(Aux_CTX_Tensors)}")
     count_flops(
         sum(
             sdpa_backward_flop_count((*query[:-1], value[-1]), query, key, value)
-            for query, key, value in call.sequences
+            for query, key, value in sequences
         )
     )
     return [*(new(each.shape, fake_dtype) for each in (Q, K, V)), None, None]
