@@ -1,6 +1,6 @@
 """Simulate one rank of a role on a fake device: build its engine, score, train, step, offload and restore.
 
-The process must have loaded the guard (guard.py) and activated the fake device (`prepare`) before.
+The process must have loaded the guard (processes.py) and activated the fake device (`prepare`) before.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rehearsal.guard import compiled_guard
+from megarl.rehearsal.processes import compiled_guard
 
 
 def compiler(folder: Path, script: str) -> str:
