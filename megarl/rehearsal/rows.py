@@ -23,7 +23,6 @@ from megarl.batch.token_rows import (
 from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import PPOConfig, PreferenceConfig, RunConfig
-from megarl.models.architecture import Experts
 from megarl.models.vision import Vision
 
 Loss = ActorLoss | CriticLoss | SFTLoss | PairLoss
