@@ -2,7 +2,7 @@
 
     python -m benchmarks.async_rollout
 
-The schedule is that of a run (megarl/simulation). Engines generate one token per tick in each slot,
+The schedule is that of a run (megarl/rehearse/simulation). Engines generate one token per tick in each slot,
 regardless of load. A weight sync stops all of them for some ticks, and tokens of unfinished samples are not
 recomputed after it. The result shows what the schedule gains, not how fast an engine or a trainer is.
 """
@@ -14,7 +14,7 @@ from math import exp
 from statistics import fmean
 
 from megarl.config.schema import OnUpdate
-from megarl.simulation.run import Script, SimulatedRun, Simulation
+from megarl.rehearse.simulation.run import Script, SimulatedRun, Simulation
 
 STEPS = 60
 PROMPTS = 32

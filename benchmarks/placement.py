@@ -53,16 +53,16 @@ from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
-from megarl.placement.dataflow import overlaps
-from megarl.placement.offload_plan import OffloadPlan
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.dataflow import overlaps
+from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.plan import plan_placement
 from megarl.roles.start import PPORoles, start_ppo
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.timeline import Span
 from megarl.trainers.advantages import AdvantageStep
 from megarl.trainers.monitor import phases_by_call
 from tests.integration.tiny_run import SYMBOLS, save_inputs
-from tests.unit.placement.test_plan import large_cluster
+from tests.unit.plan.placement.test_plan import large_cluster
 
 TARGET = 0.7
 PLAN_LIMIT_S = 1.0

@@ -28,6 +28,7 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
+from megarl.rehearse.simulation.run import Script, SimulatedRun, Simulation
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
@@ -37,7 +38,6 @@ from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
 from megarl.rollout.staleness import StalenessController
-from megarl.simulation.run import Script, SimulatedRun, Simulation
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest

@@ -20,7 +20,7 @@ PARTS = {
     "counts": ("pytest", "tests/soak/test_step_counts.py", "-s"),
     "published": ("benchmarks.tuning.published",),
     "layouts": ("benchmarks.tuning.layouts",),
-    "brute_force": ("pytest", "tests/unit/search/test_search.py", "-k", "brute_force"),
+    "brute_force": ("pytest", "tests/unit/plan/search/test_search.py", "-k", "brute_force"),
     "search_time": ("benchmarks.tuning.search_time",),
     "driver": ("benchmarks.tuning.driver",),
 }

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from megarl.machine.errors import EngineDeadError
+from megarl.rehearse.simulation.engines import FinishReason, SimulatedGeneration
 from megarl.rollout.interface import (
     FinishedRequest,
     GenerationRequest,
@@ -29,7 +30,6 @@ from megarl.rollout.interface import (
     check_request,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
-from megarl.simulation.engines import FinishReason, SimulatedGeneration
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
 from megarl.weights.receiver import EngineLink, WeightReceiver

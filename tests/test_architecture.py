@@ -25,13 +25,14 @@ LAYERS = (
     ("machine",),
     ("models",),
     ("config", "batch"),
-    ("algorithms", "agents", "data", "placement", "tracking", "weights"),
-    ("checkpoints", "controller", "step_time"),
+    ("algorithms", "agents", "data", "tracking", "weights"),
+    ("plan",),
+    ("checkpoints", "controller"),
     ("engine", "endpoint", "weights.sync"),
     ("rollout",),
-    ("workers", "rewards", "rehearsal", "calibration"),
+    ("workers", "rewards", "rehearse"),
     ("roles",),
-    ("trainers", "simulation", "search"),
+    ("trainers",),
     ("doctor", "recipes"),
     ("launch",),
     ("cli",),
@@ -58,10 +59,8 @@ HOMES = {
 WITHOUT_TORCH = (
     "megarl.models",
     "megarl.config",
-    "megarl.placement",
     "megarl.agents",
-    "megarl.step_time",
-    "megarl.search",
+    "megarl.plan",
 )
 # Roles create the losses on the driver; worker processes receive them with the rows, so they know no
 # algorithm.
@@ -291,7 +290,7 @@ def test_a_module_belongs_to_the_innermost_room() -> None:
             "a name that only begins like the home",
         ),
         ("megarl.trainers.ppo", "def f():\n    import wandb", "wandb outside tracking"),
-        ("megarl.placement.plan", "import torch.distributed", "torch in placement"),
+        ("megarl.plan.placement.plan", "import torch.distributed", "torch in placement"),
         ("megarl.models.architecture", "import torch", "torch in the description of a model"),
         ("megarl.models.architecture", "from megarl.config.schema import PPOConfig", "a higher layer"),
         ("megarl.workers.megatron", "from megarl.algorithms.losses import ActorLoss", "a loss in a worker"),
@@ -473,7 +472,7 @@ def test_what_does_not_ask_for_a_family_passes() -> None:
 
 
 # ---- kinds of layers: only the tables that have a row for each of them name one
-TABLES_OF_KINDS = {"megarl.models.layers", "megarl.placement.part_activations"}
+TABLES_OF_KINDS = {"megarl.models.layers", "megarl.plan.placement.part_activations"}
 
 
 def names_of_kinds(source: str, module: str) -> list[str]:
@@ -494,7 +493,7 @@ def test_only_the_tables_of_kinds_name_a_kind_of_layer() -> None:
 
 def test_a_planted_kind_is_found() -> None:
     source = "from megarl.models.experts import EXPERTS, is_sparse\nfrom megarl.models.layers import KINDS\n"
-    assert names_of_kinds(source, "megarl.search.choices") == ["megarl.models.experts.EXPERTS"]
+    assert names_of_kinds(source, "megarl.plan.search.choices") == ["megarl.models.experts.EXPERTS"]
 
 
 # ---- tests use public names: a seam that a test needs is an argument, a public function or a public attribute

@@ -40,7 +40,7 @@ from megarl.controller.dispatch import RULES, Dispatch
 from megarl.controller.group import RANKS_PER_RELAY, RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MegatronRole
 from megarl.weights.sync.forecast import forecast_weights

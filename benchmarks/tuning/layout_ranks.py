@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.calibration.measurements import CalibrationRequest, RankMeasurements
-from megarl.calibration.rank import measure
 from megarl.config.batch_arithmetic import Row
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig
@@ -28,7 +26,9 @@ from megarl.data.packing import MicroBatchPlan, plan_micro_batches
 from megarl.engine import platform
 from megarl.engine.spec import spec_of
 from megarl.machine.ports import hold_port
-from megarl.rehearsal.rows import make_rows, with_loss
+from megarl.rehearse.calibration.measurements import CalibrationRequest, RankMeasurements
+from megarl.rehearse.calibration.rank import measure
+from megarl.rehearse.rehearsal.rows import make_rows, with_loss
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine

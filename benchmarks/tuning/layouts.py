@@ -30,18 +30,23 @@ import psutil
 from transformers import Qwen2Config
 
 from benchmarks.tuning.layout_ranks import PassSeconds, run_layouts
-from megarl.calibration.measurements import CalibrationRequest, DecodeSweep, RankMeasurements, make_request
-from megarl.calibration.profile import calibrate
 from megarl.cli.tables.console import output_console, table
 from megarl.config.batch_arithmetic import Row
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import DType, PPOConfig
 from megarl.config.validate import read_architectures, validate
-from megarl.step_time.device import DeviceProfile, load_device
-from megarl.step_time.lengths import measured_lengths
-from megarl.step_time.phase_time import PhaseTime
-from megarl.step_time.role_time import role_times
+from megarl.plan.step_time.device import DeviceProfile, load_device
+from megarl.plan.step_time.lengths import measured_lengths
+from megarl.plan.step_time.phase_time import PhaseTime
+from megarl.plan.step_time.role_time import role_times
+from megarl.rehearse.calibration.measurements import (
+    CalibrationRequest,
+    DecodeSweep,
+    RankMeasurements,
+    make_request,
+)
+from megarl.rehearse.calibration.profile import calibrate
 
 LEAST_CORRELATION = 0.8
 MOST_REGRET = 0.1

@@ -19,16 +19,16 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.placement.memory import engine_weights, pushed_bytes
-from megarl.placement.placement_plan import PlacementPlan
-from megarl.placement.plan import plan_placement
-from megarl.step_time.device import DeviceProfile, Efficiency, load_device
-from megarl.step_time.generation import generation_time
-from megarl.step_time.lengths import Lengths, assumed_lengths
-from megarl.step_time.measured_run import fit_device
-from megarl.step_time.phase_time import PhaseTime
-from megarl.step_time.role_time import RoleWork, role_work, times_of
-from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine, moved_items, offload_times
+from megarl.plan.placement.memory import engine_weights, pushed_bytes
+from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.step_time.device import DeviceProfile, Efficiency, load_device
+from megarl.plan.step_time.generation import generation_time
+from megarl.plan.step_time.lengths import Lengths, assumed_lengths
+from megarl.plan.step_time.measured_run import fit_device
+from megarl.plan.step_time.phase_time import PhaseTime
+from megarl.plan.step_time.role_time import RoleWork, role_work, times_of
+from megarl.plan.step_time.step import GENERATION, PUSH, PredictedStep, combine, moved_items, offload_times
 
 ROWS_FILE = Path(__file__).parent / "published_steps.json"
 _FOLDERS = {

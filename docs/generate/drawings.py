@@ -18,9 +18,9 @@ from megarl.config.schema import (
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.tensor_table import Weight, weights_of
-from megarl.placement.dataflow import Phase, phases_of, waits_for
-from megarl.placement.placement_plan import GroupPlan, PlacementPlan
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.dataflow import Phase, phases_of, waits_for
+from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan
+from megarl.plan.placement.plan import plan_placement
 from megarl.weights.plan import NUM_IPC_BUFFERS
 from megarl.weights.shard_layout import Piece, layouts_of, pieces
 from megarl.weights.sync.forecast import WeightForecast, forecast_weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.generate.svg import FILLS, Drawing
-from megarl.simulation.run import Script, Simulation
+from megarl.rehearse.simulation.run import Script, Simulation
 
 _PROMPTS = 4
 _SLOTS = 4

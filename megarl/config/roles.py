@@ -1,7 +1,7 @@
 """The table of model roles: when a run needs each role, its configuration, phases and batch columns.
 
 Everything about a role follows from its row in ROLES: the models of a run (`model_roles`), the phases of a
-step (placement/dataflow.py), pools, memory, timings, and the worker and handle that roles/start.py
+step (plan/placement/dataflow.py), pools, memory, timings, and the worker and handle that roles/start.py
 starts.
 """
 

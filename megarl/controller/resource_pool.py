@@ -33,7 +33,7 @@ from megarl.controller.node_resources import (
     unused,
 )
 from megarl.machine.errors import HintedError
-from megarl.placement.placement_plan import PlacementPlan
+from megarl.plan.placement.placement_plan import PlacementPlan
 
 _NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
 _SETTLE_S = 5.0  # until resources that were just released appear as free

@@ -39,9 +39,9 @@ from megarl.doctor.examined_run import ROWS, ExaminedRun
 from megarl.doctor.run_inputs import find_on_hub, find_planned
 from megarl.machine.errors import ConfigError
 from megarl.machine.ray_address import cluster_address
-from megarl.placement.memory import budget_problems, plan_memory, refuses
-from megarl.placement.plan import plan_placement
-from megarl.placement.transport import choose_transport
+from megarl.plan.placement.memory import budget_problems, plan_memory, refuses
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.placement.transport import choose_transport
 
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (

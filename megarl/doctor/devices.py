@@ -18,7 +18,7 @@ from megarl.config.schema import Device
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.processors import torch_cuda, visible_devices
 from megarl.machine.wording import counted, sized
-from megarl.placement.memory import plan_memory
+from megarl.plan.placement.memory import plan_memory
 
 CHECK = "gpus"
 _QUERY = "index,uuid,name,driver_version,memory.total,memory.used"  # memory is in MiB

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.placement.placement_plan import PlacementPlan
+from megarl.plan.placement.placement_plan import PlacementPlan
 
 ROWS = 256  # number of rows of each file that are rendered
 

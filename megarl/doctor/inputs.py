@@ -59,8 +59,8 @@ from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
+from megarl.plan.step_time.device import profile_of
 from megarl.rollout.interface import end_token_ids
-from megarl.step_time.device import profile_of
 from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 

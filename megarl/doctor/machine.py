@@ -25,9 +25,9 @@ from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import why_not
 from megarl.machine.sandbox_levels import Level
 from megarl.machine.wording import counted, sized
-from megarl.placement.cores import at_work
-from megarl.placement.memory import plan_memory
-from megarl.placement.snapshots import snapshot_bytes
+from megarl.plan.placement.cores import at_work
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.snapshots import snapshot_bytes
 
 # Shared memory per process for NCCL buffers between GPUs without NVLink.
 _NCCL_BYTES = 64 * 2**20

@@ -15,7 +15,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError
-from megarl.step_time.device import assumed_profile, with_budget
+from megarl.plan.step_time.device import assumed_profile, with_budget
 
 # A machine without GPUs may run a role of this many ranks. A larger layout is meant for GPUs.
 _MOST_CPU_RANKS = 4

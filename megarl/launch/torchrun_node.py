@@ -30,7 +30,7 @@ from megarl.launch.ray_node import RayNode, logical_cpus
 from megarl.machine.errors import ConfigError
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.machine.wording import counted
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 
 FAILED = 1
 USER_ERROR = 2

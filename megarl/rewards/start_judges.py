@@ -11,7 +11,7 @@ from megarl.controller.futures import WorkerFuture, has_ended
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs
-from megarl.placement.placement_plan import PlacementPlan
+from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_worker import JudgeSpec, JudgeWorker
 from megarl.rewards.reward_worker import RewardWorker

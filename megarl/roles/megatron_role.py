@@ -154,7 +154,7 @@ class MegatronRole:
         """Score the batch.
 
         Args:
-            phase: A phase of placement/dataflow.py.
+            phase: A phase of plan/placement/dataflow.py.
             keys: Batch names of the workers' scores, where they differ.
             reads: Columns that the workers read in addition to the tokens.
         """

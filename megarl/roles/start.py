@@ -27,12 +27,12 @@ from megarl.engine.spec import ModelSpec, spec_of
 from megarl.engine.top_tokens import TopK
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
-from megarl.placement.cores import at_work
-from megarl.placement.dataflow import step_phases
-from megarl.placement.offload_plan import OffloadPlan
-from megarl.placement.placement_plan import GroupPlan, PlacementPlan
-from megarl.placement.plan import plan_placement
-from megarl.placement.transport import choose_transport, joins_weight_groups
+from megarl.plan.placement.cores import at_work
+from megarl.plan.placement.dataflow import step_phases
+from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.placement.transport import choose_transport, joins_weight_groups
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.controller.group import RoleGroup
 from megarl.machine.clock import Began
 from megarl.machine.errors import RunError
-from megarl.placement.dataflow import step_phases
+from megarl.plan.placement.dataflow import step_phases
 from megarl.rollout.driver.rollout import Rollout
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar

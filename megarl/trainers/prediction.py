@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from megarl.config.schema import PPOConfig
 from megarl.models.architecture import Architecture
-from megarl.placement.placement_plan import PlacementPlan
-from megarl.step_time.device import DeviceProfile
-from megarl.step_time.lengths import expected_lengths
-from megarl.step_time.step import predict_step
+from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.step_time.device import DeviceProfile
+from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import predict_step
 
 _PROMPT = "prompt_length/mean"
 _RESPONSE = "response_length/mean"

@@ -198,7 +198,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl calibrate --output my_device.yaml": InTest(_CALIBRATE, ('"calibrate"', "--output")),
     "megarl calibrate run.yaml --output my_device.yaml": InTest(_CALIBRATE, ('"calibrate"', "--output")),
     f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
-        "tests/unit/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",
+        "tests/unit/rehearse/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
     ),
     "megarl plot outputs/quickstart": Executed(),

@@ -11,9 +11,9 @@ from megarl.config.load import read_config, schema_of
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
-from megarl.placement.memory import plan_memory
-from megarl.placement.plan import plan_placement
-from megarl.step_time.device import load_device
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.step_time.device import load_device
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
 # A page's model whose config.json is not shipped, and a larger one in its place.

@@ -59,7 +59,7 @@ def _import_for_training() -> None:
         "megarl.algorithms.losses",
         "megarl.config.load",
         "megarl.engine.checkpoint",
-        "megarl.placement.plan",
+        "megarl.plan.placement.plan",
         "megarl.rollout.hf.engine",
         "megarl.workers.megatron",
         "megarl.rewards.reward_worker",
@@ -79,7 +79,7 @@ def _import_for_training() -> None:
 
 
 def _import_for_a_rehearsal() -> None:
-    from megarl.rehearsal import processes
+    from megarl.rehearse.rehearsal import processes
 
     processes.make_ready()  # before torch is imported
     processes.make_ready = lambda: None  # each process would call it

@@ -27,8 +27,8 @@ from megarl.controller.environment import daemon_settings
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import InsufficientResourcesError, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs
-from megarl.placement.placement_plan import GroupPlan, PlacementPlan
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan
+from megarl.plan.placement.plan import plan_placement
 from megarl.roles.start import group_pool
 from tests.integration.started_cluster import started_cluster
 from tests.integration.where_worker import WhereWorker

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import PlacementStrategy
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from tests import fork_server
 from tests.integration.simulated_cluster import DEVICES_PER_NODE, NUM_NODES, STRATEGIES, config
 

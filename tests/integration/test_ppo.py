@@ -34,7 +34,7 @@ from megarl.config.schema import (
     RolloutCorrectionConfig,
 )
 from megarl.controller.futures import DerivedFuture, has_ended
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from megarl.roles.models import ABSENT, Critic
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.rollout_weights import RolloutWeights

@@ -27,7 +27,7 @@ from megarl.config.schema import (
     RewardFunctionConfig,
     RewardModelConfig,
 )
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 from tests.unit.roles.reward_models import byte_pair_tokenizer, save_reward_model
 

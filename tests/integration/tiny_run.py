@@ -60,7 +60,7 @@ from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from megarl.roles.model_recovery import single_recovery
 from megarl.roles.model_snapshots import model_snapshots
 from megarl.roles.models import Actor

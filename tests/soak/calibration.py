@@ -10,14 +10,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megarl.calibration.measurements import make_request
-from megarl.calibration.processes import measure_decoding
 from megarl.cli.main import main as megarl
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
 from megarl.models.families import read_architecture
-from megarl.step_time.device import load_device
+from megarl.plan.step_time.device import load_device
+from megarl.rehearse.calibration.measurements import make_request
+from megarl.rehearse.calibration.processes import measure_decoding
 
 CONFIG = "configs/quickstart.yaml"
 GIB = 2**30

@@ -52,7 +52,7 @@ from megarl.config.schema import (
     SGLangConfig,
     TrackingConfig,
 )
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from tests import fork_server
 from tests.integration.run_outcome import Outcome
 from tests.integration.tiny_run import Finished, save_inputs, save_policy, tiny_config

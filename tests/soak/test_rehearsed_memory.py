@@ -12,10 +12,16 @@ import os
 
 import pytest
 
-from megarl.rehearsal.prediction import SHARED, UNEVEN
+from megarl.rehearse.rehearsal.prediction import SHARED, UNEVEN
 from tests.failure_pages import WRITE
 from tests.memory_tables import DOCUMENT, read_tables, write_table
-from tests.unit.rehearsal.memory_cases import CONFIGS, Compared, cases_of, problems_of, rehearse_cases
+from tests.unit.rehearse.rehearsal.memory_cases import (
+    CONFIGS,
+    Compared,
+    cases_of,
+    problems_of,
+    rehearse_cases,
+)
 
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 _PHASES = ("score", "train", "step")

@@ -13,11 +13,11 @@ import pytest
 
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
-from megarl.rehearsal.processes import rehearse_ranks
-from megarl.rehearsal.ranks import distinct_ranks
-from megarl.rehearsal.record import RankRequest
-from tests.unit.rehearsal.memory_cases import CONFIGS, load_case
-from tests.unit.step_time.comparison import Compared, compare, differences
+from megarl.rehearse.rehearsal.processes import rehearse_ranks
+from megarl.rehearse.rehearsal.ranks import distinct_ranks
+from megarl.rehearse.rehearsal.record import RankRequest
+from tests.unit.plan.step_time.comparison import Compared, compare, differences
+from tests.unit.rehearse.rehearsal.memory_cases import CONFIGS, load_case
 
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 

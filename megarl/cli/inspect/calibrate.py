@@ -15,9 +15,6 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
-from megarl.calibration.measurements import CalibrationRequest, DecodeSweep, RankMeasurements, make_request
-from megarl.calibration.processes import measure_decoding, measure_devices
-from megarl.calibration.profile import Calibration, calibrate, describes
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.cli.tables.progress import ProgressLine
 from megarl.config.load import is_on_cuda, read_config
@@ -30,7 +27,21 @@ from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.errors import ConfigError
 from megarl.machine.processors import has_gpu, usable_cores
 from megarl.machine.wording import counted
-from megarl.step_time.device import DeviceProfile, dump_device, load_device, shipped_devices, sourced_keys
+from megarl.plan.step_time.device import (
+    DeviceProfile,
+    dump_device,
+    load_device,
+    shipped_devices,
+    sourced_keys,
+)
+from megarl.rehearse.calibration.measurements import (
+    CalibrationRequest,
+    DecodeSweep,
+    RankMeasurements,
+    make_request,
+)
+from megarl.rehearse.calibration.processes import measure_decoding, measure_devices
+from megarl.rehearse.calibration.profile import Calibration, calibrate, describes
 
 GOOD = 0
 _CPU = "cpu"

@@ -16,9 +16,9 @@ from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
 from megarl.machine.wording import counted
-from megarl.placement.memory import plan_memory
-from megarl.placement.placement_plan import PlacementPlan
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.placement.plan import plan_placement
 
 
 def run(

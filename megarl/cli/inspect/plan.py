@@ -15,11 +15,11 @@ from megarl.cli.tables.step_time import print_predicted_step
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
-from megarl.placement.memory import plan_memory
-from megarl.placement.plan import plan_placement
-from megarl.step_time.device import assumed_profile
-from megarl.step_time.lengths import expected_lengths
-from megarl.step_time.step import predict_step
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.step_time.device import assumed_profile
+from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import predict_step
 
 _FORMATS = (".svg", ".png")
 

@@ -28,11 +28,11 @@ from megarl.doctor.checks import divided_findings, refuse
 from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.placement.plan import plan_placement
-from megarl.rehearsal.prediction import SHARED, UNEVEN, PredictedMemory, predicted_memory
-from megarl.rehearsal.processes import rehearse_ranks
-from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
-from megarl.rehearsal.record import RankProgress, RankPush, RankRecord, RankRequest
+from megarl.plan.placement.plan import plan_placement
+from megarl.rehearse.rehearsal.prediction import SHARED, UNEVEN, PredictedMemory, predicted_memory
+from megarl.rehearse.rehearsal.processes import rehearse_ranks
+from megarl.rehearse.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
+from megarl.rehearse.rehearsal.record import RankProgress, RankPush, RankRecord, RankRequest
 from megarl.weights.plan import NUM_IPC_BUFFERS
 from megarl.weights.sync.forecast import forecast_weights
 

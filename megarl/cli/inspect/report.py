@@ -12,8 +12,8 @@ from megarl.config.load import load_config
 from megarl.config.schema import RunConfig
 from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
-from megarl.placement.memory import plan_memory
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.plan import plan_placement
 from megarl.tracking.report.live import LiveReport
 from megarl.tracking.report.page import write_page
 from megarl.tracking.report.run_folder import RunFolder, RunFolderError, open_runs

@@ -16,8 +16,8 @@ from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig
 from megarl.doctor.checks import load_for_plan
 from megarl.machine.wording import counted
-from megarl.placement.plan import plan_placement
-from megarl.simulation.forecast import (
+from megarl.plan.placement.plan import plan_placement
+from megarl.rehearse.simulation.forecast import (
     STALENESSES,
     Forecast,
     Times,

@@ -30,8 +30,8 @@ from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.machine.errors import RunError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
-from megarl.placement.plan import plan_placement
-from megarl.placement.transport import joins_weight_groups
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.placement.transport import joins_weight_groups
 
 ENVIRONMENT_FILE = "environment.txt"  # file in `trainer.output_dir`
 

@@ -8,8 +8,8 @@ from megarl.cli.inspect.status import is_running, last_words
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.machine.wording import counted
-from megarl.placement.offload_plan import OffloadPlan
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.plan import plan_placement
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.tracking.scale_request import MOST_REPLICAS, ask_for
 from megarl.tracking.status import read_status

@@ -27,9 +27,9 @@ from megarl.controller.group import RoleGroup
 from megarl.data.loader import TrainingRows
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.step_time.device import profile_of
 from megarl.rollout.driver.rollout import Rollout
-from megarl.step_time.device import profile_of
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, SUMMARY_FILE, writing

@@ -18,8 +18,8 @@ from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
-from megarl.placement.dataflow import overlaps
-from megarl.placement.memory import (
+from megarl.plan.placement.dataflow import overlaps
+from megarl.plan.placement.memory import (
     DeviceMemory,
     Usage,
     budget_problems,
@@ -27,10 +27,10 @@ from megarl.placement.memory import (
     refuses,
     weight_bytes,
 )
-from megarl.placement.offload_plan import OffloadPlan
-from megarl.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
-from megarl.placement.snapshots import snapshot_bytes
-from megarl.placement.transport import choose_transport
+from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
+from megarl.plan.placement.snapshots import snapshot_bytes
+from megarl.plan.placement.transport import choose_transport
 from megarl.weights.sync.forecast import forecast_weights
 
 

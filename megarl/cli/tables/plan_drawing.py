@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megarl.machine.files import write_whole
-from megarl.placement.memory import DeviceMemory
-from megarl.placement.placement_plan import PlacementPlan
-from megarl.search.search import ClusterResult
-from megarl.simulation.forecast import Forecast
-from megarl.step_time.step import PredictedStep
+from megarl.plan.placement.memory import DeviceMemory
+from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.search.search import ClusterResult
+from megarl.plan.step_time.step import PredictedStep
+from megarl.rehearse.simulation.forecast import Forecast
 
 _MOST_DEVICES = 32  # limit of drawn devices
 COLORS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")

@@ -38,8 +38,8 @@ from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted, written
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
-from megarl.placement.placement_plan import PlacementPlan
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.placement.plan import plan_placement
 
 BFLOAT16_ON_A_CPU = (
     "bfloat16 is many times slower than float32 on most processors; on CPU use model.dtype=float32 or auto"

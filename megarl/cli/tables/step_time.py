@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table
-from megarl.step_time.device import DeviceProfile
-from megarl.step_time.lengths import Lengths
-from megarl.step_time.measured_run import RunFit
-from megarl.step_time.phase_time import PhaseTime
-from megarl.step_time.step import PredictedStep
+from megarl.plan.step_time.device import DeviceProfile
+from megarl.plan.step_time.lengths import Lengths
+from megarl.plan.step_time.measured_run import RunFit
+from megarl.plan.step_time.phase_time import PhaseTime
+from megarl.plan.step_time.step import PredictedStep
 
 _MOST_PARTS = 3
 

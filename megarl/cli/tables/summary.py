@@ -15,9 +15,9 @@ from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLoss
 from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
-from megarl.placement.memory import plan_memory
-from megarl.placement.plan import plan_placement
-from megarl.placement.transport import choose_transport
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.placement.transport import choose_transport
 
 PLAN_FILE = "plan.txt"  # in `trainer.output_dir`
 _WIDTH = 100  # width of its tables in characters

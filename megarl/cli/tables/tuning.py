@@ -9,14 +9,14 @@ from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.machine.wording import counted
-from megarl.placement.dataflow import phases_of
-from megarl.search.choices import describe
-from megarl.search.engines import EngineChoice
-from megarl.search.rejections import Reason, Rejections
-from megarl.search.search import ClusterResult
-from megarl.search.solution import Found, Solution
-from megarl.search.space import Space
-from megarl.step_time.step import PredictedStep
+from megarl.plan.placement.dataflow import phases_of
+from megarl.plan.search.choices import describe
+from megarl.plan.search.engines import EngineChoice
+from megarl.plan.search.rejections import Reason, Rejections
+from megarl.plan.search.search import ClusterResult
+from megarl.plan.search.solution import Found, Solution
+from megarl.plan.search.space import Space
+from megarl.plan.step_time.step import PredictedStep
 
 _GIB = 2**30
 _LEVELS = ("placements", "layouts", "variants", "engines", "configurations")

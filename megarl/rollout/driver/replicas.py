@@ -18,7 +18,7 @@ from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.restarts import leave_lost_nodes
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import ENGINE_ENDED, RunError
-from megarl.placement.cores import NO_LIMITS, AtWork
+from megarl.plan.placement.cores import NO_LIMITS, AtWork
 from megarl.rollout.interface import EnginePart
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.timeline import Span

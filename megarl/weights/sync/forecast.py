@@ -15,9 +15,9 @@ from megarl.models.architecture import Architecture
 from megarl.models.engine_stages import engine_stages
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import LM_HEAD_TENSOR, hf_tensors
-from megarl.placement.memory import weight_bytes
-from megarl.placement.placement_plan import PlacementPlan
-from megarl.placement.transport import choose_transport
+from megarl.plan.placement.memory import weight_bytes
+from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.placement.transport import choose_transport
 from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales, with_own_scales
 from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts
 from megarl.weights.plan import (

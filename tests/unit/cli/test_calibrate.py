@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
-from megarl.step_time.device import load_device, sourced_keys
+from megarl.plan.step_time.device import load_device, sourced_keys
 from tests import fork_server
 
 # Lowest and highest sensible value of each measured key, far apart, since other tests use the same cores.

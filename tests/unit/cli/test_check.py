@@ -373,7 +373,7 @@ def test_check_imports_no_torch(ppo: str) -> None:
         check=True,
     )
     modules = ended.stdout.splitlines()[-1]
-    assert "'megarl.placement.plan'" in modules
+    assert "'megarl.plan.placement.plan'" in modules
     for heavy in ("torch", "ray", "transformers", "numpy", "pyarrow", "megatron"):
         assert f"'{heavy}'" not in modules
 

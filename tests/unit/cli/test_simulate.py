@@ -13,8 +13,8 @@ import pytest
 from megarl.cli.main import main
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import PPOConfig
-from megarl.placement.plan import plan_placement
-from megarl.simulation.forecast import Split, Times, Work, forecast, log_normal, measured, splits_of
+from megarl.plan.placement.plan import plan_placement
+from megarl.rehearse.simulation.forecast import Split, Times, Work, forecast, log_normal, measured, splits_of
 from megarl.tracking.samples import SAMPLES_FOLDER, SCHEMA
 from tests.unit.cli.test_shipped_configs import ROOT, path_of
 

@@ -12,9 +12,9 @@ import yaml
 from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
-from megarl.step_time.device import load_device
+from megarl.plan.step_time.device import load_device
 from tests.unit.cli.test_shipped_configs import ROOT
-from tests.unit.step_time.test_measured_run import TRUTH, write_run
+from tests.unit.plan.step_time.test_measured_run import TRUTH, write_run
 
 RUN = "configs/qwen2.5_7b_grpo.yaml"
 # Most of the space is pinned, so that a search takes a second.

@@ -47,11 +47,11 @@ from megarl.doctor.checks import read_subject
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.software import tested_versions
 from megarl.models.families import read_architecture
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from megarl.weights.manifest import manifest_of
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 from tests.unit.data.chats import character_tokenizer
-from tests.unit.placement.test_memory import EVERY_ROLE, SIZE, config
+from tests.unit.plan.placement.test_memory import EVERY_ROLE, SIZE, config
 
 GIB = 2**30
 H100 = (

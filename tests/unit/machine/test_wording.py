@@ -54,10 +54,10 @@ _ALLOWED = frozenset(
         ("engine/micro_batch.py", "len(run)"),  # one token is contiguous
         ("engine/megatron_options.py", "layers.value"),
         ("engine/optimizer.py", "sorted(counts)"),
-        ("placement/plan.py", "sum(asked.values())"),  # more than a node has
-        ("placement/requests.py", "num_nodes"),  # more than 1
-        ("placement/requests.py", "size"),
-        ("placement/requests.py", "stages"),
+        ("plan/placement/plan.py", "sum(asked.values())"),  # more than a node has
+        ("plan/placement/requests.py", "num_nodes"),  # more than 1
+        ("plan/placement/requests.py", "size"),
+        ("plan/placement/requests.py", "stages"),
         (
             "recipes/math/prepare.py",
             "convert_gsm8k(getattr(arguments, split), split, folder / f'{split}.parquet')",

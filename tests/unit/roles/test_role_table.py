@@ -33,12 +33,12 @@ from megarl.config.schema import (
     SourceTeacherConfig,
     TeacherConfig,
 )
-from megarl.placement.dataflow import Item, overlaps, phases_of, step_phases, waits_for
-from megarl.placement.memory import plan_memory, stage_parameters
-from megarl.placement.offload_plan import OffloadPlan
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.dataflow import Item, overlaps, phases_of, step_phases, waits_for
+from megarl.plan.placement.memory import plan_memory, stage_parameters
+from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.plan import plan_placement
 from megarl.trainers.monitor import phases_by_call
-from tests.unit.placement.test_memory import EVERY_ROLE, QWEN_7B, config
+from tests.unit.plan.placement.test_memory import EVERY_ROLE, QWEN_7B, config
 
 EXAMINER = Role(
     name="examiner",

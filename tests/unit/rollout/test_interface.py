@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.rehearse.simulation.engines import SimulatedGeneration
 from megarl.rollout.interface import (
     GenerationRequest,
     RequestFailedError,
@@ -12,7 +13,6 @@ from megarl.rollout.interface import (
     check_request,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
-from megarl.simulation.engines import SimulatedGeneration
 from megarl.weights.tensors import ChunkMeta, TensorMeta, WeightTransferError
 
 MANIFEST = {"w": TensorMeta((4,), torch.float32)}

@@ -9,10 +9,10 @@ from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
-from megarl.placement.plan import plan_placement
-from megarl.step_time.device import load_device
-from megarl.step_time.lengths import expected_lengths
-from megarl.step_time.step import predict_step
+from megarl.plan.placement.plan import plan_placement
+from megarl.plan.step_time.device import load_device
+from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import predict_step
 from megarl.tracking.metric_table import unknown_metrics
 from megarl.trainers.prediction import StepPrediction
 

@@ -9,9 +9,9 @@ import pytest
 
 from megarl.config.schema import PPOConfig, RolloutConfig, TrainerConfig
 from megarl.machine import clock as clock_module
+from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
-from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.tracking.status import GroupStatus, RunStatus
 from megarl.trainers import run_status
 from megarl.trainers.monitor import Position

@@ -30,7 +30,7 @@ from megarl.config.schema import (
     SandboxProvider,
     ToolConfig,
 )
-from megarl.placement.requests import pool_requests
+from megarl.plan.placement.requests import pool_requests
 
 TOOLS = AgentConfig(tools=[ToolConfig(name="calculator")])
 GAME = EnvironmentConfig(path="game.py")

@@ -24,6 +24,7 @@ from megarl.data.curriculum import CurriculumLoader, LearnabilitySampler
 from megarl.data.loader import BatchLoader, RowLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.errors import RunError
+from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import FinishedGroup, from_bytes, to_bytes
 from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
@@ -31,7 +32,6 @@ from megarl.rollout.driver.rollout_buffer import FailedPromptsError, NoSignalErr
 from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.staleness import StalenessController
-from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.trainers.sampling import Sampling
 from tests.fake_engine import plain_sample
 

@@ -17,7 +17,7 @@ from megarl.config.schema import (
     RolloutConfig,
 )
 from megarl.controller.resource_pool import ResourcePoolManager
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from megarl.rollout.driver.start_rollout import replica_places
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.forecast import rank_places

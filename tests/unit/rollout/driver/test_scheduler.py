@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from megarl.machine.errors import RunError
+from megarl.rehearse.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
 from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
-from megarl.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
 
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 

@@ -21,6 +21,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
+from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
@@ -31,7 +32,6 @@ from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 from megarl.rollout.worker.environment import TurnOrder, TurnReport
-from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from tests.unit.rollout.driver.test_buffered_rollout import MadeUpWeights, TrainedInNoTime, Unscored
 
 SAMPLING = SamplingConfig(n=2)

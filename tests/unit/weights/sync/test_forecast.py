@@ -25,7 +25,7 @@ from megarl.config.schema import (
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.tensor_table import weights_of
-from megarl.placement.plan import plan_placement
+from megarl.plan.placement.plan import plan_placement
 from megarl.weights.plan import TensorSlices, numel_of
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import slices_by_rank

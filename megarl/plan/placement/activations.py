@@ -1,0 +1,604 @@
+"""Memory that a model needs at work in addition to its state: saved activations plus transient peaks. Pure.
+
+On CUDA the estimate is a close upper bound; docs/verification.md lists measurements. Transformer Engine's
+layers save the same tensors as the local ones, and need some memory of their own (fused_layers.py). Where
+the run's machines decide between the two, the larger size counts. On a CPU, where norms consist of more
+operations, the estimate is coarser.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import ceil
+from typing import NamedTuple
+
+from megarl.config.batch_arithmetic import (
+    Row,
+    fullest_micro_batch,
+    fullest_with_shared_prompt,
+    longest_row,
+    micro_batch_tokens,
+    rows_of_prompt,
+    rows_of_replica,
+    shares_a_prompt,
+)
+from megarl.config.megatron_options import token_multiple
+from megarl.config.memory_sizes import logit_chunk_tokens
+from megarl.config.roles import ModelRole, RoleKind
+from megarl.config.schema import DType, PPOConfig, Recompute, RecomputeModule, RunConfig
+from megarl.models.adapters import OUTPUT_MODULE
+from megarl.models.architecture import Activation, Architecture
+from megarl.models.counts import padded_vocab_size
+from megarl.models.layers import kinds_of, layers_of, replaces_core, routes_tokens
+from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
+from megarl.plan.placement.activation_widths import (
+    Kernels,
+    chunks_under_way,
+    kernels_of,
+    layers_of_stage,
+    widths_of,
+)
+from megarl.plan.placement.fused_layers import (
+    WORKSPACE_BYTES,
+    LayerKind,
+    always_gathers,
+    layer_kind,
+    placeholder_elements,
+    workspace_bytes,
+)
+from megarl.plan.placement.part_activations import ACTIVATIONS, PartInputs
+from megarl.plan.placement.vision_activations import tower_bytes
+
+_FLOAT32 = 4
+_ID = 4  # of a token, in batches
+# Tensors of the size of the top tokens' log-probs that exist at once: the model's, before and after padding,
+# two without what is left out, and their difference, exponentials, products and gradients.
+_TOP_TENSORS = 12
+# Per token of a pass, all of whose micro-batches are on the device when it begins. Sharded by context
+# parallelism: an id, a position and three indices, 8 bytes each.
+_OWN_BATCH_BYTES = 40
+# For all tokens of the rows: a mask, and five 4-byte values that are inputs or outputs of the loss.
+_WHOLE_BATCH_BYTES = 24
+# Logits processed at a time on a CPU.
+_CPU_BLOCK = 2**17
+
+
+class WorkingMemory(NamedTuple):
+    """Bytes in addition to the model state.
+
+    Attributes:
+        score: The peak while scoring.
+        train: The peak while training; 0 for a frozen model.
+        step: The peak of the optimizer step; 0 for a frozen model.
+        stays: What remains allocated afterwards.
+        scored_batch: The part of `score` that belongs to the batch, all of whose micro-batches are on the
+            device.
+        trained_batch: The part of `train` that belongs to the batch.
+    """
+
+    score: int
+    train: int
+    step: int
+    stays: int
+    scored_batch: int
+    trained_batch: int
+
+
+class StepMemory(NamedTuple):
+    """Bytes that an optimizer step, and the reduction of gradients before it, take for a moment.
+
+    Attributes:
+        roots: The square roots of the second moments of the rank's largest optimizer.
+        copies: Float32 copies of gradients that have another dtype.
+        summed: A copy of the gradients that Megatron sums over tensor-parallel ranks after the last
+            micro-batch, in one tensor.
+    """
+
+    roots: int
+    copies: int
+    summed: int = 0
+
+
+def working_memory(
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    stage: int,
+    step: StepMemory,
+    *,
+    uneven: bool = True,
+    shares: bool | None = None,
+) -> WorkingMemory:
+    """Return the working memory of a rank.
+
+    Args:
+        step: The temporary memory of the optimizer step.
+        uneven: Whether one of the rank's experts receives twice its share of the tokens.
+        shares: Whether two rows of the largest micro-batch share a prompt, where that is another way through
+            attention (see `sharing_is_another_way`). By default, the peaks are the larger ones of both.
+    """
+    both = (False, True) if sharing_is_another_way(config, role, architecture) else (False,)
+    found = [
+        _of_micro_batch(config, role, architecture, stage, step, uneven=uneven, shares=each)
+        for each in (both if shares is None else (shares,))
+    ]
+    return found[0]._replace(score=max(work.score for work in found), train=max(work.train for work in found))
+
+
+def _of_micro_batch(
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    stage: int,
+    step: StepMemory,
+    *,
+    uneven: bool,
+    shares: bool,
+) -> WorkingMemory:
+    work = _Work(config, role, architecture, stage, uneven=uneven, shares=shares)
+    trains = role.optim is not None
+    stays = work.stays(trains)
+
+    # Torch's Adam materializes the square roots of all its second moments at once on CUDA. Transformer
+    # Engine's does not.
+    is_fused = layer_kind(config) is LayerKind.fused
+    roots = 0 if work.kernels is Kernels.cpu or is_fused else step.roots
+    return WorkingMemory(
+        score=stays + work.score(),
+        train=stays + max(work.train(), work.batch(trains=True) + step.summed) if trains else 0,
+        step=stays + roots + step.copies if trains else 0,
+        stays=stays,
+        scored_batch=work.batch(trains=False),
+        trained_batch=work.batch(trains=True) if trains else 0,
+    )
+
+
+def sharing_is_another_way(config: RunConfig, role: ModelRole, architecture: Architecture) -> bool:
+    """Return whether a micro-batch whose rows share a prompt has another peak than the largest one.
+
+    So it is with context parallelism: where rows share a prompt, ranks gather keys and values, which they
+    otherwise pass on in a ring or copy for each chunk. It is False if rows of the largest micro-batch share
+    a prompt.
+    """
+    return (
+        role.parallel.context_parallel_size > 1
+        and kernels_of(config) is Kernels.flash
+        and not replaces_core(architecture)
+        and fullest_with_shared_prompt(config, role, architecture, trains=False) is not None
+    )
+
+
+class _Work:
+    """The sizes of one rank, in bytes unless they are described as elements per token."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        role: ModelRole,
+        architecture: Architecture,
+        stage: int,
+        *,
+        uneven: bool,
+        shares: bool,
+    ) -> None:
+        self._config = config
+        self._role = role
+        self._architecture = architecture
+        self._parallel = parallel = role.parallel
+        self._element = 4 if config.model.dtype is DType.float32 else 2
+        self.kernels = kernels_of(config)
+        self._is_first = stage == 0
+        self._is_last = stage == parallel.pipeline_parallel_size - 1
+        self._stage = stage
+        shards = parallel.tensor_parallel_size
+        self._vocabulary = padded_vocab_size(architecture.vocab_size, shards) // shards  # this rank's rows
+
+        self._layers = architecture.num_hidden_layers // (
+            parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
+        )
+
+        # Activations that are recomputed in the backward pass are not saved.
+        how, modules, num_layers = role.recomputation
+        self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
+        self._modules_again = modules if how is Recompute.selective else ()
+
+        self._fullest = {
+            trains: (shares and fullest_with_shared_prompt(config, role, architecture, trains=trains))
+            or fullest_micro_batch(config, role, architecture, trains=trains)
+            for trains in (False, True)
+        }
+        self._longest = longest_row(config, role, architecture).tokens
+        self._shares_prompts = rows_of_prompt(config, role) > 1
+
+        rows = self._rows(trains=False)
+        self._context = parallel.context_parallel_size
+        self._is_fused = layer_kind(config) is LayerKind.fused
+        # Whether rows of this micro-batch share a prompt without copies of it, and whether context-parallel
+        # ranks pass keys and values on in a ring.
+        kind = LayerKind.fused if self._is_fused else LayerKind.local
+        has_pieces = self.kernels is not Kernels.flash or replaces_core(architecture)
+        self._is_shared = shares_a_prompt(config, role, rows) and not has_pieces
+        self._always_gathers = has_pieces or always_gathers(config, architecture, kind)
+        self._is_ring = self._context > 1 and not (self._is_shared or self._always_gathers)
+        self._keys_of_token = self._saved_keys(rows, has_pieces)
+        num_rows = Counter(row.prompt_number for row in rows)
+        prompts = {row.prompt_number: row.prompt for row in rows if num_rows[row.prompt_number] > 1}
+        self._prompt_keys = sum(prompts.values()) * self._context / micro_batch_tokens(rows, self._context)
+        self._widths = widths_of(
+            architecture, parallel, self._longest if self.kernels is Kernels.plain else 0
+        )
+        inputs = PartInputs(
+            architecture=architecture,
+            parallel=parallel,
+            kernels=self.kernels,
+            element=self._element,
+            width=self._widths,
+            context=self._context,
+            keys_of_token=self._keys_of_token,
+            keys_before=self._keys_before,
+            prompt_keys=self._prompt_keys,
+            repeats=self._tokens_with_prompts(rows),
+            shares_prompts=self._shares_prompts,
+            is_shared=self._is_shared,
+            is_fused=self._is_fused,
+            packing=config.engine.packing,
+            core_again=RecomputeModule.core_attn in self._modules_again,
+            uneven=uneven,
+        )
+        kinds = [kind for kind in kinds_of(architecture) if kind in ACTIVATIONS]
+        self._parts = {kind: ACTIVATIONS[kind](inputs) for kind in kinds}
+
+        # The mixer of each layer of the stage, by virtual stages.
+        layers = layers_of(architecture)
+        self._mixers = [
+            part.kind
+            for number in layers_of_stage(architecture, parallel, stage)
+            for part in layers[number]
+            if part.kind.prefix == MIXER
+        ] or [kind for kind in kinds_of(architecture) if kind.of_pair]
+        self._routes_tokens = routes_tokens(architecture)
+
+    def _saved_keys(self, rows: list[Row], has_pieces: bool) -> float:
+        """Return the number of keys that attention saves per token of the rank.
+
+        In pieces, responses that share a prompt each have its keys in addition to their own, and the prompt
+        has them too. With context parallelism, each rank has two chunks of every sequence, with all keys
+        before them; if rows share a prompt, one copy of all keys; and in a ring, its own keys.
+        """
+        tokens = micro_batch_tokens(rows, self._context)
+        prompts = sum(row.prompt for row in rows) * self._shares_prompts * has_pieces
+        if self._context == 1:
+            return (tokens + prompts) / tokens
+        if self._is_ring:
+            return 1.0
+        # A micro-batch of this size without shared prompts saves half a key more where ranks always gather.
+        if self._is_shared and not self._always_gathers:
+            return float(self._context)
+        return self._keys_before + 2 * prompts * self._context / tokens
+
+    @property
+    def _keys_before(self) -> float:
+        """The keys up to each chunk of a context-parallel rank, per token of the rank."""
+        return (2 * self._context + 1) / 2
+
+    def _tokens_with_prompts(self, rows: list[Row]) -> float:
+        """Return the tokens of all rows, each with its own prompt, per token of the micro-batch."""
+        if not self._shares_prompts:
+            return 1.0
+        tokens = micro_batch_tokens(rows, 1)
+        return max(1.0, sum(row.tokens for row in rows) / tokens)
+
+    @property
+    def _top_k(self) -> int:
+        """The tokens at each position that a teacher returns and the policy's loss reads; else 0."""
+        if not isinstance(self._config, PPOConfig):
+            return 0
+        if self._role.kind not in (RoleKind.teacher, RoleKind.actor):
+            return 0
+        return self._config.algorithm.teacher_top_k or 0
+
+    def _top_of_batch(self, trains: bool) -> int:
+        """Return the bytes per token of the top tokens of all rows: outputs of a teacher, or the loss's."""
+        if not self._top_k or not (trains or self._role.kind is RoleKind.teacher):
+            return 0
+        own = self._context if trains else 1
+        return _ID * self._top_k // own + _FLOAT32 * (self._top_k + 1)
+
+    def _top_of_micro_batch(self, tokens: int) -> int:
+        """Return the bytes of the log-probs of top tokens, and of what the loss computes from them."""
+        return _TOP_TENSORS * tokens * self._context * (self._top_k + 1) * _FLOAT32 * (self._top_k > 0)
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return logit_chunk_tokens(self._config.engine, self._architecture)
+
+    def _rows(self, trains: bool) -> list[Row]:
+        return self._fullest[trains]
+
+    def _tokens(self, trains: bool) -> int:
+        rows = self._rows(trains)
+        # Without packing, every row is padded to the longest row of the micro-batch.
+        if self._config.engine.packing:
+            tokens = micro_batch_tokens(rows, self._context) // self._context
+        else:
+            tokens = len(rows) * max(row.tokens for row in rows)
+
+        cut = self._parallel.tensor_parallel_size * token_multiple(self._role.megatron)
+        return -(-tokens // cut) * cut
+
+    def batch(self, trains: bool) -> int:
+        """Return the bytes of all rows of a pass at their maximum length."""
+        rows = rows_of_replica(self._config, self._role, trains=trains)
+        of_token = _OWN_BATCH_BYTES // self._context + _WHOLE_BATCH_BYTES + self._top_of_batch(trains)
+        return rows * self._longest * of_token
+
+    def stays(self, trains: bool) -> int:
+        """Return the bytes that remain allocated between passes.
+
+        These are what the layers keep, what each (virtual) stage received last (a micro-batch, and the
+        gradient that it sent back), and the RoPE angles of the longest row. MoE models also keep how often
+        each token counts, and the statistics of routers that train.
+        """
+        # Buffers outlive a pass, so the maximum of scoring and training counts.
+        tokens = max(self._tokens(trains), self._tokens(trains=False))
+        chunks = self._parallel.virtual_pipeline_parallel_size or 1
+        # The first stage receives nothing from another rank, but its later virtual stages do.
+        received = self._widths.part * (1 + trains) * (chunks - self._is_first)
+        angles = chunks * self._longest * self._architecture.rotary_dim * _FLOAT32
+        counted = (
+            8 * tokens
+            + 2 * 8 * self._architecture.num_hidden_layers * self._architecture.num_experts * trains
+        )
+
+        return (
+            self._layers_keep(tokens, trains)
+            + tokens * received * self._element
+            + angles
+            + counted * self._routes_tokens
+        )
+
+    def _layers_keep(self, tokens: int, trains: bool) -> int:
+        """Return the bytes that layers keep.
+
+        Local layers have Megatron's buffer for tokens gathered by sequence parallelism (if weights train);
+        those of Transformer Engine have workspaces and placeholders of weight gradients. Routers use its
+        product if it is installed, also with local layers.
+        """
+        local = tokens * self._widths.whole * self._parallel.sequence_parallel * trains * self._element
+        if self._routes_tokens and self.kernels is not Kernels.cpu:
+            local += WORKSPACE_BYTES
+        fused = workspace_bytes(self._architecture) + trains * self._element * placeholder_elements(
+            self._architecture, self._parallel
+        )
+        kind = layer_kind(self._config)
+
+        return {LayerKind.local: local, LayerKind.fused: fused, LayerKind.either: max(local, fused)}[kind]
+
+    def _tower(self, trains: bool) -> int:
+        """Return the bytes of the vision tower, which runs before the layers."""
+        vision = self._architecture.vision
+        if vision is None or not self._is_first:
+            return 0
+        return tower_bytes(self._role, vision, self._rows(trains), self._element, trains=trains)
+
+    def score(self) -> int:
+        tokens = self._tokens(trains=False)
+        width = self._widths
+
+        # On a CPU, everything that a layer would save for backward counts as live at once.
+        if self.kernels is Kernels.cpu:
+            top = 6 * width.whole if self._is_last else 2 * width.whole
+            layer = tokens * (self._kept_of_largest_layer + top)
+        else:
+            # Hidden states of a layer, starting with its input, plus the maximum of: gate, up, activation and
+            # their product; the product and its output; for frozen weights, the gathered input; or the
+            # embedding's output before and after transposition.
+            inside = max(
+                4 * width.gate,
+                width.whole
+                + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * width.gate,
+                2 * width.whole * self._is_first,
+                2 * width.query + 2 * width.squares,
+                *(part.scoring for part in self._parts.values()),
+            )
+            layer = tokens * max(6 * width.part + inside, self._products_of_shared)
+
+        head = 0
+        # A critic's head returns one value per token, so it has no logits.
+        if self._is_last:
+            head = tokens * 2 * width.whole * self._element + (
+                0 if self._role.with_value_head else self._scores(tokens)
+            )
+            if self._role.kind is RoleKind.teacher:
+                head += self._top_of_micro_batch(tokens)
+
+        # The peak is either inside a layer or in the head.
+        moments = [layer * self._element, tokens * width.part * self._element + head]
+        # The tower has finished when the layers begin.
+        return self._most([*moments, self._tower(trains=False)]) + self.batch(trains=False)
+
+    @property
+    def _products_of_shared(self) -> int:
+        """Elements per token in a layer with shared prompts whose attention is explicit matrix products.
+
+        Responses have their prompts' keys in addition to their own. Counts queries, keys and values as
+        computed, RoPE-rotated, gathered per query head, scaled and laid out.
+        """
+        if not (self._shares_prompts and self.kernels is Kernels.plain):
+            return 0
+        width = self._widths
+        keys = self._keys_of_token
+        gathered = keys * (2 * width.key + 4 * width.query)
+
+        return 3 * width.part + 4 * width.query + 3 * width.key + ceil(gathered) + 2 * width.squares
+
+    def _scores(self, tokens: int) -> int:
+        """Return the bytes of a chunk's logits, of logits minus their maximum, and of the exponentials."""
+        return (self._chunk(tokens) + 2 * self._block(tokens)) * _FLOAT32
+
+    def _block(self, tokens: int) -> int:
+        """Return the number of logits of a chunk that are processed at a time."""
+        return (
+            min(self._chunk(tokens), max(_CPU_BLOCK, self._vocabulary))
+            if self.kernels is Kernels.cpu
+            else self._chunk(tokens)
+        )
+
+    def _chunk(self, tokens: int) -> int:
+        """Return the number of logits in a chunk."""
+        return min(tokens, self._chunk_tokens) * self._vocabulary
+
+    def train(self) -> int:
+        tokens = self._tokens(trains=True)
+        kept = tokens * self._kept() * self._element
+        # The peak of the backward pass is in the last layer, in the head, or in the embedding.
+        moments = [self._backward_of_layer(tokens)]
+        if self._is_last:
+            moments.append(self._backward_of_head(tokens))
+        if self._is_first and self.kernels is not Kernels.cpu:
+            moments.append(self._backward_of_embedding(tokens))
+
+        # What a trained tower saves stays until the end of the backward pass.
+        tower = self._tower(trains=True)
+        if self._role.freeze_vision:
+            return kept + self._most([*moments, tower]) + self.batch(trains=True)
+        return kept + self._most(moments) + tower + self.batch(trains=True)
+
+    def _most(self, moments: list[int]) -> int:
+        """Combine alternative peaks. On a CPU they are added, since its allocator frees memory later."""
+        return sum(moments) if self.kernels is Kernels.cpu else max(moments)
+
+    @property
+    def _kept_of_largest_layer(self) -> int:
+        """Elements per token of the saved activations of the stage's layer that saves most."""
+        return max(map(self._kept_of_layer, set(self._mixers)))
+
+    def _kept_of_layer(self, mixer: PartKind) -> int:
+        """Return the elements per token of the saved activations of a layer with this mixer."""
+        return self._kept_of_norms + self._parts[mixer].kept + self._kept_of_feed_forward
+
+    @property
+    def _kept_of_norms(self) -> int:
+        """Inputs and outputs of both norms. On a CPU: float32 inputs, outputs before and after scaling.
+
+        If the outputs of blocks are normalized instead of their inputs, the inputs of norms and of blocks are
+        saved, which are as many. If both are, the inputs of two further norms are saved.
+        """
+        norms = self._architecture.norms
+        further = norms.before and norms.after
+        if self.kernels is Kernels.cpu:
+            return (6 + 3 * further) * self._widths.part + 2 * self._widths.whole
+        return (4 + 2 * further) * self._widths.part
+
+    @property
+    def _kept_of_feed_forward(self) -> int:
+        """Elements per token that the feed-forward that saves most does."""
+        kept = (part.kept for kind, part in self._parts.items() if kind.prefix == FEED_FORWARD)
+        return max(kept, default=0)
+
+    @property
+    def _saved_by_mlp(self) -> int:
+        """Elements per token that recomputing the MLP saves.
+
+        In Transformer Engine's dense MLPs, the norm before it is a part of the first product.
+        """
+        return self._kept_of_feed_forward + self._widths.part * (self._is_fused and not self._routes_tokens)
+
+    @property
+    def _mlp_is_computed_again(self) -> bool:
+        return RecomputeModule.mlp in self._modules_again
+
+    def _kept(self) -> int:
+        """Return the elements per token of all saved activations.
+
+        Counts all layers of all micro-batches in flight. Recomputed layers save only their input. The output,
+        which the last norm or the next stage reads, is included.
+        """
+        mlp_again = self._saved_by_mlp * self._mlp_is_computed_again
+        # Megatron recomputes the first layers of a virtual stage. Of several, the fullest one counts.
+        chunk = self._layers_again * self._widths.part + max(
+            sum(
+                self._kept_of_layer(mixer) - mlp_again
+                for mixer in self._mixers[first + self._layers_again : first + self._layers]
+            )
+            for first in range(0, max(1, len(self._mixers)), max(1, self._layers))
+        )
+
+        if self.kernels is Kernels.cpu:
+            chunk += 6 * self._widths.whole if self._is_last else 2 * self._widths.whole
+        else:
+            chunk += self._widths.part
+
+        return chunk * chunks_under_way(self._parallel, self._stage)
+
+    def _backward_of_layer(self, tokens: int) -> int:
+        """Return the transient bytes in backward of the last layer, when all other layers are still saved."""
+        width = self._widths
+        # A recomputed layer has its activations again while its gradients are computed.
+        all_again = self._layers_again == self._layers
+        again = self._saved_by_mlp if self._mlp_is_computed_again else 0
+        if all_again:
+            again = self._kept_of_largest_layer
+        if all_again or again:
+            again += width.part  # its output
+
+        with_pairs = [part.backward for kind, part in self._parts.items() if kind.of_pair]
+        without_pairs = [part.backward for kind, part in self._parts.items() if not kind.of_pair]
+
+        # Gradients of the output, and as received from the next stage.
+        gradients = (1 + (not self._is_last)) * width.part
+
+        if self.kernels is Kernels.cpu:
+            return (
+                tokens
+                * (again + gradients + max(3 * width.gate, *without_pairs) + 2 * width.whole)
+                * self._element
+            )
+
+        # Elements of the two matrices of the MLP.
+        first = 2 * width.gate * width.whole
+        second = width.gate * width.whole
+
+        # The maximum of: in the activation, the gradients of the product (in place), of gate and up, and two
+        # temporaries, or five of GELU; in the second matrix, its full output gradient, its input gradient and
+        # its weight gradient; the same in the first matrix; in attention by matrix products, its gradients.
+        inside = max(
+            tokens * (4 if self._architecture.activation is Activation.silu else 7) * width.gate,
+            tokens * (width.whole + width.gate) + second,
+            tokens * (width.whole + width.part - width.gate) + first,
+            tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
+            *(tokens * (backward - 3 * width.gate) for backward in with_pairs),
+            *(tokens * backward for backward in without_pairs),
+        )
+
+        return (tokens * (again + gradients) + inside + self._gradient_of_tied) * self._element
+
+    @property
+    def _gradient_of_tied(self) -> int:
+        """Elements of the head's gradient, which a tied embedding holds until its own is complete."""
+        is_tied = self._architecture.tie_word_embeddings and not self._role.with_value_head
+        return is_tied * self._is_first * self._is_last * self._vocabulary * self._widths.whole
+
+    def _backward_of_head(self, tokens: int) -> int:
+        """Return the transient bytes in backward of the head.
+
+        Counts the scored hidden states and their gradient; for a critic, also the full gradient of all hidden
+        states. A language model adds a chunk's logits, those saved by the last chunk, the preceding gradient,
+        and the maximum of the chunk's output-layer gradient and the probabilities for the next gradient.
+        """
+        hidden = tokens * self._widths.whole * self._element
+        if self._role.with_value_head:
+            return 3 * hidden
+        rows = self._vocabulary * self._widths.whole * self._architecture.trains_fully(OUTPUT_MODULE)
+        chunk = self._chunk(tokens)
+        logits = 1 + (tokens > self._chunk_tokens)
+        inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)
+        inside += self._top_of_micro_batch(tokens)
+        if tokens > self._chunk_tokens and self.kernels is not Kernels.cpu:
+            inside += self._gradient_of_tied * self._element
+        received = tokens * self._widths.part * self._element
+
+        return 2 * hidden + received + chunk * self._element + inside
+
+    def _backward_of_embedding(self, tokens: int) -> int:
+        return (tokens * 2 * self._widths.whole + self._vocabulary * self._widths.whole) * self._element

@@ -1,0 +1,167 @@
+"""The phases of a PPO step as data, and which of them may overlap.
+
+A phase lists the roles that work in it, what it reads and writes, and what it needs in memory. The phases of
+the models come from the role table (config/roles.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from megarl.config import roles as table
+from megarl.config.roles import SOURCE_TEACHER, TEACHER, Role, RolePhase, Stage, role_named
+from megarl.plan.placement.placement_plan import PlacementPlan
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+ENGINE = "engine"
+
+
+class Item(NamedTuple):
+    """One of the four parts of a role's memory. `ENGINE` is all of an inference engine, with its weights."""
+
+    role: str
+    part: str
+
+
+class Phase(NamedTuple):
+    """A phase of a step.
+
+    Attributes:
+        name: The name, as in the metric `timing_s/<name>`.
+        roles: The roles that work. If there are none, the driver works.
+        reads: The columns of the batch that it reads, and `<role>.weights`.
+        writes: The columns and weights that it writes.
+        needs: What must be in memory during the phase.
+        calls: The methods of the first role's worker that compute it, if any.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    needs: frozenset[Item]
+    calls: tuple[str, ...] = ()
+
+
+def _phase(
+    name: str, roles: Sequence[str], reads: str, writes: str, needs: Mapping[str, Sequence[str]], *calls: str
+) -> Phase:
+    items = frozenset(Item(role, part) for role, parts in needs.items() for part in parts)
+    return Phase(name, tuple(roles), frozenset(reads.split()), frozenset(writes.split()), items, calls)
+
+
+_TO_SCORE = (PARAMETERS,)
+_TO_TRAIN = (PARAMETERS, GRADIENTS, OPTIMIZER)
+_AWAKE = (ENGINE,)
+_GENERATE = _phase(
+    "gen",
+    ["rollout"],
+    "prompts rollout.weights",
+    "responses rollout_log_probs",
+    {"rollout": _AWAKE},
+    "submit_and_poll",
+)
+_REWARD = _phase(
+    "reward",
+    ["reward"],
+    "responses",
+    "token_level_scores",
+    {"reward": _TO_SCORE},
+    *("score", "begin", "scored", "forget", "finish", "use_judges"),
+)
+_PUSH = _phase(
+    "update_weights",
+    ["actor", "rollout"],
+    "actor.weights",
+    "rollout.weights",
+    {"actor": _TO_SCORE, "rollout": _AWAKE},
+)
+
+
+def step_phases(roles: Collection[str] = ()) -> tuple[Phase, ...]:
+    """Return all phases of a step for all roles, in an order in which one process could run them.
+
+    Args:
+        roles: Roles of the run. Those of teachers of data sources are not in the table, and are added.
+    """
+    rows: list[Role] = []
+    for row in table.ROLES:
+        rows.append(row)
+        if row.name == TEACHER:
+            rows += [role_named(name) for name in roles if name.startswith(SOURCE_TEACHER)]
+
+    def at(stage: Stage) -> list[Phase]:
+        return [_of_role(role, phase) for role in rows for phase in role.phases if phase.stage is stage]
+
+    scoring = (*at(Stage.reward), *at(Stage.score))
+    columns = " ".join(["token_level_scores", *(column for phase in scoring for column in phase.writes)])
+    advantages = _phase("adv", [], columns, "advantages returns", {})
+    return (_GENERATE, _REWARD, *scoring, advantages, *at(Stage.update), *at(Stage.update_policy), _PUSH)
+
+
+def _of_role(role: Role, phase: RolePhase) -> Phase:
+    weights = f"{role.name}.weights"
+    return Phase(
+        name=phase.name,
+        roles=(role.name,),
+        reads=frozenset(("responses", weights, *phase.reads)),
+        writes=frozenset((weights,) if phase.trains else phase.writes),
+        needs=frozenset(Item(role.name, part) for part in (_TO_TRAIN if phase.trains else _TO_SCORE)),
+        calls=phase.calls,
+    )
+
+
+def phases_of(roles: Collection[str]) -> tuple[Phase, ...]:
+    """Return the phases of a run with these roles."""
+    return tuple(phase for phase in step_phases(roles) if set(phase.roles) <= set(roles))
+
+
+def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:
+    """Return, for each phase, the phases that must end before it begins, directly or transitively.
+
+    A phase depends on another if it reads what the other writes, or writes what the other reads or writes.
+    """
+    before: dict[str, frozenset[str]] = {}
+    for index, phase in enumerate(step):
+        # Write after read, read after write and write after write all order two phases.
+        direct = [
+            earlier.name
+            for earlier in step[:index]
+            if earlier.writes & (phase.reads | phase.writes) or earlier.reads & phase.writes
+        ]
+        before[phase.name] = frozenset(direct).union(*(before[name] for name in direct))
+
+    return before
+
+
+def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tuple[str, str]]:
+    """Return the pairs of phases that may run at the same time.
+
+    Neither depends on the other, and they share no device.
+
+    Args:
+        generates_ahead: Whether the samples of a step may come from older weights (async rollout), so that
+            generation only has to wait for the weight sync.
+    """
+    step = [phase for phase in phases_of(plan.roles) if phase.roles]
+    before = waits_for(phases_of(plan.roles))
+
+    # Async rollout does not wait for training, but still for other phases of the rollout.
+    return [
+        (one.name, other.name)
+        for one, other in combinations(step, 2)
+        if (
+            one.name not in before[other.name]
+            or (generates_ahead and one.name == "gen" and "rollout" not in other.roles)
+        )
+        and not any(_in_the_way(plan, role, them) for role in one.roles for them in other.roles)
+    ]
+
+
+def _in_the_way(plan: PlacementPlan, role: str, other: str) -> bool:
+    """Return whether two roles share a process or a device, which can do only one thing at a time."""
+    return plan.group_of(role) is plan.group_of(other) or plan.share_devices(role, other)

@@ -1,0 +1,255 @@
+"""The layouts of each unit and the shapes of engines that a search chooses from, computed when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from megarl.config.finding import Finding
+from megarl.config.roles import REWARD_MODEL, ModelRole
+from megarl.config.rules import experts, fp8, models, vision
+from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
+from megarl.config.validate import RULES, Check, Needs, checks_of
+from megarl.models.architecture import Architecture
+from megarl.models.layers import routes_tokens
+from megarl.plan.search.engines import EngineShape, engines_of
+from megarl.plan.search.placements import Pool
+from megarl.plan.search.predicted_costs import PredictedCosts
+from megarl.plan.search.rejections import Reason, Rejections
+from megarl.plan.search.space import ROLLOUT, Space, Unit, roles_of
+from megarl.plan.search.variants import LEVEL as VARIANTS
+from megarl.plan.search.variants import VariantTable
+
+LEVEL = "layouts"
+# The largest degrees that are enumerated; pinned values may be larger.
+_MOST_CONTEXT = 16
+_MOST_TENSOR = 64
+_VIRTUAL = (2, 4)
+# Rules about sizes that have to divide.
+_DIVISIBILITY = (models.fit_layout, experts.fit_layout, vision.fit_layout, fp8.products_fit)
+# These rules depend on what is chosen for a layout afterwards.
+_OF_VARIANTS = (models.micro_batch, models.recomputation)
+
+
+class Tables:
+    """The variants of units and the shapes of engines, by the devices of their pool.
+
+    Args:
+        rejections: Where it is counted what was left out.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        architectures: Mapping[str, Architecture],
+        costs: PredictedCosts,
+        rejections: Rejections,
+    ) -> None:
+        self._space = space
+        self._architectures = architectures
+        self._costs = costs
+        self._rejections = rejections
+        self._variants: dict[tuple[str, int, int], VariantTable] = {}
+        self._engines: dict[tuple[tuple[int, ...], int], list[EngineShape]] = {}
+        self._fastest: dict[tuple[str, int], float] = {}  # seconds by unit and number of devices
+
+    def variants(self, unit: Unit, pool: Pool) -> VariantTable:
+        """Return the variants of a unit over the devices of a pool."""
+        key = (unit.name, pool.num_devices, pool.granule)
+        if key not in self._variants:
+            roles = roles_of(self._space.config, unit)
+            found = layouts(
+                self._space, roles, self._architectures, pool.num_devices, pool.granule, self._rejections
+            )
+            table = VariantTable(self._space, unit, self._architectures, found, self._costs, self._rejections)
+            self._variants[key] = table
+            if (fastest := next(iter(table), None)) is not None:
+                self._fastest[unit.name, pool.num_devices] = fastest.seconds
+        return self._variants[key]
+
+    def engines(self, pool: Pool, max_staleness: int) -> list[EngineShape]:
+        """Return the shapes of the engines in a pool."""
+        key = (tuple(count for count in pool.on_nodes if count), max_staleness)
+        if key not in self._engines:
+            policy = self._architectures["actor"]
+            self._engines[key] = engines_of(
+                self._space, policy, pool, max_staleness, self._costs, self._rejections
+            )
+        return self._engines[key]
+
+    def least_s(self, pools: Sequence[Pool], max_staleness: int) -> float:
+        """Return a lower bound of a step before the layouts of the units in these pools are computed."""
+        of_pools = max(
+            sum(self._least_of_unit(unit, pool) for unit in self._space.units if unit.name in pool.units)
+            for pool in pools
+        )
+        shapes = self.engines(next(pool for pool in pools if ROLLOUT in pool.units), max_staleness)
+        generation_s = shapes[0].seconds if shapes else 0.0
+        # In async rollout, generation and training overlap.
+        return max(of_pools, generation_s) if max_staleness else of_pools + generation_s
+
+    def _least_of_unit(self, unit: Unit, pool: Pool) -> float:
+        """Return a lower bound of a unit's time: on more devices, it is known not to be faster than this."""
+        known = [
+            seconds
+            for (name, num_devices), seconds in self._fastest.items()
+            if name == unit.name and num_devices >= pool.num_devices
+        ]
+        config = self._space.config
+        rough = sum(
+            self._costs.least_role_s(config, role, self._architectures[role.name], pool.num_devices)
+            for role in roles_of(config, unit)
+        )
+        return max(rough, *known, 0.0)
+
+    def finish(self) -> None:
+        """Count the variants that were never needed, because faster ones decided."""
+        for table in self._variants.values():
+            self._rejections.reject(VARIANTS, Reason.slower, count=table.num_waiting)
+
+
+def layouts(
+    space: Space,
+    roles: Sequence[ModelRole],
+    architectures: Mapping[str, Architecture],
+    num_devices: int,
+    granule: int,
+    rejections: Rejections,
+) -> list[ParallelConfig]:
+    """Return the layouts of a unit's roles over `num_devices` devices that the rules accept.
+
+    Args:
+        roles: The roles that share the layout.
+        architectures: The architecture of each role's model.
+        num_devices: The number of devices, all of which the layout uses.
+        granule: The largest size of groups that fill these devices on every node.
+        rejections: Counts the layouts, and those that are left out.
+    """
+    found = []
+    for parallel in _candidates(space, roles[0], architectures[roles[0].name], num_devices):
+        rejections.consider(LEVEL)
+        problem = _problem(space, roles, architectures, parallel, granule)
+        if problem is None:
+            found.append(parallel)
+        else:
+            rejections.reject(LEVEL, *problem)
+    return found
+
+
+def _candidates(
+    space: Space, role: ModelRole, architecture: Architecture, num_devices: int
+) -> Iterator[ParallelConfig]:
+    """Yield the layouts whose sizes multiply to the number of devices."""
+    axis = _Axes(space, role)
+    for tensor in axis.sizes("tensor_parallel_size", _divisors(num_devices, _MOST_TENSOR)):
+        for context in axis.sizes("context_parallel_size", _contexts(role, num_devices // tensor)):
+            ranks = num_devices // (tensor * context)
+            for pipeline in axis.sizes("pipeline_parallel_size", _divisors(ranks, ranks)):
+                # A pinned size may not divide the devices.
+                replicas = ranks // pipeline
+                if tensor * context * pipeline * replicas != num_devices:
+                    continue
+                dense = ParallelConfig(
+                    tensor_parallel_size=tensor,
+                    context_parallel_size=context,
+                    pipeline_parallel_size=pipeline,
+                    data_parallel_size=replicas,
+                    sequence_parallel=axis.first("sequence_parallel", tensor > 1),
+                )
+                if axis.accepts("data_parallel_size", replicas):
+                    yield from _refined(axis, dense, architecture)
+
+
+def _refined(axis: _Axes, dense: ParallelConfig, architecture: Architecture) -> Iterator[ParallelConfig]:
+    """Yield a layout with each number of virtual stages, and each distribution of experts."""
+    pipeline = dense.pipeline_parallel_size
+    layers = architecture.num_hidden_layers // pipeline
+    virtual = [None, *(each for each in _VIRTUAL if pipeline > 1 and layers % each == 0)]
+
+    for chunks in axis.sizes("virtual_pipeline_parallel_size", virtual):
+        for expert_tensor in axis.sizes("expert_tensor_parallel_size", _expert_tensors(dense, architecture)):
+            groups = _expert_groups(dense.stage_size // expert_tensor, architecture)
+            for expert in axis.sizes("expert_parallel_size", groups):
+                yield replace(
+                    dense,
+                    virtual_pipeline_parallel_size=chunks,
+                    expert_tensor_parallel_size=expert_tensor,
+                    expert_parallel_size=expert,
+                )
+
+
+class _Axes:
+    """The sizes of each axis: the pinned one, or those that are given."""
+
+    def __init__(self, space: Space, role: ModelRole) -> None:
+        self._pinned = {
+            name: getattr(role.parallel, name)
+            for name in ParallelConfig.__dataclass_fields__
+            if space.is_pinned(f"{role.parallel_key}.{name}")
+        }
+
+    def sizes[Size](self, name: str, free: Sequence[Size]) -> Sequence[Size]:
+        return [self._pinned[name]] if name in self._pinned else free
+
+    def first[Size](self, name: str, free: Size) -> Size:
+        return self._pinned.get(name, free)
+
+    def accepts(self, name: str, size: object) -> bool:
+        return self._pinned.get(name, size) == size
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]
+
+
+def _contexts(role: ModelRole, num_devices: int) -> list[int]:
+    # The length of a reward model's conversations follows from its micro-batch and these ranks.
+    if role.name == REWARD_MODEL:
+        return [role.parallel.context_parallel_size]
+    return [each for each in _divisors(num_devices, _MOST_CONTEXT) if each & (each - 1) == 0]
+
+
+def _expert_tensors(dense: ParallelConfig, architecture: Architecture) -> list[int]:
+    if not routes_tokens(architecture):
+        return [1]
+    return list(dict.fromkeys((1, dense.tensor_parallel_size)))
+
+
+def _expert_groups(num_ranks: int, architecture: Architecture) -> list[int]:
+    most = max(1, architecture.num_experts)
+    return [each for each in _divisors(num_ranks, most) if most % each == 0]
+
+
+def _problem(
+    space: Space,
+    roles: Sequence[ModelRole],
+    architectures: Mapping[str, Architecture],
+    parallel: ParallelConfig,
+    granule: int,
+) -> tuple[Reason, str] | None:
+    """Return why a layout is refused, None if it is not."""
+    size = parallel.tensor_parallel_size
+    if granule % size:
+        return Reason.node, f"groups of tensor_parallel_size {size} do not fill the devices of each node"
+
+    for role in roles:
+        # The micro-batch and recomputation of a layout are chosen afterwards.
+        fitted = replace(
+            role,
+            parallel=parallel,
+            micro_batch=MicroBatchConfig(sequences=1),
+            recomputation=Recomputation(),
+        )
+        for check in checks_of(RULES, Needs.role, space.config):
+            if check.function not in _OF_VARIANTS:
+                for found in check.run(space.config, fitted):
+                    return _reason(check, found)
+        for check in checks_of(RULES, Needs.model, space.config):
+            for found in check.run(fitted, architectures[role.name]):
+                return _reason(check, found)
+
+    return None
+
+
+def _reason(check: Check, found: Finding) -> tuple[Reason, str]:
+    return (Reason.divisibility if check.function in _DIVISIBILITY else Reason.rules, str(found))

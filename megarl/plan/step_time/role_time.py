@@ -1,0 +1,325 @@
+"""The time of a model role's phases on a device, from what each of its ranks does. Pure.
+
+The bytes of operations other than matrix products and attention are those of the unfused operations of a
+layer: norms, residual additions, rotation, activation, and the permutation of tokens to experts. A backward
+pass moves twice as much as a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megarl.config.batch_arithmetic import optimizer_steps_per_step
+from megarl.config.roles import ModelRole, RolePhase, scores_in_update
+from megarl.config.schema import (
+    PPOConfig,
+    Recomputation,
+    Recompute,
+    RecomputeModule,
+    RunConfig,
+)
+from megarl.models.architecture import Architecture
+from megarl.models.layers import num_routing_layers
+from megarl.models.tensor_part import size_of
+from megarl.models.tensor_table import dimension_sizes
+from megarl.plan.placement.activation_widths import layers_of_stage
+from megarl.plan.placement.memory import model_state, weight_bytes
+from megarl.plan.step_time.counts import CollectiveCount, Counts, Product, RankGroup, dtype_bytes, dtype_of
+from megarl.plan.step_time.device import DeviceProfile
+from megarl.plan.step_time.lengths import Lengths
+from megarl.plan.step_time.packed_batch import PackedBatch, micro_batches_of
+from megarl.plan.step_time.phase_time import PhaseTime, collective_s, peak_flops
+from megarl.plan.step_time.stage_passes import scoring_counts, training_counts
+from megarl.plan.step_time.update_counts import gradient_counts, optimizer_counts
+
+# A layer with experts launches as much as this number of dense layers: a router, the permutation of tokens
+# and its inverse, two all-to-alls whose sizes the host waits for, and grouped products.
+_LAUNCHES_OF_SPARSE = 4
+# Context-parallel attention launches as much as a dense layer more: keys and values are gathered and brought
+# into the order of the sequences, and each sequence attends in two pieces.
+_LAUNCHES_OF_CONTEXT = 1
+
+_HIDDEN_PASSES = 10  # two norms and two residual additions: reads and writes of the hidden state
+_HEAD_PASSES = 4  # rotation and norms of queries, keys and values
+_ACTIVATION_PASSES = 3  # gate and up are read, their product is written
+_PERMUTATIONS = 4  # a token is sent to its experts and back: reads and writes
+_LOGIT_BYTES = 16  # a logit in float32: written, read for the maximum, the sum and the selected one
+_OF_BACKWARD = 2
+
+
+class StageWork(NamedTuple):
+    """The work of a rank of a pipeline stage for one micro-batch, or after the last one of a mini-batch.
+
+    Attributes:
+        counts: Products, attention and collectives.
+        nbytes: The bytes that all other operations move through device memory.
+        num_launches: The layers that the host launches, in dense layers of a forward pass. A layer that is
+            recomputed is launched again.
+    """
+
+    counts: Counts
+    nbytes: float
+    num_launches: int = 0
+
+
+class PassWork(NamedTuple):
+    """A phase: some passes over micro-batches, each with an update if it trains.
+
+    Attributes:
+        stages: The first stage, one in the middle, and the last, without repetitions.
+        num_chunks: The number of virtual stages of each.
+        num_micro_batches: The number of micro-batches of a pass.
+        num_passes: The number of passes; 0 if the phase is not needed.
+        update: The update after each pass; None if nothing trains.
+    """
+
+    stages: tuple[StageWork, ...]
+    num_stages: int
+    num_chunks: int
+    num_micro_batches: int
+    num_passes: int
+    update: StageWork | None
+
+
+class RoleWork(NamedTuple):
+    """The phases of a role.
+
+    Attributes:
+        product_dtype: The dtype in which matrices are multiplied: that of activations, or fp8.
+    """
+
+    phases: dict[str, PassWork]
+    dtype: str
+    product_dtype: str
+
+
+def role_work(config: RunConfig, role: ModelRole, architecture: Architecture, lengths: Lengths) -> RoleWork:
+    """Return what each rank of a role does in a step."""
+    dtype = dtype_of(config)
+    return RoleWork(
+        phases={phase.name: _pass(config, role, phase, architecture, lengths) for phase in role.row.phases},
+        dtype=dtype,
+        product_dtype="fp8" if role.megatron.transformer.get("fp8") else dtype,
+    )
+
+
+def _pass(
+    config: RunConfig, role: ModelRole, phase: RolePhase, architecture: Architecture, lengths: Lengths
+) -> PassWork:
+    parallel = role.parallel
+    num_micro_batches, typical = micro_batches_of(config, role, architecture, lengths, trains=phase.trains)
+    last = parallel.pipeline_parallel_size - 1
+
+    return PassWork(
+        stages=tuple(
+            _stage(config, role, architecture, stage, typical, phase.trains)
+            for stage in dict.fromkeys((0, min(1, last), last))
+        ),
+        num_stages=parallel.pipeline_parallel_size,
+        num_chunks=parallel.virtual_pipeline_parallel_size or 1,
+        num_micro_batches=num_micro_batches,
+        num_passes=_num_passes(config, role, phase),
+        update=_update(config, role, architecture) if phase.trains else None,
+    )
+
+
+def _num_passes(config: RunConfig, role: ModelRole, phase: RolePhase) -> int:
+    if phase.trains:
+        return optimizer_steps_per_step(config, role)
+    if phase.name != "old_log_prob" or not isinstance(config, PPOConfig):
+        return 1
+    # The update's own forward pass may give the same log-probs, or those of the engine may be used.
+    one_update = config.updates_per_pass * config.passes_per_step == 1
+    algorithm = config.algorithm
+    return int(
+        not (algorithm.rollout_correction.bypass or scores_in_update(algorithm, one_update=one_update))
+    )
+
+
+def _stage(
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    stage: int,
+    batch: PackedBatch,
+    trains: bool,
+) -> StageWork:
+    count = training_counts if trains else scoring_counts
+    layers = layers_of_stage(architecture, role.parallel, stage)
+    sparse = num_routing_layers(architecture, layers)
+    exchanges = _LAUNCHES_OF_CONTEXT * len(layers) if role.parallel.context_parallel_size > 1 else 0
+    launched = len(layers) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
+    again = exchanges if trains and _repeats_core_only(role.recomputation) else 0
+    return StageWork(
+        counts=count(config, role, architecture, stage, batch),
+        nbytes=elementwise_bytes(config, role, architecture, stage, batch, trains=trains),
+        num_launches=launched * passes(role, trains) + again,
+    )
+
+
+def _repeats_core_only(recomputation: Recomputation) -> bool:
+    return recomputation.how is Recompute.selective and RecomputeModule.core_attn in recomputation.modules
+
+
+def _update(config: RunConfig, role: ModelRole, architecture: Architecture) -> StageWork:
+    # Moments and master weights are read and written; a rank's share of gradients is read, and its share of
+    # parameters is written.
+    state = model_state(role, architecture, config.model.dtype, 0)
+    share = (state.gradients + state.parameters) / role.parallel.num_copies
+    calls = (
+        *gradient_counts(config, role, architecture, 0).collectives,
+        *optimizer_counts(config, role, architecture, 0).collectives,
+    )
+    return StageWork(Counts(collectives=calls), nbytes=2 * state.optimizer + share)
+
+
+def elementwise_bytes(
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    stage: int,
+    batch: PackedBatch,
+    *,
+    trains: bool,
+) -> float:
+    """Return the bytes that one rank moves for a micro-batch."""
+    parallel = role.parallel
+    size = parallel.tensor_parallel_size
+    layers = layers_of_stage(architecture, parallel, stage)
+    sparse = num_routing_layers(architecture, layers)
+
+    # Sequence parallelism splits the hidden state between the products of a layer.
+    hidden = _HIDDEN_PASSES * architecture.hidden_size / (size if parallel.sequence_parallel else 1)
+    heads = (architecture.num_attention_heads + 2 * architecture.num_key_value_heads) * architecture.head_dim
+    layer = len(layers) * (hidden + _HEAD_PASSES * heads / size)
+    layer += (len(layers) - sparse) * _ACTIVATION_PASSES * architecture.intermediate_size / size
+    layer += sparse * _sparse_elements(architecture) / size
+    moved = batch.tokens * layer * weight_bytes(config.model.dtype) * passes(role, trains)
+
+    if stage == parallel.pipeline_parallel_size - 1 and not role.with_value_head:
+        responses = batch.responses / parallel.context_parallel_size
+        moved += responses * architecture.vocab_size / size * _LOGIT_BYTES * (1 + _OF_BACKWARD * trains)
+    return moved
+
+
+def _sparse_elements(architecture: Architecture) -> int:
+    sizes = dimension_sizes(architecture)
+    return _ACTIVATION_PASSES * (sizes["e"] * sizes["M"] + sizes["S"]) + _PERMUTATIONS * size_of("e H", sizes)
+
+
+def passes(role: ModelRole, trains: bool) -> int:
+    """Return the forward passes, or passes of equal cost, of one micro-batch."""
+    if not trains:
+        return 1
+    return 1 + _OF_BACKWARD + (role.recomputation.how is Recompute.full)
+
+
+class _Rates(NamedTuple):
+    """The rates at which one role computes: operations and bytes per second, and the bytes of an element."""
+
+    device: DeviceProfile
+    products: float
+    attention: float
+    memory: float
+    element: int
+
+
+def role_times(
+    config: RunConfig, role: ModelRole, architecture: Architecture, device: DeviceProfile, lengths: Lengths
+) -> dict[str, PhaseTime]:
+    """Return the predicted time of each phase of a role, by its name.
+
+    A phase that the algorithm does not need, because the update computes the same, takes no time.
+    """
+    return times_of(role_work(config, role, architecture, lengths), device)
+
+
+def times_of(work: RoleWork, device: DeviceProfile) -> dict[str, PhaseTime]:
+    """Return the time that a device takes for each phase of a role."""
+    rates = _Rates(
+        device=device,
+        products=peak_flops(device, work.product_dtype) * device.efficiency.gemm,
+        attention=peak_flops(device, work.dtype) * device.efficiency.attention,
+        memory=device.memory_gb_s * device.efficiency.memory * 1e9,
+        element=dtype_bytes(work.dtype),
+    )
+    return {name: _pass_time(each, rates) for name, each in work.phases.items()}
+
+
+def _pass_time(work: PassWork, rates: _Rates) -> PhaseTime:
+    if not work.num_passes:
+        return PhaseTime.of()
+    of_stage = [_stage_time(stage, rates) for stage in work.stages]
+    seconds = pipeline_s(
+        [each.seconds for each in _all_stages(of_stage, work.num_stages)],
+        work.num_micro_batches,
+        work.num_chunks,
+    )
+
+    # The parts are those of the slowest stage; the rest of the time it waits for other stages.
+    slowest = max(of_stage, key=lambda time: time.seconds).times(work.num_micro_batches)
+    time = slowest.plus(PhaseTime.of(bubble=seconds - slowest.seconds))
+    if work.update is not None:
+        time = time.plus(_update_time(work.update, rates))
+    return time.times(work.num_passes)
+
+
+def _all_stages(distinct: list[PhaseTime], num_stages: int) -> Iterator[PhaseTime]:
+    """Yield the time of each stage. Those between the first and the last are equal."""
+    for stage in range(num_stages):
+        yield distinct[0 if stage == 0 else -1 if stage == num_stages - 1 else 1]
+
+
+def _stage_time(work: StageWork, rates: _Rates) -> PhaseTime:
+    """Return the time of one micro-batch in one stage."""
+    counts = work.counts
+    time = PhaseTime.of(
+        products=sum(_product_s(product, rates) for product in counts.products),
+        attention=counts.masked_attention_flops / rates.attention,
+        collectives=sum(_collective_s(each, rates) for each in counts.collectives),
+        memory=work.nbytes / rates.memory,
+    )
+    # A host launches ahead of its device, so only the excess counts.
+    launches_s = work.num_launches * rates.device.efficiency.training_layer_us * 1e-6
+    hidden_s = 0.0 if rates.device.is_host else time.seconds
+    return time.plus(PhaseTime.of(launches=launches_s - hidden_s))
+
+
+def _product_s(product: Product, rates: _Rates) -> float:
+    """Return the time of products: their operations, and the reads and writes that they do not hide.
+
+    Products with few rows or few columns read much for each operation, which makes them less efficient.
+    """
+    rows, inner, columns, times = product
+    moved = times * rates.element * (rows * inner + inner * columns + rows * columns)
+    return product.flops / rates.products + moved / rates.memory
+
+
+def _collective_s(count: CollectiveCount, rates: _Rates) -> float:
+    span = RankGroup(count.num_ranks, count.stride)
+    return collective_s(rates.device, count.kind, span, count.nbytes, count.calls)
+
+
+def _update_time(work: StageWork, rates: _Rates) -> PhaseTime:
+    return PhaseTime.of(
+        optimizer=work.nbytes / rates.memory,
+        reduction=sum(_collective_s(each, rates) for each in work.counts.collectives),
+    )
+
+
+def pipeline_s(stages_s: Sequence[float], num_micro_batches: int, num_chunks: int = 1) -> float:
+    """Return the seconds of a pass of all micro-batches through all stages.
+
+    The slowest stage is never idle between its first and its last micro-batch. Before, the first micro-batch
+    passes through the stages above it, and afterwards the last gradients return through them. With virtual
+    stages, these passes only have the layers of one chunk (Narayanan et al. 2021, section 2.2).
+
+    Args:
+        stages_s: The seconds of each stage for one micro-batch: its forward pass, and its backward pass if it
+            trains.
+        num_chunks: The number of virtual stages of each stage.
+    """
+    slowest_s = max(stages_s)
+    others_s = sum(stages_s) - slowest_s
+    return num_micro_batches * slowest_s + others_s / num_chunks

@@ -1,0 +1,73 @@
+"""Predict the memory of a rank in each phase of its dry run, from the memory plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megarl.config.roles import ModelRole
+from megarl.config.schema import RunConfig
+from megarl.models.architecture import Architecture
+from megarl.models.layers import routes_tokens
+from megarl.plan.placement.activations import sharing_is_another_way, working_memory
+from megarl.plan.placement.memory import model_state, stage_of, step_memory
+
+# Suffixes of phases.
+UNEVEN = ", uneven"  # one expert has twice its share of the tokens
+SHARED = ", shared prompt"  # two rows of each micro-batch share a prompt
+
+
+class PredictedMemory(NamedTuple):
+    """The predicted memory of a rank, in bytes.
+
+    Attributes:
+        held: The state of the model.
+        stays: What remains on the device while the state is offloaded.
+        peaks: The peak of each phase of the dry run. While a model that trains is built, it has its
+            parameters twice, before the optimizer has its state.
+        batches: The part of each peak that belongs to the batch of a whole pass, of which a dry run has only
+            a few micro-batches.
+        roots: The part of the step's peak that only torch's Adam allocates. With local layers, Megatron uses
+            Transformer Engine's Adam as well, if it is installed.
+    """
+
+    held: int
+    stays: int
+    peaks: Mapping[str, int]
+    batches: Mapping[str, int]
+    roots: int
+
+
+def predicted_memory(
+    config: RunConfig, role: ModelRole, architecture: Architecture, rank: int
+) -> PredictedMemory:
+    stage = stage_of(role.parallel, rank)
+    state = model_state(role, architecture, config.model.dtype, stage)
+    held = state.total
+    step = step_memory(role, architecture, config.model.dtype, stage)
+    work = working_memory(config, role, architecture, stage, step, uneven=False, shares=False)
+    built = 0 if role.optim is None else max(0, state.parameters - state.optimizer)
+    passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}
+
+    # Predict the passes with uneven routing as well.
+    if routes_tokens(architecture):
+        crowded = working_memory(config, role, architecture, stage, step, uneven=True, shares=False)
+        passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
+    # And those with shared prompts.
+    if sharing_is_another_way(config, role, architecture):
+        sharing = working_memory(config, role, architecture, stage, step, uneven=False, shares=True)
+        passes |= {f"score{SHARED}": sharing.score, f"train{SHARED}": sharing.train}
+
+    transient = {"build": built, **passes, "offload": work.stays, "restore": work.stays}
+    batches = {
+        phase: work.trained_batch if phase.startswith("train") else work.scored_batch
+        for phase in passes
+        if phase != "step"
+    }
+    return PredictedMemory(
+        held,
+        work.stays,
+        {phase: held + size for phase, size in transient.items()},
+        batches,
+        max(0, work.step - work.stays),
+    )
