@@ -12,7 +12,7 @@ import io
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ class PendingSave:
         written, failure = self._writer.wait()
 
         # A failure on one rank is raised on all of them, so that none waits in the gather below.
-        _agree(None if failure is None else _Failure(failure, UNWRITTEN))
+        _agree(None if failure is None else (failure, UNWRITTEN))
 
         # Rank 0 collects what all ranks wrote, because it writes the index of the whole folder.
         parts: list[list[StoredItem]] | None = (
@@ -382,25 +382,22 @@ def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
     set_random_state(state)
 
 
-class _Failure(NamedTuple):
-    """A rank's report to the others about files that it could not read or write."""
-
-    message: str
-    hint: Sequence[str]
+# A rank's report to the others about files that it could not read or write: the message, and the hint.
+_Failure = tuple[str, Sequence[str]]
 
 
 def _on_all_ranks[Result](
     action: Callable[[], Result], folder: Path, done: Literal["read", "written"]
 ) -> Result:
     """Return the result of `action`. File errors on any rank are raised on every rank."""
-    failure = None
+    failure: _Failure | None = None
     try:
         result = action()
     except CheckpointError as error:
-        failure = _Failure(str(error), error.hint)
+        failure = str(error), error.hint
     except OSError as error:
         message = f"{error.filename or folder}: cannot be {done}: {error.strerror or error}"
-        failure = _Failure(message, UNWRITTEN if done == "written" else CheckpointError.hint)
+        failure = message, UNWRITTEN if done == "written" else CheckpointError.hint
 
     # This collective is reached by every rank, whether its own action failed or not.
     _agree(failure)
@@ -414,7 +411,8 @@ def _agree(failure: _Failure | None) -> None:
     # Every rank raises, or the others would wait for this one in their next collective.
     for each in failures:
         if each is not None:
-            raise CheckpointError(each.message, hint=each.hint)
+            message, hint = each
+            raise CheckpointError(message, hint=hint)
 
 
 def random_state() -> dict[str, Any]:
