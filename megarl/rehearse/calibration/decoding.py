@@ -16,8 +16,8 @@ from megarl.models.layers import cached_numbers
 from megarl.rehearse.calibration.measurements import CalibrationRequest, DecodeSweep, DecodeTime
 from megarl.rehearse.calibration.reduced import most_layers, write_reduced
 from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, SamplingParameters
+from megarl.rollout.sglang.backend import LoopThread
 from megarl.rollout.sglang.in_process import InProcessBackend
-from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import generation_payload
 from megarl.rollout.sglang.server_args import build_server_args
 

@@ -1,13 +1,27 @@
-"""Interface of the two ways to run SGLang.
+"""Interface of the two ways to run SGLang, and what both use.
 
-These are its Engine in this process, and its HTTP server in a separate process.
+These are its Engine in this process, and its HTTP server in a separate process. Both are called from an event
+loop in a thread, and their processes leave their last error in a file, which the process that started them
+reports.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import tempfile
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_END_LIMIT_S = 10.0
+_FOLDER = "MEGARL_ENGINE_LAST_WORDS"  # environment variable, inherited by all processes of an engine
+_NUM_CHARACTERS = 4000
 
 
 class CallRefusedError(RuntimeError):
@@ -73,3 +87,68 @@ class Backend(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End the processes."""
+
+
+class LastWords:
+    """Folder to which processes started from now on write their last error."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="megarl-engine-")
+        os.environ[_FOLDER] = self._folder.name
+
+    def read(self) -> str:
+        """Return the end of each file; empty if there is none, as after kill -9."""
+        texts = [file.read_text() for file in sorted(Path(self._folder.name).glob("*.txt"))]
+        return "\n".join(text.strip()[-_NUM_CHARACTERS:] for text in texts)
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+def leave_last_words(text: str) -> None:
+    """Store a message. Called in a process that fails."""
+    folder = Path(os.environ[_FOLDER])
+    if folder.is_dir():  # otherwise the reader is gone
+        (folder / f"{os.getpid()}.txt").write_text(text)
+
+
+class LoopThread:
+    """Thread with an event loop.
+
+    `prepare` runs first, in the thread and before the loop runs; its errors are raised here.
+    """
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=_run, args=(prepare, started), name="sglang", daemon=True)
+        self._thread.start()
+        self._loop = started.result()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> None:
+        """Stop the loop, cancelling its tasks."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_LIMIT_S)
+
+
+def _run(prepare: Callable[[], None], started: Future[asyncio.AbstractEventLoop]) -> None:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+
+    try:
+        prepare()
+    except BaseException as error:  # noqa: BLE001  the boundary of the thread: raised where it was started
+        loop.close()
+        started.set_exception(error)
+        return
+
+    started.set_result(loop)
+    loop.run_forever()
+    # Cancel the remaining tasks, so that none is destroyed while it is pending.
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.close()

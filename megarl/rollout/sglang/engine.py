@@ -34,10 +34,9 @@ from megarl.rollout.interface import (
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
-from megarl.rollout.sglang.backend import Backend, CallRefusedError
+from megarl.rollout.sglang.backend import Backend, CallRefusedError, LoopThread
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import EngineModel, LoaderClient
-from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import (
     RouteFormat,
     check_prompt_length,

@@ -10,8 +10,8 @@ import threading
 
 from megarl.rollout.interface import EnginePart, RolloutEngineSpec
 from megarl.rollout.nodes import EngineNode, FirstNode
+from megarl.rollout.sglang.backend import LoopThread
 from megarl.rollout.sglang.in_process import InProcessBackend
-from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.server_args import START_LIMIT_S, build_server_args, node_args
 
 _POLL_S = 0.5

@@ -17,8 +17,7 @@ from megarl.machine.errors import EngineDeadError
 from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
 from megarl.rollout.sglang import environment, processes
-from megarl.rollout.sglang.backend import Backend, CallRefusedError
-from megarl.rollout.sglang.last_words import LastWords
+from megarl.rollout.sglang.backend import Backend, CallRefusedError, LastWords
 
 # Calls that both modes offer under one name: a path of the server, and a method of the tokenizer manager in
 # this process. The values are the classes of their requests in SGLang's io_struct.

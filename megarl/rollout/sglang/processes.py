@@ -15,7 +15,7 @@ import torch
 
 from megarl.machine.garbage import without_collections
 from megarl.machine.ports import listen
-from megarl.rollout.sglang import last_words
+from megarl.rollout.sglang.backend import leave_last_words
 
 
 def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -92,7 +92,7 @@ def _end_alone() -> None:
 
     def send(self: psutil.Process, sig: int) -> None:
         if sig == signal.SIGQUIT and self.pid == os.getppid():
-            last_words.leave(traceback.format_exc())  # called while the error is handled
+            leave_last_words(traceback.format_exc())  # called while the error is handled
             logging.shutdown()
             os._exit(1)
         send_signal(self, sig)

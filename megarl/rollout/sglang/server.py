@@ -20,8 +20,7 @@ import aiohttp
 import psutil
 
 from megarl.machine.errors import EngineDeadError
-from megarl.rollout.sglang.backend import Backend, CallRefusedError
-from megarl.rollout.sglang.last_words import LastWords
+from megarl.rollout.sglang.backend import Backend, CallRefusedError, LastWords
 
 # Requests that have the same effect if the server receives them twice. Sending weights or generating is not
 # idempotent.

@@ -21,7 +21,8 @@ import psutil
 
 from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
-from megarl.rollout.sglang import environment, last_words, processes
+from megarl.rollout.sglang import environment, processes
+from megarl.rollout.sglang.backend import leave_last_words
 
 _POLL_S = 0.05
 
@@ -34,7 +35,7 @@ def main() -> None:
     try:
         _serve(settings)
     except BaseException:  # the boundary of this process: its end is reported to the parent
-        last_words.leave(traceback.format_exc())
+        leave_last_words(traceback.format_exc())
         raise
     finally:
         _kill_descendants()
