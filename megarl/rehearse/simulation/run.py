@@ -193,7 +193,7 @@ class Simulation:
         rules = GroupRules(
             sampling, max_without_signal=script.max_without_signal, max_error_rate=script.max_error_rate
         )
-        self.buffer = RolloutBuffer(self, self, self._loader, self._scoring, rules, staleness)
+        self.buffer = RolloutBuffer(self, self._loader, self._scoring, rules, staleness)
 
         if saved is not None:
             self._loader.load_state_dict(saved.position)

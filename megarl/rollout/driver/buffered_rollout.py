@@ -61,7 +61,7 @@ class BufferedRollout:
 
         # The buffer needs the version of the first weight sync, which is not known before the first step.
         self._make_buffer = lambda version: RolloutBuffer(
-            rollout, weights, prompts, scoring, self._rules, make_staleness(version)
+            rollout, prompts, scoring, self._rules, make_staleness(version)
         )
         self._buffer: RolloutBuffer | None = None
         self._thread: GenerationThread | None = None

@@ -114,6 +114,11 @@ class Rollout:
         """Declare that another thread uses the replicas from now on. Others get access by `exclusive`."""
         self._replicas.exclusive = exclusive
 
+    @property
+    def version(self) -> int:
+        """Version of the weights that the engines have whenever they generate."""
+        return self._weights.version
+
     # ---- generation
 
     def generate(

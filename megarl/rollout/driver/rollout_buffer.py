@@ -80,6 +80,9 @@ class Requests(Protocol):
     @property
     def is_at_work(self) -> bool: ...
 
+    @property
+    def version(self) -> int: ...
+
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto: ...
 
 
@@ -99,13 +102,6 @@ class Scoring(Protocol):
     def score_round(self, groups: DataProto) -> Mapping[str, Sequence[float]]: ...
 
 
-class HasVersion(Protocol):
-    """The part of RolloutWeights that the buffer uses."""
-
-    @property
-    def version(self) -> int: ...
-
-
 class RolloutBuffer:
     """Starts groups as the staleness controller allows, and has finished groups scored.
 
@@ -115,7 +111,7 @@ class RolloutBuffer:
 
     Example::
 
-        buffer = RolloutBuffer(rollout, weights, prompts, scoring, rules, staleness)
+        buffer = RolloutBuffer(rollout, prompts, scoring, rules, staleness)
         buffer.restore(stored, trained)
         buffer.expect_step()
         while not buffer.is_ready:
@@ -128,14 +124,12 @@ class RolloutBuffer:
     def __init__(
         self,
         rollout: Requests,
-        weights: HasVersion,
         prompts: RowLoader,
         scoring: Scoring,
         rules: GroupRules,
         staleness: StalenessController,
     ) -> None:
         self._rollout = rollout
-        self._weights = weights
         self._loader = prompts
         self._scoring = scoring
         self._rules = rules
@@ -166,7 +160,7 @@ class RolloutBuffer:
 
     def expect_step(self) -> None:
         """Prepare for the next step, which trains the current weights. See StalenessController.expect."""
-        self.staleness.expect(self._weights.version)
+        self.staleness.expect(self._rollout.version)
 
     def begin(self) -> None:
         """Start all groups that the staleness controller admits with the current weights.
@@ -175,7 +169,7 @@ class RolloutBuffer:
         polled, so that the groups it starts do not depend on timing.
         """
         staleness = self.staleness
-        version = self._weights.version
+        version = self._rollout.version
 
         while staleness.may_admit(version):
             prompts, place = self._next_prompt()
@@ -241,7 +235,7 @@ class RolloutBuffer:
         if not staleness.is_ready:
             raise NoSignalError(self._explain())
         num_rounds = staleness.num_rounds
-        taken = set(staleness.take(self._weights.version))
+        taken = set(staleness.take(self._rollout.version))
         last = max(taken)
 
         # Dropped groups among the taken ones leave with them and remain visible in the step's metrics. If
@@ -398,7 +392,7 @@ class RolloutBuffer:
     def _deliver(self, number: int, index: int, replica: int, sample: RolloutOutput) -> None:
         # A sample may span several weight syncs, but never weights older than its start or not yet synced.
         group = self._groups[number]
-        check_versions(replica, sample, oldest=group.version, newest=self._weights.version)
+        check_versions(replica, sample, oldest=group.version, newest=self._rollout.version)
 
         group.samples[index] = sample
         if self._is_whole(group):
@@ -481,4 +475,4 @@ class RolloutBuffer:
     def _training_rows(self, groups: Sequence[Group]) -> DataProto:
         n = self._rules.sampling.n
         samples = [sample for group in groups for sample in group.first_samples(n)]
-        return self._rollout.assemble(rows_of(groups).repeat(n), samples, self._weights.version)
+        return self._rollout.assemble(rows_of(groups).repeat(n), samples, self._rollout.version)

@@ -52,6 +52,7 @@ class FakeRollout:
     """Rollout whose responses have one token more than the number of earlier rounds in the step."""
 
     kind: type[RolloutOutput] = Sample
+    version = 1
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, SamplingConfig, int, int]] = []
