@@ -22,7 +22,7 @@ def scorer():
         patch.setenv("REWARD_NAMED", "named")
         named = RewardSandboxConfig(memory_mb=64, environment=["REWARD_NAMED"])
         with RewardScorer(
-            [SANDBOXED], time_limit_s=2.0, max_error_rate=1.0, num_processes=1, sandbox=named
+            [SANDBOXED], time_limit_s=10.0, max_error_rate=1.0, num_processes=1, sandbox=named
         ) as scorer:
             yield scorer
 
@@ -72,7 +72,7 @@ def test_what_a_sample_may_not_do_is_its_error(scorer, tmp_path):
     assert said[7] == "compute_score ended its process (status 0) without an answer"
     assert said[8].startswith("compute_score raised SystemExit: 4")
     assert said[9] == "compute_score returned the str 'five' as its score, expected a finite number"
-    assert said[10] == "it took more than reward.time_limit_s=2 s and was killed"
+    assert said[10] == "it took more than reward.time_limit_s=10 s and was killed"
     assert said[11] == 7.0
     assert [path.name for path in tmp_path.iterdir()] == ["answers.json"]
 
