@@ -36,10 +36,12 @@ from megarl.trainers.sampling import make_sampling, restore_samples, stored_samp
 class PPOTrainer:
     """Trainer of PPO and related algorithms. `train_step` reads as the algorithm.
 
-    trainer = PPOTrainer(config, roles, prompts, evaluation, monitor, checkpoints)
-    trainer.load_state_dict(state, folder)  # only if the run resumes
-    with trainer.running():
-        trainer.fit()
+    Example::
+
+        trainer = PPOTrainer(config, roles, prompts, evaluation, monitor, checkpoints)
+        trainer.load_state_dict(state, folder)  # only if the run resumes
+        with trainer.running():
+            trainer.fit()
     """
 
     def __init__(
