@@ -118,9 +118,7 @@ def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
         held = [matrix for row, matrix in matrices if row.applies(architecture, layer)]
         parts = []
         for prefix in (MIXER, FEED_FORWARD):
-            kind = next(
-                (each for each in KINDS if each.prefix == prefix and each.applies(architecture, layer)), None
-            )
+            kind = _kind_at(architecture, layer, prefix)
             if kind is not None:
                 of_part = tuple(matrix for matrix in held if matrix.name.startswith(prefix))
                 is_last = is_dense and prefix == FEED_FORWARD and layer == architecture.num_hidden_layers - 1
@@ -130,17 +128,26 @@ def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
     return tuple(layers)
 
 
+def _kind_at(architecture: Architecture, layer: int, prefix: str) -> PartKind | None:
+    """Return the kind of a part of a layer. No size is read: rules ask also about impossible sizes."""
+    kinds = (kind for kind in KINDS if kind.prefix == prefix and kind.applies(architecture, layer))
+    return next(kinds, None)
+
+
 @lru_cache(maxsize=64)
 def kinds_of(architecture: Architecture) -> tuple[PartKind, ...]:
     """Return the kinds of the parts of a model, in the order of the table."""
-    found = {part.kind for layer in layers_of(architecture) for part in layer}
+    layers = range(architecture.num_hidden_layers)
+    found = {_kind_at(architecture, layer, prefix) for layer in layers for prefix in (MIXER, FEED_FORWARD)}
     found |= {kind for kind in KINDS if kind.prefix == TOWER and kind.applies(architecture, None)}
     return tuple(kind for kind in KINDS if kind in found)
 
 
 def kind_of(architecture: Architecture, layer: int, prefix: str) -> PartKind:
     """Return the kind of the part of a layer whose parameters begin with `prefix`, which it must have."""
-    return next(part.kind for part in layers_of(architecture)[layer] if part.kind.prefix == prefix)
+    kind = _kind_at(architecture, layer, prefix)
+    assert kind is not None, (architecture.model_type, layer, prefix)
+    return kind
 
 
 def window_of(architecture: Architecture, layer: int) -> int:
