@@ -20,13 +20,12 @@ def in_background[Result](work: Callable[[], Result], name: str) -> Future[Resul
         name: The name of the thread.
     """
     outcome: Future[Result] = Future()
+    outcome.set_running_or_notify_cancel()
 
     def run() -> None:
-        if not outcome.set_running_or_notify_cancel():
-            return
         try:
             outcome.set_result(work())
-        except Exception as error:  # noqa: BLE001  (thread boundary: whoever waits for the result gets it)
+        except BaseException as error:  # noqa: BLE001  (thread boundary: no one may wait forever)
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

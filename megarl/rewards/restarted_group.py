@@ -118,7 +118,6 @@ class ResentFuture[T_co](RemoteFuture[T_co]):
     """The future of a call of a `RestartedGroup`.
 
     Args:
-        group: The group.
         number: The number of the process to which it was sent.
         again: Sends it again.
     """

@@ -278,10 +278,6 @@ def merged_shards(
     """Return the shards of a model as engines get them: with its adapters merged, if it has some.
 
     Args:
-        parameters: The parameters of the rank.
-        architecture: The model.
-        layout: What the rank holds.
-        head: The head of the model.
         keeps_adapters: Whether engines get the adapters separately instead.
     """
     if keeps_adapters:

@@ -39,6 +39,14 @@ def test_the_error_is_raised_where_the_result_is_awaited() -> None:
             outcome.result()
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_no_error_leaves_its_waiters_behind(kind: type[BaseException]) -> None:
+    def leave() -> None:
+        raise kind("the end")
+
+    assert isinstance(in_background(leave, "leaves").exception(timeout=60), kind)
+
+
 def test_a_process_ends_although_the_work_goes_on() -> None:
     code = (
         "import threading\n"
