@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from megarl.controller.worker import register
+from megarl.roles.megatron_worker import MegatronWorker
 from megarl.weights.p2p import P2PAddress, P2PGroup, PendingMessages
-from megarl.workers.megatron import MegatronWorker
 
 
 def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) -> float:

@@ -3,7 +3,7 @@
     python -m benchmarks.snapshots [--model 10M] [--rows 64] [--repeats 7] [--threads 1]
 
 A step scores a batch and trains on it, with an optimizer step, in one process on a CPU, as a rank does in
-megarl/workers/megatron.py. Steps with and without a snapshot alternate, also in which comes first. A snapshot
+megarl/roles/megatron_worker.py. Steps with and without a snapshot alternate, also in which comes first. A snapshot
 begins after a step, is copied while the next step scores its batch, and must be complete before the update.
 The overhead is the median of the ratios of neighboring steps, minus 1. It is given for the time on the clock
 and for the processor time, because other load on the machine disturbs the first. The size is compared with the plan

@@ -30,7 +30,7 @@ LAYERS = (
     ("checkpoints", "controller"),
     ("engine", "endpoint", "weights.sync"),
     ("rollout",),
-    ("workers", "rewards", "rehearse"),
+    ("rewards", "rehearse"),
     ("roles",),
     ("trainers",),
     ("doctor", "recipes"),
@@ -65,7 +65,13 @@ WITHOUT_TORCH = (
 # Roles create the losses on the driver; worker processes receive them with the rows, so they know no
 # algorithm.
 LOSSES = "megarl.algorithms.losses"
-WITHOUT_LOSSES = ("engine", "rollout", "rewards", "workers")
+WITHOUT_LOSSES = (
+    "megarl.engine",
+    "megarl.rollout",
+    "megarl.rewards",
+    "megarl.roles.megatron_worker",
+    "megarl.roles.reward_model",
+)
 
 
 def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -114,8 +120,8 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
             )
         if top == "torch" and any(within(module, package) for package in WITHOUT_TORCH):
             found.append(f"{module}:{line} imports {imported}: {own} must not import torch")
-        if within(imported, LOSSES) and own in WITHOUT_LOSSES:
-            found.append(f"{module}:{line} imports {imported}: {own} gets its losses from the driver")
+        if within(imported, LOSSES) and any(within(module, side) for side in WITHOUT_LOSSES):
+            found.append(f"{module}:{line} imports {imported}: a worker gets its losses from the driver")
 
     return found
 
@@ -129,6 +135,21 @@ def test_imports_go_down_only() -> None:
         found += breaches(file.read_text(encoding="utf-8"), module, is_package)
 
     assert not found, "\n" + "\n".join(found)
+
+
+def test_worker_processes_load_no_loss() -> None:
+    """A loss is not reached through other modules either."""
+    edges = own_imports()
+    reached = {name for name in edges if any(within(name, side) for side in WITHOUT_LOSSES)}
+    assert {name for name in WITHOUT_LOSSES if name not in edges} == set()
+
+    pending = list(reached)
+    while pending:
+        new = edges[pending.pop()] - reached
+        reached |= new
+        pending += new
+    assert LOSSES in edges
+    assert LOSSES not in reached
 
 
 def test_every_package_has_a_layer() -> None:
@@ -266,7 +287,7 @@ def test_a_module_belongs_to_the_innermost_room() -> None:
     [
         ("megarl.config.load", "import megarl.trainers.ppo", "trainers"),
         ("megarl.config.load", "from megarl.batch.data_proto import DataProto", "sibling of the same layer"),
-        ("megarl.engine.model", "from megarl.workers import actor", "higher layer"),
+        ("megarl.engine.model", "from megarl.roles import models", "higher layer"),
         ("megarl.weights.load", "def f():\n    from megarl import rollout", "inside a function"),
         ("megarl.endpoint.session", "from ..engine.model import build_model", "relative, sibling"),
         (
@@ -281,8 +302,8 @@ def test_a_module_belongs_to_the_innermost_room() -> None:
         ),
         ("megarl.checkpoints.load", "import megarl.weights.sync.sync", "a forbidden room"),
         ("megarl.weights.plan", "from megarl.weights.sync.session import f", "a higher room of its package"),
-        ("megarl.workers.actor", "import ray", "ray outside the controller"),
-        ("megarl.workers.actor", "from megatron.core import parallel_state", "megatron outside the engine"),
+        ("megarl.roles.models", "import ray", "ray outside the controller"),
+        ("megarl.roles.models", "from megatron.core import parallel_state", "megatron outside the engine"),
         ("megarl.rollout.hf.engine", "import sglang.srt", "sglang outside rollout/sglang"),
         (
             "megarl.engine_room.layers",
@@ -293,7 +314,12 @@ def test_a_module_belongs_to_the_innermost_room() -> None:
         ("megarl.plan.placement.plan", "import torch.distributed", "torch in placement"),
         ("megarl.models.architecture", "import torch", "torch in the description of a model"),
         ("megarl.models.architecture", "from megarl.config.schema import PPOConfig", "a higher layer"),
-        ("megarl.workers.megatron", "from megarl.algorithms.losses import ActorLoss", "a loss in a worker"),
+        (
+            "megarl.roles.megatron_worker",
+            "from megarl.algorithms.losses import ActorLoss",
+            "a loss in a worker",
+        ),
+        ("megarl.engine.engine", "def f():\n    import megarl.algorithms.losses", "a loss in the engine"),
     ],
 )
 def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> None:
@@ -315,7 +341,8 @@ def test_a_planted_breach_is_caught(module: str, source: str, named: str) -> Non
         ),
         ("megarl.controller.group", "import ray\nfrom megarl.controller.futures import Call"),
         ("megarl.rollout.sglang.engine", "import sglang"),
-        ("megarl.workers.actor", "import rayleigh"),
+        ("megarl.roles.models", "import rayleigh"),
+        ("megarl.roles.models", "from megarl.algorithms.losses import ActorLoss"),
     ],
 )
 def test_what_is_allowed_passes(module: str, source: str) -> None:

@@ -20,7 +20,7 @@ _BOXES = {
     "algorithms": (4, 0, "driver", "advantages, losses"),
     "rollout/worker": (2, 1, "rollout", "answers requests"),
     "rollout/sglang": (3, 1, "rollout", "generates"),
-    "workers": (5, 1, "actor", "rows, losses"),
+    "roles (worker)": (5, 1, "actor", "rows, losses"),
     "engine": (6, 1, "actor", "Megatron-Core"),
     "weights": (5, 2, "actor", "slices of tensors"),
 }
@@ -31,15 +31,15 @@ _ARROWS = (
     ("rollout/worker", "rollout/sglang"),
     ("rewards", "roles"),
     ("roles", "algorithms"),
-    ("algorithms", "workers"),
-    ("workers", "engine"),
+    ("algorithms", "roles (worker)"),
+    ("roles (worker)", "engine"),
 )
 
 
 def packages() -> str:
     """Draw the way of prompts to the engines and of rows to the trainers, and the way of weights back."""
     root = Path(megarl.__file__).parent
-    assert all((root / package).is_dir() for package in _BOXES), "a package of the drawing has moved"
+    assert all((root / name.split()[0]).is_dir() for name in _BOXES), "a package of the drawing has moved"
     drawing = Drawing(_LEFT + 7 * _COLUMN, _TOP + 3 * _ROW, "The packages that a step runs through")
 
     # trainers has no place in the order: its loop calls all packages of the driver.

@@ -25,8 +25,8 @@ from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import MicroBatchPlan, RowPrompt, plan_micro_batches
 from megarl.machine.wording import counted
+from megarl.roles.megatron_worker import MICRO_BATCHES, Loss
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.workers.megatron import MICRO_BATCHES, Loss
 
 
 @dataclass(frozen=True, kw_only=True)

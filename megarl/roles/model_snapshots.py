@@ -19,8 +19,8 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.snapshot_memory import LOST_S, FileLostError, SnapshotMemory, run_name
 from megarl.machine.errors import RunError
 from megarl.plan.placement.snapshots import NUM_KEPT
+from megarl.roles.megatron_worker import MegatronWorker
 from megarl.roles.saved_models import SavedModel, SavedModels
-from megarl.workers.megatron import MegatronWorker
 
 _LOOK_S = 0.02
 SETTLE_S = 2.0  # how long ranks that still run may take to complete a snapshot after another one died

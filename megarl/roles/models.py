@@ -35,9 +35,9 @@ from megarl.controller.group import RoleGroup
 from megarl.engine.top_tokens import TopK
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, counts_of, restored_rows, uid_column
+from megarl.roles.megatron_worker import ActorWorker, CriticWorker, PolicyWorker
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.weights.sync.source import WeightSource
-from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 
 if TYPE_CHECKING:
     from megarl.engine.vocab_parallel import Extra

@@ -21,8 +21,8 @@ from megarl.controller.group import RoleGroup
 from megarl.engine.offload import StatePart
 from megarl.plan.placement.dataflow import ENGINE, PARAMETERS, Item
 from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.roles.megatron_worker import MegatronWorker
 from megarl.rollout.driver.replicas import Replicas
-from megarl.workers.megatron import MegatronWorker
 
 _GENERATE = "gen"
 _SEND = "update_weights"

@@ -16,8 +16,8 @@ from megarl.config.schema import PreferenceConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
 from megarl.roles.megatron_role import MegatronRole, uid_column
+from megarl.roles.megatron_worker import ActorWorker, CriticWorker, PolicyWorker
 from megarl.weights.sync.source import WeightSource
-from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 
 
 class PairModel(MegatronRole):

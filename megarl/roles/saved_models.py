@@ -30,12 +30,12 @@ from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import LoRA
 from megarl.models.families import REWARD_CLASS, read_architecture
 from megarl.models.tensor_table import Head
+from megarl.roles.megatron_worker import MegatronWorker
 from megarl.roles.models import Actor
 from megarl.roles.preferences import PairModel
 from megarl.roles.start import PPORoles
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.peft_folder import write_config
-from megarl.workers.megatron import MegatronWorker
 
 T = TypeVar("T")
 _LOOK_S = 0.02
@@ -63,7 +63,7 @@ class SavedModel:
 
 
 class SavedModels:
-    """Checkpoint operations over all models; workers/megatron.py has them for one rank.
+    """Checkpoint operations over all models; roles/megatron_worker.py has them for one rank.
 
     Errors of a rank about files that it cannot write or read are raised as CheckpointError, in one line.
     """

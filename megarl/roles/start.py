@@ -39,10 +39,11 @@ from megarl.rewards.role import Reward
 from megarl.rewards.start_judges import JudgeServers, start_judges
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MiniBatchPlan
+from megarl.roles.megatron_worker import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
-from megarl.roles.reward_model import RewardModel
+from megarl.roles.reward_model import Reading, RewardModel, RewardModelWorker
 from megarl.roles.teachers import Teachers
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
@@ -51,8 +52,6 @@ from megarl.rollout.driver.start_rollout import replica_scaling, start_replicas,
 from megarl.weights.sync.forecast import rank_places
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
-from megarl.workers.megatron import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker
-from megarl.workers.reward_model import Reading, RewardModelWorker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from megarl.config.schema import ProfileConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
-from megarl.workers.megatron import MegatronWorker
+from megarl.roles.megatron_worker import MegatronWorker
 
 PROFILE_FOLDER = "profile"  # in `trainer.output_dir`
 _log = logging.getLogger(__name__)

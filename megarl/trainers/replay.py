@@ -12,12 +12,12 @@ from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig, SFTConfig
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.models.families import read_architecture
+from megarl.roles.megatron_worker import MegatronWorker
 from megarl.roles.models import Actor, Critic
 from megarl.roles.preferences import PairModel
 from megarl.roles.start import start_trained
 from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.resume import checkpoint_folder
-from megarl.workers.megatron import MegatronWorker
 
 # The batch of each step after a checkpoint, up to the repeated one, and the checkpoint.
 # Without a checkpoint the run began with the initial weights.

@@ -61,9 +61,9 @@ def _import_for_training() -> None:
         "megarl.engine.checkpoint",
         "megarl.plan.placement.plan",
         "megarl.rollout.hf.engine",
-        "megarl.workers.megatron",
+        "megarl.roles.megatron_worker",
         "megarl.rewards.reward_worker",
-        "megarl.workers.reward_model",
+        "megarl.roles.reward_model",
         "megarl.rollout.worker.rollout_worker",
         "megatron.core.models.mimo",  # by the first optimizer
         "pyarrow.parquet",

@@ -32,13 +32,13 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
+from megarl.roles.megatron_worker import MegatronWorker
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters, plan_requests
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
-from megarl.workers.megatron import MegatronWorker
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import load_lm, save_model
 from tests.unit.engine.rank_side import ALL_LAYOUTS

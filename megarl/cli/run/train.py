@@ -33,6 +33,7 @@ from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import ppo_recovery
+from megarl.roles.reward_model import Reading, conversation_encoder
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
 from megarl.rollout.driver.rollout import TokenRules
@@ -42,7 +43,6 @@ from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.recovery import NoRecovery, step_recovery
 from megarl.trainers.resume import Resume
-from megarl.workers.reward_model import Reading, conversation_encoder
 
 _log = logging.getLogger(__name__)
 

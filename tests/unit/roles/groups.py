@@ -33,13 +33,13 @@ from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
 from megarl.roles.megatron_role import MiniBatchPlan
+from megarl.roles.megatron_worker import ActorWorker, CriticWorker, PolicyWorker
 from megarl.roles.models import Actor, Critic, Scorer
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
-from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout, started_rollout, sync_of
 from tests.unit.engine.models import save_critic, save_model
 

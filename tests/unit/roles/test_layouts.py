@@ -22,11 +22,11 @@ from megarl.config.schema import ParallelConfig, SamplingConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.machine.errors import CheckpointError
+from megarl.roles.megatron_worker import ActorWorker, PolicyWorker
 from megarl.roles.models import Actor
 from megarl.roles.saved_models import SavedModels
 from megarl.rollout.driver.rollout import Rollout
 from megarl.weights.sync.sync import WeightSync
-from megarl.workers.megatron import ActorWorker, PolicyWorker
 from tests.rollout_replicas import StartedRollout
 from tests.unit.engine.comparison import max_difference
 from tests.unit.engine.models import (

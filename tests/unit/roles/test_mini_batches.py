@@ -33,8 +33,8 @@ from megarl.controller.futures import RemoteFuture
 from megarl.machine.errors import RunError
 from megarl.roles.checks import FirstRatioCheck
 from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, counts_of, restored_rows
+from megarl.roles.megatron_worker import MICRO_BATCHES, ActorWorker, Loss
 from megarl.roles.models import Actor, actor_rows
-from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss
 from tests.unit.engine.models import make_batch
 from tests.unit.roles.test_checks import first_update
 

@@ -29,9 +29,8 @@ from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
-from megarl.roles.reward_model import RewardModel
-from megarl.workers.megatron import megatron_mesh
-from megarl.workers.reward_model import Reading, RewardModelWorker
+from megarl.roles.megatron_worker import megatron_mesh
+from megarl.roles.reward_model import Reading, RewardModel, RewardModelWorker
 from tests.ranks import RankPool
 from tests.unit.data.chats import character_tokenizer, user
 from tests.unit.engine.rank_side import ALL_LAYOUTS
@@ -111,10 +110,10 @@ def score_in_rank(
 ) -> DataProto:
     """Score in a rank, with the worker built as in a worker process, except for the existing process
     group."""
-    from megarl.workers import megatron
+    from megarl.roles import megatron_worker
     from tests.unit.engine.rank_side import start
 
-    megatron.shared_groups = start(parallel)
+    megatron_worker.shared_groups = start(parallel)
     spec = ModelSpec(
         path=folders["reward_model"],
         architecture=read_architecture(folders["reward_model"]),
@@ -128,10 +127,10 @@ def score_in_rank(
 
     try:
         worker = RewardModelWorker(spec, reading)
-        replica = megatron.megatron_mesh(parallel)[torch.distributed.get_rank()].dp
+        replica = megatron_worker.megatron_mesh(parallel)[torch.distributed.get_rank()].dp
         return worker.score_conversations(parts[replica])
     finally:
-        megatron.shared_groups = None
+        megatron_worker.shared_groups = None
 
 
 class Ranks:

@@ -17,14 +17,14 @@ from megarl.controller.worker import registered_methods
 from megarl.machine import clock as clock_module
 from megarl.machine.errors import RunError
 from megarl.rewards.reward_worker import RewardWorker
+from megarl.roles.megatron_worker import ActorWorker, CriticWorker, PolicyWorker
+from megarl.roles.reward_model import RewardModelWorker
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.loggers import LOGGERS, JsonlLogger, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.monitor import Monitor, phase_spans, phases_by_call
-from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
-from megarl.workers.reward_model import RewardModelWorker
 
 
 def span(role: str, rank: int, name: str, start_s: float, end_s: float) -> Span:

@@ -5,6 +5,7 @@ import pytest
 from megarl.config.schema import ParallelConfig
 from megarl.models.families import FAMILIES
 from megarl.models.tensor_table import weights_of
+from megarl.roles.megatron_worker import megatron_mesh
 from megarl.weights.shard_layout import (
     ShardLayout,
     check_coverage,
@@ -16,7 +17,6 @@ from megarl.weights.shard_layout import (
     shard_shapes,
 )
 from megarl.weights.tensors import TensorSlice, WeightTransferError
-from megarl.workers.megatron import megatron_mesh
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of
 
 LAYOUTS = [

@@ -14,6 +14,7 @@ import torch
 
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.controller.futures import DerivedFuture
+from megarl.roles.megatron_worker import megatron_mesh
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import WeightMismatchError
 from megarl.weights.manifest import manifest_of
@@ -24,7 +25,6 @@ from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import PUSHED_FOLDERS, WeightSync
 from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.transports.patch_folder import PatchFolderSender
-from megarl.workers.megatron import megatron_mesh
 from tests.fake_engine import FakeEngine, FakeSpec
 from tests.unit.weights.models import architecture_of
 

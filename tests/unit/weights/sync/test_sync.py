@@ -25,6 +25,7 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, register
 from megarl.models.families import read_architecture
+from megarl.roles.megatron_worker import MegatronWorker, megatron_mesh
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.engines import build_engine
 from megarl.rollout.hf.engine import HFEngine
@@ -40,7 +41,6 @@ from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
 from megarl.weights.sync.weight_export import WeightExport
 from megarl.weights.transfer import SendReport
-from megarl.workers.megatron import MegatronWorker, megatron_mesh
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
 from tests.unit.roles.groups import model_spec, started

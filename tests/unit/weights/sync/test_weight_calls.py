@@ -15,6 +15,7 @@ from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.controller.futures import DerivedFuture
 from megarl.models.families import read_architecture
+from megarl.roles.megatron_worker import megatron_mesh
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import P2PAddress
@@ -23,7 +24,6 @@ from megarl.weights.sync.forecast import engine_slices
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import FolderLoading, WeightSync
 from megarl.weights.transfer import SendReport
-from megarl.workers.megatron import megatron_mesh
 
 TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=2)
 NUM_REPLICAS = 8

@@ -17,7 +17,7 @@ from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.models.flops import training_flops
-from megarl.workers.megatron import MICRO_BATCHES, speed_metrics
+from megarl.roles.megatron_worker import MICRO_BATCHES, speed_metrics
 from tests.unit.config.folders import model_folder
 
 ROWS = [(3, 2), (1, 4), (2, 3)]

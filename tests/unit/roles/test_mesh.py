@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.schema import ParallelConfig
-from megarl.workers.megatron import megatron_mesh
+from megarl.roles.megatron_worker import megatron_mesh
 from tests.ranks import RankPool
 from tests.unit.engine.rank_side import CONTEXT_LAYOUTS, LAYOUTS, MIXED_LAYOUTS, start
 
