@@ -34,7 +34,6 @@ LAYERS = (
     ("roles",),
     ("trainers",),
     ("doctor", "recipes"),
-    ("launch",),
     ("cli",),
     ("api",),
 )
@@ -45,7 +44,7 @@ FORBIDDEN = {"engine": ("weights.sync",), "checkpoints": ("weights.sync",)}
 
 # Library -> the only packages (dotted prefixes) that may import it.
 HOMES = {
-    "ray": ("megarl.controller", "megarl.launch"),
+    "ray": ("megarl.controller", "megarl.cli.launch"),
     "megatron": ("megarl.engine",),
     "transformer_engine": ("megarl.engine",),
     "sglang": ("megarl.rollout.sglang",),

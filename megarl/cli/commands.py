@@ -145,7 +145,7 @@ COMMANDS: Mapping[str, Command] = {
         owns_processes=True,
     ),
     "submit": Command(
-        module="megarl.launch.submit",
+        module="megarl.cli.launch.submit",
         summary="run `megarl train` as a job of an existing Ray cluster, and follow it",
         arguments=(
             *RUN,
@@ -158,7 +158,7 @@ COMMANDS: Mapping[str, Command] = {
         examples=("megarl submit run.yaml --address http://HEAD:8265",),
     ),
     "launch": Command(
-        module="megarl.launch.torchrun_node",
+        module="megarl.cli.launch.torchrun_node",
         summary="run `megarl train` on several nodes; torchrun starts this command on each of them",
         arguments=(*RUN,),
         examples=("torchrun --nnodes 2 --nproc-per-node 1 -m megarl launch run.yaml",),

@@ -26,8 +26,8 @@ _PR_SET_PDEATHSIG = 1
 _STARTERS = (
     "-m examples.resume",
     "-m torch.distributed.run",
-    "-m megarl.launch.job",
-    "-m megarl.launch.ray_node",
+    "-m megarl.cli.launch.job",
+    "-m megarl.cli.launch.ray_node",
     "-m megarl launch",
 )
 

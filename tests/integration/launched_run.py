@@ -92,7 +92,15 @@ class ClusterAddress(NamedTuple):
 @contextmanager
 def two_node_cluster(env: dict[str, str]) -> Iterator[ClusterAddress]:
     port = free_port()
-    node = [*fork_server.PYTHON, "-m", "megarl.launch.ray_node", "--address", "127.0.0.1", "--num-cpus", "8"]
+    node = [
+        *fork_server.PYTHON,
+        "-m",
+        "megarl.cli.launch.ray_node",
+        "--address",
+        "127.0.0.1",
+        "--num-cpus",
+        "8",
+    ]
     nodes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:

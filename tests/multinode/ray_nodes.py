@@ -39,7 +39,7 @@ class RayNodes:
 
     def _started(self, number: int, arguments: list[str]) -> tuple[subprocess.Popen[str], Path]:
         node = self._net.nodes[number]
-        program = [*fork_server.PYTHON, "-m", "megarl.launch.ray_node", "--address", node.address]
+        program = [*fork_server.PYTHON, "-m", "megarl.cli.launch.ray_node", "--address", node.address]
         log = self._folder / f"ray-{node.name}.log"
         with log.open("a") as output:
             daemon = node.start(

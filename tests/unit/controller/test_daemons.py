@@ -46,7 +46,15 @@ def slow_agents(tmp_path: Path) -> Iterator[dict[str, str]]:
 def test_a_node_comes_up_though_its_agents_do_not(slow_agents: dict[str, str]) -> None:
     """Ray's default is to end such a node after 15 s."""
     slow_agents.pop("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", None)
-    command = [sys.executable, "-m", "megarl.launch.ray_node", "--address", "127.0.0.1", "--num-cpus", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli.launch.ray_node",
+        "--address",
+        "127.0.0.1",
+        "--num-cpus",
+        "1",
+    ]
 
     with subprocess.Popen(
         command, cwd=ROOT, env=slow_agents, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -10,6 +10,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from megarl.cli.launch import submit
+from megarl.cli.launch.job import missing_packages
 from megarl.config.load import load_config, read_config
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -24,8 +26,6 @@ from megarl.config.schema import (
     SFTConfig,
     TrainerConfig,
 )
-from megarl.launch import job_files
-from megarl.launch.job import missing_packages
 from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import write_yaml
 
@@ -54,7 +54,7 @@ def config(*functions: str) -> PPOConfig:
 
 def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "--quiet", here], check=True)
-    num_files, _ = job_files.pack(
+    num_files, _ = submit.pack(
         config("rewards/count.py", str(tmp_path / "elsewhere.py")), job := tmp_path / "job", here
     )
     outside = Path("outside", *tmp_path.resolve().parts[1:], "elsewhere.py")
@@ -81,7 +81,7 @@ def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, 
 
 
 def test_outside_a_work_tree_only_what_the_configuration_names_is_taken(here: Path, tmp_path: Path) -> None:
-    job_files.pack(config("rewards/count.py"), job := tmp_path / "job", here)
+    submit.pack(config("rewards/count.py"), job := tmp_path / "job", here)
     names = {str(file.relative_to(job)) for file in job.rglob("*") if file.is_file()}
     assert {name for name in names if not name.startswith("megarl/")} == {"run.yaml", "rewards/count.py"}
 
@@ -94,7 +94,7 @@ def test_functions_of_the_algorithm_go_along_and_names_on_the_hub_stay(here: Pat
         data=DataConfig(train_files=["openai/gsm8k", "data/train"]),  # `data` is a folder
         algorithm=AlgorithmConfig(policy_loss=PolicyLossConfig(function="rewards/neighbor.py:loss")),
     )
-    job_files.pack(given, job := tmp_path / "job", here)
+    submit.pack(given, job := tmp_path / "job", here)
     found = load_config(PPOConfig, str(job / "run.yaml"))
     assert found.model.path == "Qwen/Qwen3-8B"
     assert found.data.train_files == ["openai/gsm8k", str(here / "data/train")]
@@ -107,7 +107,7 @@ def test_the_job_finds_what_ships_even_beside_a_folder_of_the_same_name(here: Pa
     subprocess.run(["git", "init", "--quiet", here], check=True)
     (here / "configs").mkdir()
     (here / "configs" / "mine.yaml").write_text("base: configs/quickstart.yaml\n")
-    job_files.pack(config("rewards/count.py"), job := tmp_path / "job", here)
+    submit.pack(config("rewards/count.py"), job := tmp_path / "job", here)
     assert [file.name for file in (job / "configs").iterdir()] == ["mine.yaml"]
     assert (job / "megarl/configs/algorithm/grpo.yaml").is_file()
 
@@ -122,7 +122,7 @@ def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: P
         tmp_path / "run.yaml", {"model": {"path": "model"}, "data": {"train_files": ["train.parquet"]}}
     )
     given = read_config(PPOConfig, path).required()
-    job_files.pack(given, job := tmp_path / "job", here)
+    submit.pack(given, job := tmp_path / "job", here)
     found = read_config(PPOConfig, str(job / "run.yaml")).required()
     assert (given.model.dtype, found.model.dtype) == (DType.auto, DType.auto)
 
@@ -130,8 +130,8 @@ def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: P
 def test_a_python_without_the_packages_is_named(here: Path, tmp_path: Path) -> None:
     """The job's Python has only the standard library, like a head whose Ray runs in another environment."""
     assert missing_packages() == []
-    job_files.pack(config(), job := tmp_path / "job", here)
-    command = [sys.executable, "-S", "-m", "megarl.launch.job", "train", "run.yaml"]
+    submit.pack(config(), job := tmp_path / "job", here)
+    command = [sys.executable, "-S", "-m", "megarl.cli.launch.job", "train", "run.yaml"]
     ended = subprocess.run(command, cwd=job, env={}, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1, ended.stderr
@@ -144,11 +144,11 @@ def test_too_much_is_refused_with_what_is_large(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subprocess.run(["git", "init", "--quiet", here], check=True)
-    monkeypatch.setattr(job_files, "LIMIT_MB", 0.1)
+    monkeypatch.setattr(submit, "LIMIT_MB", 0.1)
     (here / "large.bin").write_bytes(bytes(200_000))
 
     with pytest.raises(ConfigError, match=r"more than 0.1; .* to .gitignore; the largest are .*large.bin"):
-        job_files.pack(config(), tmp_path / "job", here)
+        submit.pack(config(), tmp_path / "job", here)
 
 
 def test_every_key_of_a_path_is_known() -> None:
@@ -167,7 +167,7 @@ def test_every_key_of_a_path_is_known() -> None:
         "data.curriculum.sampler",
         "rollout.sglang.server_args.speculative_draft_model_path",
     }
-    assert keys | without_the_words == job_files.SHARED | job_files.CODE
+    assert keys | without_the_words == submit.SHARED | submit.CODE
 
 
 def leaves(section: type, prefix: str = "") -> list[str]:
@@ -189,7 +189,7 @@ def test_keys_of_judges_are_not_sent() -> None:
         for name, variable in (("open", None), ("closed", "SECRET"))
     ]
     run = replace(config(), reward=RewardConfig(judges=judges))
-    assert job_files.absent_secrets(run) == [
+    assert submit.absent_secrets(run) == [
         "reward.judges[1].api_key_env: SECRET; export it on the cluster's nodes before `ray start`"
     ]
-    assert job_files.absent_secrets(SFTConfig()) == []
+    assert submit.absent_secrets(SFTConfig()) == []

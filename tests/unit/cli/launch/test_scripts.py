@@ -16,7 +16,7 @@ from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from tests.requirement_files import locked
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 LAUNCH = ROOT / "launch"
 SLURM = LAUNCH / "slurm.sbatch"
 

@@ -1,7 +1,7 @@
 """One node of a Ray cluster, as a process that ends with its daemons when its standard input closes.
 
-    python -m megarl.launch.ray_node --address IP [--head HOST:PORT] --num-cpus N [--dashboard-port PORT]
-                                     [--temp-dir DIR]
+    python -m megarl.cli.launch.ray_node --address IP [--head HOST:PORT] --num-cpus N
+                                         [--dashboard-port PORT] [--temp-dir DIR]
 
 The process prints the cluster's address when the node is up. It takes free ports, so several nodes can run on
 one host. `ray start` cannot be used here: it rejects loopback addresses, and its daemons keep running when
@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import select
-import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
 
 from megarl.controller.daemons import (
     NodeStartError,
@@ -32,75 +30,10 @@ from megarl.controller.environment import daemon_settings
 from megarl.machine.reaper import descendants, end_held, hold, start_reaper
 
 _LOOK_S = 1.0
-_STOP_LIMIT_S = 20.0
-
-
-class RayNode:
-    """A node's process, as seen by its parent.
-
-    Args:
-        address: The node's address in the cluster. With 127.0.0.1 Ray accepts only local connections.
-        head: The cluster's address; None starts a head.
-
-    Raises:
-        RuntimeError: The node does not start. The reason is on standard error.
-    """
-
-    def __init__(
-        self, address: str, head: str | None = None, *, num_cpus: int, environment: Mapping[str, str]
-    ) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "megarl.launch.ray_node",
-            "--address",
-            address,
-            "--num-cpus",
-            str(num_cpus),
-            *(["--head", head] if head else []),
-        ]
-
-        # A separate session, so that a signal to the run does not end the cluster before the run has saved.
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        self.gcs_address = self._process.stdout.readline().strip()
-
-        if not self.gcs_address:
-            raise RuntimeError(
-                f"Ray did not start on {address} (status {self._process.wait()}); the reason is above"
-            )
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
-def logical_cpus(needed: int) -> int:
-    """Return the logical CPUs of a node.
-
-    They are its CPUs, or the demand of all of the run's processes if that is larger, because Ray's CPUs are
-    not cores.
-    """
-    return max(os.cpu_count() or 1, needed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m megarl.launch.ray_node")
+    parser = argparse.ArgumentParser(prog="python -m megarl.cli.launch.ray_node")
     parser.add_argument("--address", required=True)
     parser.add_argument("--head")
     parser.add_argument("--num-cpus", type=int, required=True)

@@ -26,7 +26,6 @@ from torch.distributed.rendezvous import rendezvous
 from megarl.config.schema import RunConfig
 from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
 from megarl.doctor.checks import load_for_run
-from megarl.launch.ray_node import RayNode, logical_cpus
 from megarl.machine.errors import ConfigError
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.machine.wording import counted
@@ -39,6 +38,7 @@ _START_LIMIT_S = 600.0  # limit for all nodes to join the cluster
 _SILENCE_LIMIT_S = 60.0  # time without a heartbeat after which a node is considered lost
 _LAST_WORDS_S = 60.0  # time for the driver to detect and report a lost node itself
 _LEAVE_LIMIT_S = 30.0
+_STOP_LIMIT_S = 20.0
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _NODE = "node"
 _HEAD = "head"
@@ -137,6 +137,70 @@ class Driver:
         except subprocess.TimeoutExpired:
             self._process.kill()  # its reaper ends its child processes
         return FAILED
+
+
+class RayNode:
+    """The process of a node (ray_node.py), as seen by its parent.
+
+    Args:
+        address: The node's address in the cluster. With 127.0.0.1 Ray accepts only local connections.
+        head: The cluster's address; None starts a head.
+
+    Raises:
+        RuntimeError: The node does not start. The reason is on standard error.
+    """
+
+    def __init__(
+        self, address: str, head: str | None = None, *, num_cpus: int, environment: Mapping[str, str]
+    ) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "megarl.cli.launch.ray_node",
+            "--address",
+            address,
+            "--num-cpus",
+            str(num_cpus),
+            *(["--head", head] if head else []),
+        ]
+
+        # A separate session, so that a signal to the run does not end the cluster before the run has saved.
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self.gcs_address = self._process.stdout.readline().strip()
+
+        if not self.gcs_address:
+            raise RuntimeError(
+                f"Ray did not start on {address} (status {self._process.wait()}); the reason is above"
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def logical_cpus(needed: int) -> int:
+    """Return the logical CPUs of a node.
+
+    They are its CPUs, or the demand of all of the run's processes if that is larger, because Ray's CPUs are
+    not cores.
+    """
+    return max(os.cpu_count() or 1, needed)
 
 
 def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
