@@ -20,9 +20,9 @@ from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, TensorMeta
 from megarl.weights.transfer import Transfer
-from megarl.weights.transports.device import DeviceEndpoint, DeviceSender
-from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
-from megarl.weights.transports.interface import Sender
+from megarl.weights.transports.device import DeviceSender
+from megarl.weights.transports.group import GroupSender, group_transfers
+from megarl.weights.transports.interface import Endpoint, Sender
 
 LIMIT_S = 60.0
 BACKEND_OF = {"cpu": "gloo", "cuda": "nccl"}
@@ -83,7 +83,9 @@ class PlainTrainer:
             end = DeviceSender(None, 0)
             schedules = self.plan.of_target(rank)
             address = end.serve(0, f"device-{rank}", schedules, self._dtype, self._device)
-            links.append(EngineLink(DeviceEndpoint(address, f"device-{rank}"), schedules, self._dtype))
+            links.append(
+                EngineLink(Endpoint("device", address, device=f"device-{rank}"), schedules, self._dtype)
+            )
             self.ends.append(end)
 
         return links
@@ -100,7 +102,7 @@ class PlainTrainer:
             LIMIT_S,
         )
         links = [
-            EngineLink(GroupEndpoint(address, 1 + rank), schedules, self._dtype)
+            EngineLink(Endpoint("group", address, 1 + rank), schedules, self._dtype)
             for rank, schedules in enumerate(receives)
         ]
 

@@ -41,9 +41,9 @@ from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.device import NUM_IPC_BUFFERS, DeviceEndpoint, DeviceSender
-from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
-from megarl.weights.transports.interface import Sender
+from megarl.weights.transports.device import NUM_IPC_BUFFERS, DeviceSender
+from megarl.weights.transports.group import GroupSender, group_transfers
+from megarl.weights.transports.interface import Endpoint, Sender
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_semantics import NcclSemantics
 from tests.plain_trainer import PlainShards, manifest_of
@@ -186,7 +186,7 @@ class TrainerProcess(_Obeying):
         """Return a serialized link."""
         schedules = self._plan(needed, NAME).of_target(0)
         address = self._device.serve(replica, NAME, schedules, DTYPE, self.device)
-        return json.dumps(EngineLink(DeviceEndpoint(address, NAME), schedules, DTYPE).encode())
+        return json.dumps(EngineLink(Endpoint("device", address, device=NAME), schedules, DTYPE).encode())
 
     def join_group(self, replica: int, address: P2PAddress, needed: TensorSlices) -> None:
         self.meet(address, 0)
@@ -196,7 +196,7 @@ class TrainerProcess(_Obeying):
 
     def group_link(self, address: P2PAddress, needed: TensorSlices) -> str:
         _, (schedules,) = group_transfers(self._plan(needed, "another"), [0])
-        return json.dumps(EngineLink(GroupEndpoint(address, 1), schedules, DTYPE).encode())
+        return json.dumps(EngineLink(Endpoint("group", address, 1), schedules, DTYPE).encode())
 
     def change(self, seed: int) -> None:
         """Use the weights of this seed from now on."""

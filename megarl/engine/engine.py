@@ -51,9 +51,14 @@ from megarl.engine.spec import ModelSpec
 from megarl.engine.top_tokens import TopK
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
 from megarl.models.tensor_table import OUTPUT_LAYER
-from megarl.weights.adapters import fill_adapters, fill_saved_modules, split_adapters
 from megarl.weights.checkpoint_index import read_checkpoint_index
-from megarl.weights.load import load_into_shards, value_head_of
+from megarl.weights.load import (
+    fill_adapters,
+    fill_saved_modules,
+    load_into_shards,
+    split_adapters,
+    value_head_of,
+)
 from megarl.weights.shard_layout import layouts_of
 
 Rows = Mapping[str, RaggedTensor]

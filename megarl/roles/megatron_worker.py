@@ -30,7 +30,7 @@ from megarl.engine.rendezvous import open_store
 from megarl.engine.spec import ModelSpec
 from megarl.models.flops import tower_flops, training_flops
 from megarl.weights.shards import Shards, merged_shards
-from megarl.weights.sync.weight_export import WeightExport
+from megarl.weights.sync.worker import WeightExport
 
 if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to be active
     from torch import Tensor

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import Regions, pack
 from megarl.weights.patch import (
     Change,
     Patch,
@@ -27,6 +26,7 @@ from megarl.weights.patch import (
 )
 from megarl.weights.schedule import TransferSchedule
 from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transfer import Regions, pack
 
 _CHUNK_NUMEL = 2**20  # small enough for caches and temporary memory, large enough for a GPU
 # Messages are not larger, since the first patches are sent when a message is full.

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import copy_tensors
 from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transfer import copy_tensors
 
 ALIGNMENT = 8  # of each section of a patch, so that it can be viewed with any dtype
 _MOST_LOW_BITS = 31

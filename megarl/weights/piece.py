@@ -12,20 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megarl.models.tensor_part import Rearrangement
 from megarl.weights.tensors import TensorSlice, flat_index, range_slices, row_major_strides
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch
-
-
-class EqualSlices(NamedTuple):
-    """Equal elements: a slice of the shard, and the slice of the tensor's view."""
-
-    shard: TensorSlice
-    hf: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -56,15 +49,19 @@ class Piece:
             "" if self.is_source else " (copy)"
         )
 
-    def matches(self, shard: TensorSlice) -> Iterator[EqualSlices]:
-        """Split a slice of `self.shard` into slices that are slices of the tensor's view as well."""
+    def matches(self, shard: TensorSlice) -> Iterator[tuple[TensorSlice, TensorSlice]]:
+        """Split a slice of `self.shard` into slices that are slices of the tensor's view as well.
+
+        Yields:
+            Slices of the shard, and the slices of the view with the same elements.
+        """
         if self.rearrangement is None:
-            yield EqualSlices(shard, shard.relative_to(self.shard.starts, self.hf.starts))
+            yield shard, shard.relative_to(self.shard.starts, self.hf.starts)
             return
 
         inside = shard.relative_to(self.shard.starts)
         for blocks, hf in rearranged_slices(self.rearrangement, self.hf, inside):
-            yield EqualSlices(blocks.relative_to((0,) * len(blocks.starts), self.shard.starts), hf)
+            yield blocks.relative_to((0,) * len(blocks.starts), self.shard.starts), hf
 
     def in_hf_order(self, region: torch.Tensor, hf: TensorSlice | None = None) -> torch.Tensor:
         """View elements of the shard in the order of the tensor's view.

@@ -6,7 +6,7 @@ The `EngineLink` that tells a rank how to receive its weights is sent as JSON.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from megarl.weights.plan import TensorSlices
 from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import Manifest, TensorSlice, WeightTransferError
 from megarl.weights.transports.delta import DeltaReceiver
-from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
-from megarl.weights.transports.group import GroupEndpoint, GroupReceiver
-from megarl.weights.transports.interface import DestinationViews, Receiver
-from megarl.weights.transports.patch_folder import PatchFolderEndpoint, PatchFolderReceiver
+from megarl.weights.transports.device import DeviceReceiver
+from megarl.weights.transports.group import GroupReceiver
+from megarl.weights.transports.interface import DestinationViews, Endpoint, Receiver
+from megarl.weights.transports.patch_folder import PatchFolderReceiver
 
-# Transport -> an engine rank's endpoint, the address in it if it has one, and the receiver class.
-_TRANSPORTS: dict[str, tuple[type, type | None, type]] = {
-    "device": (DeviceEndpoint, IPCAddress, DeviceReceiver),
-    "group": (GroupEndpoint, P2PAddress, GroupReceiver),
-    "patch_folder": (PatchFolderEndpoint, None, PatchFolderReceiver),
+# Transport -> the type of the address in an engine rank's endpoint if it has one, and the receiver.
+RECEIVERS: dict[str, tuple[type | None, Callable[[Endpoint, torch.device], Receiver]]] = {
+    "device": (IPCAddress, DeviceReceiver),
+    "group": (P2PAddress, GroupReceiver),
+    "delta": (P2PAddress, DeltaReceiver),  # what changed since the engine's last weights
+    "patch_folder": (None, PatchFolderReceiver),
 }
 
 
@@ -44,7 +45,7 @@ class EngineLink:
         words: The numbers of words of tensors with a wider dtype (see message_words.py).
     """
 
-    place: GroupEndpoint | DeviceEndpoint | PatchFolderEndpoint
+    place: Endpoint
     schedules: Mapping[int, TransferSchedule]
     dtype: torch.dtype
     words: WordCounts = field(default_factory=dict)
@@ -55,18 +56,11 @@ class EngineLink:
         Raises:
             WeightTransferError: The trainers cannot be reached.
         """
-        if isinstance(self.place, GroupEndpoint) and self.place.sends_changes:
-            return DeltaReceiver(self.place, device)
-        *_, receiver = _TRANSPORTS[self._transport]
+        _, receiver = RECEIVERS[self.place.transport]
         return receiver(self.place, device)
-
-    @property
-    def _transport(self) -> str:
-        return next(name for name, (place, *_) in _TRANSPORTS.items() if isinstance(self.place, place))
 
     def encode(self) -> dict[str, Any]:
         return {
-            "transport": self._transport,
             "place": self.place,
             "schedules": [
                 (
@@ -83,8 +77,10 @@ class EngineLink:
 
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> EngineLink:
-        place, address, _ = _TRANSPORTS[encoded["transport"]]
-        own = encoded["place"] if address is None else [address(*encoded["place"][0]), *encoded["place"][1:]]
+        transport, address, *own = encoded["place"]
+        address_type, _ = RECEIVERS[transport]
+        if address_type is not None:
+            address = address_type(*address)
 
         schedules = {
             source: TransferSchedule([Part(name, decode_slice(corners)) for name, corners in parts], *rounds)
@@ -92,7 +88,7 @@ class EngineLink:
         }
 
         dtype = getattr(torch, encoded["dtype"])
-        return cls(place(*own), schedules, dtype, encoded["words"])
+        return cls(Endpoint(transport, address, *own), schedules, dtype, encoded["words"])
 
 
 def encode_slice(tensor_slice: TensorSlice) -> list[list[int]]:

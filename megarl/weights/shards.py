@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megarl.models.adapters import parameter_names
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
-from megarl.weights.message_words import WordCounts, shape_in_words, slice_in_words, word_counts
+from megarl.weights.message_words import shape_in_words, slice_in_words, word_counts
 from megarl.weights.piece import Piece, in_shape, in_view
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import ShardLayout, held_weights, numbered_pieces
@@ -19,20 +19,6 @@ from megarl.weights.tensors import TensorSlice, WeightTransferError, contiguous_
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch
-
-
-class _Home(NamedTuple):
-    """The rank's parameter and piece in which a Hugging Face tensor lies.
-
-    Attributes:
-        megatron_name: The name of the parameter.
-        piece: The part of the tensor that lies there.
-        shape: The shape of the whole Hugging Face tensor.
-    """
-
-    megatron_name: str
-    piece: Piece
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +102,16 @@ class _Geometry:
     """Caches where each part lies: its parameter, its piece, and slices of the parameter.
 
     Every weight sync asks for the same parts, so the cache outlives a sync.
+
+    Args:
+        shapes: The shapes of the whole Hugging Face tensors, in words.
+        homes: By Hugging Face name, the parameters of this rank and the pieces of the tensor in them.
     """
 
-    def __init__(self, homes: Mapping[str, list[_Home]]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], homes: Mapping[str, list[tuple[str, Piece]]]
+    ) -> None:
+        self._shapes = shapes
         self._homes = homes
         self._found: dict[Part, tuple[str, Piece, list[tuple[slice, ...]]]] = {}
 
@@ -133,11 +126,12 @@ class _Geometry:
         """
         if part not in self._found:
             homes = self._homes[part.name]
-            slices = list(in_view(part.tensor_slice, homes[0].shape, homes[0].piece.hf_view))
-            holding = [home for home in homes if slices[0].intersect(home.piece.hf) == slices[0]]
+            _, first = homes[0]
+            slices = list(in_view(part.tensor_slice, self._shapes[part.name], first.hf_view))
+            holding = [home for home in homes if slices[0].intersect(home[1].hf) == slices[0]]
             if not holding:
                 raise WeightTransferError(f"this rank does not hold {part.tensor_slice} of {part.name}")
-            name, piece, _ = holding[0]
+            name, piece = holding[0]
             target = piece.shard.starts if piece.rearrangement is None else None
             regions = [each.relative_to(piece.hf.starts, target).index for each in slices]
             self._found[part] = name, piece, regions
@@ -146,7 +140,17 @@ class _Geometry:
 
 @lru_cache(maxsize=8)
 def _geometry(architecture: Architecture, layout: ShardLayout, head: Head, word_bytes: int) -> _Geometry:
-    return _Geometry(_homes(architecture, layout, head, word_counts(architecture, word_bytes, head)))
+    words = word_counts(architecture, word_bytes, head)
+    shapes: dict[str, tuple[int, ...]] = {}
+    homes: dict[str, list[tuple[str, Piece]]] = {}
+
+    for weight in held_weights(architecture, layout, head):
+        for number, piece in numbered_pieces(weight, layout):
+            count = words.get(piece.hf_name, 1)
+            shapes[piece.hf_name] = shape_in_words(weight.tensors[number].shape, count)
+            homes.setdefault(piece.hf_name, []).append((weight.megatron_name, _in_words(piece, count)))
+
+    return _Geometry(shapes, homes)
 
 
 def held_slices(
@@ -174,30 +178,17 @@ def held_slices(
     return {name: tuple(dict.fromkeys(slices)) for name, slices in found.items()}
 
 
-def _homes(
-    architecture: Architecture, layout: ShardLayout, head: Head, words: WordCounts
-) -> dict[str, list[_Home]]:
-    homes: dict[str, list[_Home]] = {}
-    for weight in held_weights(architecture, layout, head):
-        for number, piece in numbered_pieces(weight, layout):
-            home = _Home(weight.megatron_name, piece, weight.tensors[number].shape)
-            in_words = _in_words(home, words.get(piece.hf_name, 1))
-            homes.setdefault(piece.hf_name, []).append(in_words)
-    return homes
-
-
-def _in_words(home: _Home, count: int) -> _Home:
+def _in_words(piece: Piece, count: int) -> Piece:
     if count == 1:
-        return home
-    assert home.piece.rearrangement is None, "words of an element must stay together"
-    piece = replace(
-        home.piece,
-        hf_view=shape_in_words(home.piece.hf_view, count),
-        hf=slice_in_words(home.piece.hf, count),
-        shard_view=shape_in_words(home.piece.shard_view, count),
-        shard=slice_in_words(home.piece.shard, count),
+        return piece
+    assert piece.rearrangement is None, "words of an element must stay together"
+    return replace(
+        piece,
+        hf_view=shape_in_words(piece.hf_view, count),
+        hf=slice_in_words(piece.hf, count),
+        shard_view=shape_in_words(piece.shard_view, count),
+        shard=slice_in_words(piece.shard, count),
     )
-    return _Home(home.megatron_name, piece, shape_in_words(home.shape, count))
 
 
 def slices_by_rank(

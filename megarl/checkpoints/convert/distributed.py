@@ -33,7 +33,7 @@ from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.part_kind import FEED_FORWARD, NORM_BEFORE
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, weights_of
 from megarl.weights.peft_folder import adapter_tensors
-from megarl.weights.piece import EqualSlices, Piece
+from megarl.weights.piece import Piece
 from megarl.weights.shard_layout import pieces, shard_view, whole_layout
 from megarl.weights.tensors import TensorSlice, range_slices
 
@@ -264,10 +264,11 @@ def _stored_pieces(
             for part in parts:
                 if (common := region.intersect(part.shard)) is None:
                     continue
-                for match in part.matches(common):
+                for shard, hf in part.matches(common):
                     rows = first_row, first_row + num_rows
-                    opened = partial(_open, index.folder, place, chunk, rows, region, part, match)
-                    yield part.hf_name, StoredPiece(place=match.hf, open=opened)
+                    inside = shard.relative_to(region.starts)
+                    opened = partial(_open, index.folder, place, chunk, rows, region.shape, inside, part, hf)
+                    yield part.hf_name, StoredPiece(place=hf, open=opened)
             first_row += num_rows
 
 
@@ -312,13 +313,15 @@ def _open(
     place: StoredSlice,
     chunk: StoredItem,
     rows: tuple[int, int],
-    region: TensorSlice,
+    shape: tuple[int, ...],
+    inside: TensorSlice,
     piece: Piece,
-    match: EqualSlices,
+    hf: TensorSlice,
 ) -> torch.Tensor:
+    """Read the elements `hf` of a tensor: the slice `inside` of rows in `shape` of a chunk."""
     # Select the layer, and the expert, from the chunk that stacks them.
     stored = read_chunk(folder, chunk)
     for number, first in zip(place.leading, chunk.tensor_slice.starts, strict=False):
         stored = stored[number - first]
-    elements = stored[rows[0] : rows[1]].reshape(region.shape)[match.shard.relative_to(region.starts).index]
-    return piece.in_hf_order(elements, match.hf)
+    elements = stored[rows[0] : rows[1]].reshape(shape)[inside.index]
+    return piece.in_hf_order(elements, hf)

@@ -168,9 +168,9 @@ class _Writer:
             block.zero_()
 
         for piece, common in parts:
-            for match in piece.matches(common):
-                target = block[match.shard.relative_to(tensor_slice.starts).index]
-                tensors[piece.hf_name].fill(piece.in_hf_order(target, match.hf), match.hf)
+            for shard, hf in piece.matches(common):
+                target = block[shard.relative_to(tensor_slice.starts).index]
+                tensors[piece.hf_name].fill(piece.in_hf_order(target, hf), hf)
 
         refuse_nonfinite(block, item.weight.megatron_name)
         return block

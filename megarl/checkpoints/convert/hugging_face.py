@@ -43,7 +43,7 @@ from megarl.weights.manifest import (
     stored_manifest,
 )
 from megarl.weights.mxfp4 import BLOCK, BLOCKS, SCALES, unpack
-from megarl.weights.piece import EqualSlices, Piece
+from megarl.weights.piece import Piece
 from megarl.weights.shard_layout import numbered_pieces, whole_layout
 from megarl.weights.shard_layout import pieces as shard_pieces
 from megarl.weights.tensors import TensorSlice, WeightTransferError
@@ -138,12 +138,14 @@ def _stored_pieces(
                 continue
             open_whole = _opener(index, starts, read.tensors[number])
             dtypes[piece.hf_name] = TORCH_DTYPES[index.tensors[stored_piece.hf_name].dtype]
-            for match in stored_piece.matches(common):
-                (place,) = piece.matches(match.shard)
+            for shard, stored in stored_piece.matches(common):
+                ((_, place),) = piece.matches(shard)
                 pieces.setdefault(piece.hf_name, []).append(
                     StoredPiece(
-                        place=place.hf,
-                        open=partial(_open_other, open_whole, stored_piece, match, piece, place.hf),
+                        place=place,
+                        open=partial(
+                            _open_other, open_whole, stored_piece, stored, shard.shape, piece, place
+                        ),
                     )
                 )
 
@@ -202,14 +204,16 @@ def _open_unpacked(
 
 def _open_other(
     open_whole: Callable[[], Elements],
-    stored: Piece,
-    match: EqualSlices,
+    stored_piece: Piece,
+    stored: TensorSlice,
+    shape: tuple[int, ...],
     piece: Piece,
     place: TensorSlice,
 ) -> torch.Tensor:
-    elements = open_whole()[match.hf.index]
-    if stored.rearrangement is not None:
-        elements = elements.permute(stored.rearrangement.order).reshape(match.shard.shape)
+    """Read elements, which are the slice `stored` in the file and have `shape` in the parameter."""
+    elements = open_whole()[stored.index]
+    if stored_piece.rearrangement is not None:
+        elements = elements.permute(stored_piece.rearrangement.order).reshape(shape)
     return piece.in_hf_order(elements, place)
 
 

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from megarl.rehearse.rehearsal.ledger import Ledger, place
 from megarl.rehearse.rehearsal.record import Collective, RankPush, RehearsalError
-from megarl.weights.execution import PipelinedTransfer
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shards import merged_shards
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transfer import Channel
+from megarl.weights.transfer import Channel, PipelinedTransfer
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine

@@ -16,7 +16,7 @@ from megarl.rollout.interface import (
     RolloutEngine,
 )
 from megarl.rollout.nodes import EngineNode
-from megarl.weights.sync.weight_import import WeightImport
+from megarl.weights.sync.worker import WeightImport
 
 
 class RolloutWorker(WeightImport):

@@ -29,12 +29,11 @@ from megarl.weights.plan import (
 from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import TransferSchedule
 from megarl.weights.sync.source import WeightSource
-from megarl.weights.sync.weight_export import WeightExport
-from megarl.weights.sync.weight_import import WeightImport
+from megarl.weights.sync.worker import WeightExport, WeightImport
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.device import DeviceEndpoint, device_transfers
-from megarl.weights.transports.group import GroupEndpoint, group_transfers
-from megarl.weights.transports.patch_folder import PatchFolderEndpoint
+from megarl.weights.transports.device import device_transfers
+from megarl.weights.transports.group import group_transfers
+from megarl.weights.transports.interface import Endpoint
 
 
 class TransferSession:
@@ -254,7 +253,7 @@ class TransferSession:
 
     def _link(
         self,
-        place: GroupEndpoint | DeviceEndpoint | PatchFolderEndpoint,
+        place: Endpoint,
         schedules: Mapping[int, TransferSchedule],
     ) -> EngineLink:
         return EngineLink(place, schedules, self._source.message_dtype, self._source.words)
@@ -283,7 +282,7 @@ class TransferSession:
             ]
             # The engine needs the addresses of the buffers, which exist once the calls have returned.
             links = [
-                self._link(DeviceEndpoint(address, device), schedules)
+                self._link(Endpoint("device", address, device=device), schedules)
                 for address, device, schedules in zip(
                     gather(*serving), targets.values(), sources, strict=True
                 )
@@ -309,7 +308,8 @@ class TransferSession:
             )
         )
         links = [
-            self._link(PatchFolderEndpoint(rank), plan.of_target(rank)) for rank in range(len(self._needed))
+            self._link(Endpoint("patch_folder", rank=rank), plan.of_target(rank))
+            for rank in range(len(self._needed))
         ]
 
         joining = {
@@ -327,6 +327,7 @@ class TransferSession:
         call = self._source.group.call_rank
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, list[WorkerFuture[None]]] = {}
+        transport = "delta" if self.sends_changes else "group"
 
         for number, replica in replicas.items():
             # The first sender is rank 0 of the process group and reserves the port where all members meet.
@@ -342,13 +343,13 @@ class TransferSession:
                     rank,
                     WeightExport.join_weight_group,
                     number,
-                    GroupEndpoint(address, own, self.sends_changes),
+                    Endpoint(transport, address, own),
                     schedules,
                 )
                 for own, (rank, schedules) in enumerate(sends.items())
             ]
             links = [
-                self._link(GroupEndpoint(address, len(sends) + own, self.sends_changes), schedules)
+                self._link(Endpoint(transport, address, len(sends) + own), schedules)
                 for own, schedules in enumerate(receives)
             ]
             joining[number] = replica.call_rank(0, WeightImport.join_weights, links, name)

@@ -29,7 +29,7 @@ from megarl.weights.plan import TensorSlices
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import slices_by_rank
-from megarl.weights.sync.weight_export import WeightExport
+from megarl.weights.sync.worker import WeightExport
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.folder import folder_message_bytes

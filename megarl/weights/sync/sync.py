@@ -25,8 +25,7 @@ from megarl.weights.manifest import manifest_name
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.session import TransferSession, is_lost
 from megarl.weights.sync.source import WeightSource
-from megarl.weights.sync.weight_export import WeightExport
-from megarl.weights.sync.weight_import import WeightImport
+from megarl.weights.sync.worker import WeightExport, WeightImport
 from megarl.weights.tensors import Manifest
 from megarl.weights.transfer import SendReport
 
@@ -99,7 +98,7 @@ class FolderLoading:
 
 
 class WeightSync:
-    """Syncs a model's weights to rollout replicas (weights/sync/weight_import.py).
+    """Syncs a model's weights to rollout replicas (weights/sync/worker.py).
 
     Each replica is a worker group of one process.
 

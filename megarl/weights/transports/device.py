@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import PipelinedTransfer, ReceiveBuffer
 from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
 from megarl.weights.schedule import PeerTransfers, TransferSchedule
-from megarl.weights.transfer import PATIENCE_S, TIME_SLICE_S, Channel, Transfer
+from megarl.weights.transfer import (
+    PATIENCE_S,
+    TIME_SLICE_S,
+    Channel,
+    PipelinedTransfer,
+    ReceiveBuffer,
+    Transfer,
+)
 from megarl.weights.transports.interface import (
     DestinationViews,
+    Endpoint,
     PackBuffers,
     Receiver,
     Sender,
     SentShards,
 )
-
-
-class DeviceEndpoint(NamedTuple):
-    """The IPC buffers of an engine rank, and the name of its device in the plan."""
-
-    address: IPCAddress
-    device: str
 
 
 def device_transfers(
@@ -197,7 +196,8 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
 
 
 class DeviceReceiver(Receiver):
-    def __init__(self, place: DeviceEndpoint, device: torch.device) -> None:
+    def __init__(self, place: Endpoint, device: torch.device) -> None:
+        assert isinstance(place.address, IPCAddress)
         self._reader = IPCReader(place.address, device, place.device)
         self._number = 0  # the next round
 

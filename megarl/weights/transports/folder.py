@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from megarl.machine.usage import PeakMemory
-from megarl.weights.execution import PipelinedTransfer, ReceiveBuffer
 from megarl.weights.export_plan import RankExport, Window
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU
@@ -25,7 +24,7 @@ from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import ChunkMeta, flat_index, row_major_strides
-from megarl.weights.transfer import PATIENCE_S, Channel
+from megarl.weights.transfer import PATIENCE_S, Channel, PipelinedTransfer, ReceiveBuffer
 
 NUM_WINDOWS = 3  # with two, the disk is idle while the next window is filled
 # Outgoing messages, incoming messages, and windows of a writer, each at most the size of one message.

@@ -6,34 +6,21 @@ Each engine has a separate group, so that replacing one does not make the others
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import PipelinedTransfer, ReceiveBuffer
 from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.plan import TransferPlan
 from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.transfer import Channel, Transfer
+from megarl.weights.transfer import Channel, PipelinedTransfer, ReceiveBuffer, Transfer
 from megarl.weights.transports.interface import (
     DestinationViews,
+    Endpoint,
     PackBuffers,
     Sender,
     SentShards,
     TransferReceiver,
 )
-
-
-class GroupEndpoint(NamedTuple):
-    """A rank's number in the group of one engine. The trainer ranks come first.
-
-    Attributes:
-        sends_changes: Whether messages contain what changed since the engine's last weights (see delta.py).
-    """
-
-    address: P2PAddress
-    rank: int
-    sends_changes: bool = False
 
 
 def group_transfers(
@@ -117,8 +104,9 @@ class GroupSender(Sender):
 
 
 class GroupReceiver(TransferReceiver):
-    def __init__(self, place: GroupEndpoint, device: torch.device) -> None:
+    def __init__(self, place: Endpoint, device: torch.device) -> None:
         super().__init__()
+        assert isinstance(place.address, P2PAddress)
         self._device = device
         self._p2p = P2PGroup.join(place.address, place.rank, device)
 

@@ -9,23 +9,42 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from megarl.machine.usage import PeakMemory
 from megarl.machine.wording import counted
-from megarl.weights.execution import copy_tensors
+from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import Places
+from megarl.weights.p2p import P2PAddress
 from megarl.weights.patch import Change, apply_change
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
-from megarl.weights.transfer import Transfer
+from megarl.weights.transfer import Transfer, copy_tensors
 
 _MAX_NAMED = 8
 
 SentShards = Shards | QuantizedShards
+
+
+class Endpoint(NamedTuple):
+    """Where one rank sends or receives the weights of one engine.
+
+    Attributes:
+        transport: A key of `RECEIVERS` in receiver.py.
+        address: The group of the engine, or the IPC buffers of its rank. None: there are files.
+        rank: The number of the rank in the group, in which the trainer ranks come first; of an engine rank
+            that reads files, its number within the engine.
+        device: The name of an engine rank's device in the plan, if it reads IPC buffers.
+    """
+
+    transport: str
+    address: P2PAddress | IPCAddress | None = None
+    rank: int = 0
+    device: str = ""
 
 
 class Sender(ABC):

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import torch
 
@@ -32,18 +32,13 @@ from megarl.weights.transfer import Transfer
 from megarl.weights.transports.delta import PatchStreams
 from megarl.weights.transports.interface import (
     DestinationViews,
+    Endpoint,
     Sender,
     SentShards,
     TransferReceiver,
 )
 
 _HEADER = struct.Struct("<qqI")  # bytes, patches, CRC-32 of the bytes
-
-
-class PatchFolderEndpoint(NamedTuple):
-    """The number of an engine rank within its engine."""
-
-    rank: int
 
 
 def patch_file(folder: Path, source: int, target: int) -> Path:
@@ -148,7 +143,7 @@ class PatchFolderReceiver(TransferReceiver):
         folder: The folder of the next pass.
     """
 
-    def __init__(self, place: PatchFolderEndpoint, device: torch.device) -> None:
+    def __init__(self, place: Endpoint, device: torch.device) -> None:
         super().__init__()
         self._place = place
         self._device = device

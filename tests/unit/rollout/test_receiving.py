@@ -14,7 +14,6 @@ from megarl.weights.checksum import checksum
 from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.device import DeviceEndpoint
 from tests.plain_trainer import PlainTrainer, joined
 from tests.unit.rollout.subjects import PROMPTS, Subject, greedy
 
@@ -109,7 +108,7 @@ def with_another_name(trainer: PlainTrainer) -> list[EngineLink]:
 def on_another_device(trainer: PlainTrainer) -> list[EngineLink]:
     links = []
     for link in trainer.links:
-        assert isinstance(link.place, DeviceEndpoint)
+        assert link.place.transport == "device"
         links.append(replace(link, place=link.place._replace(device="device-9")))
     return links
 

@@ -11,8 +11,8 @@ from megarl.weights.plan import TransferPlan, numel_of
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import SendReport
+from megarl.weights.transports.interface import Endpoint
 from megarl.weights.transports.patch_folder import (
-    PatchFolderEndpoint,
     PatchFolderReceiver,
     PatchFolderSender,
     patch_file,
@@ -47,7 +47,7 @@ class Ranks:
 
     def new_engine(self, rank: int) -> EngineRank:
         engine = EngineRank(CASE, rank)
-        engine.link(EngineLink(PatchFolderEndpoint(rank), self.plan.of_target(rank), torch.float32))
+        engine.link(EngineLink(Endpoint("patch_folder", rank=rank), self.plan.of_target(rank), torch.float32))
         return engine
 
     def write(self, folder: Path, seed: int, *replicas: int) -> list[SendReport]:

@@ -11,9 +11,8 @@ import torch
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.tensor_table import hf_tensors
-from megarl.weights.adapters import fill_adapters, fill_saved_modules, split_adapters
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
-from megarl.weights.load import load_into_shards
+from megarl.weights.load import fill_adapters, fill_saved_modules, load_into_shards, split_adapters
 from megarl.weights.piece import Piece
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes

@@ -23,8 +23,9 @@ from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.device import DeviceEndpoint, device_transfers
-from megarl.weights.transports.group import GroupEndpoint, group_transfers
+from megarl.weights.transports.device import device_transfers
+from megarl.weights.transports.group import group_transfers
+from megarl.weights.transports.interface import Endpoint
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
@@ -67,9 +68,9 @@ class ObeyingTrainer(Obeying):
         p2p = None if address is None else self.p2p(address, self.place.rank)
         self.own = TrainerRank(self.case, self.case.plan(), self.place.rank, p2p)
 
-    def join_group(self, replica: int, place: GroupEndpoint) -> None:
+    def join_group(self, replica: int, address: P2PAddress, number: int) -> None:
         sends, _ = group_transfers(self.own.plan, self.case.engine_ranks[replica])
-        self.own.group.join(replica, self.p2p(place.address, place.rank), sends[self.place.rank])
+        self.own.group.join(replica, self.p2p(address, number), sends[self.place.rank])
 
     def join_buffers(self, replica: int) -> Any:
         local_trainers, relays = buffers_route(self.case, replica)
@@ -174,18 +175,18 @@ class World(NamedTuple):
             size = len(sends) + len(receives)
             address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, size, case.backend, LIMIT_S)
             for number, sender in enumerate(sends):
-                self.trainers[sender].tell(("join_group", replica, GroupEndpoint(address, number)))
+                self.trainers[sender].tell(("join_group", replica, address, number))
             engine.tell(
                 (
                     "link",
-                    EngineLink(GroupEndpoint(address, len(sends)), receives[0], torch.float32),
+                    EngineLink(Endpoint("group", address, len(sends)), receives[0], torch.float32),
                 )
             )
             assert [self.trainers[sender].hear() for sender in sends] == [None] * len(sends)
         else:
             local_trainers, _ = buffers_route(case, replica)
             addresses = [self.ask(trainer, "join_buffers", replica) for trainer in self.trainers]
-            place = DeviceEndpoint(addresses[local_trainers[0]], case.device(targets[0]))
+            place = Endpoint("device", addresses[local_trainers[0]], device=case.device(targets[0]))
             engine.tell(("link", EngineLink(place, plan.of_target(targets[0]), torch.float32)))
 
         assert engine.hear() is None

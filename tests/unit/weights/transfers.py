@@ -22,9 +22,9 @@ from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.delta import DeltaSender
-from megarl.weights.transports.device import DeviceEndpoint, DeviceSender, device_transfers
-from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
-from megarl.weights.transports.interface import DestinationViews
+from megarl.weights.transports.device import DeviceSender, device_transfers
+from megarl.weights.transports.group import GroupSender, group_transfers
+from megarl.weights.transports.interface import DestinationViews, Endpoint
 from tests.nccl_semantics import NcclSemantics
 from tests.ranks import gather
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
@@ -264,7 +264,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
                 assert isinstance(own, EngineRank)
                 own.link(
                     EngineLink(
-                        GroupEndpoint(address, len(sends) + number, case.transport == "delta"),
+                        Endpoint(case.transport, address, len(sends) + number),
                         receives[number],
                         torch.float32,
                     )
@@ -284,7 +284,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
-                place = DeviceEndpoint(addresses[local_trainers[number]], case.device(target))
+                place = Endpoint("device", addresses[local_trainers[number]], device=case.device(target))
                 own.link(EngineLink(place, plan.of_target(target), torch.float32))
 
     dist.barrier()

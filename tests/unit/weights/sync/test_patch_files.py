@@ -23,7 +23,7 @@ from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import PUSHED_FOLDERS, WeightSync
-from megarl.weights.sync.weight_export import WeightExport
+from megarl.weights.sync.worker import WeightExport
 from megarl.weights.transports.patch_folder import PatchFolderSender
 from tests.fake_engine import FakeEngine, FakeSpec
 from tests.unit.weights.models import architecture_of

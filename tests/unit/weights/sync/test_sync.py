@@ -39,7 +39,7 @@ from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
-from megarl.weights.sync.weight_export import WeightExport
+from megarl.weights.sync.worker import WeightExport
 from megarl.weights.transfer import SendReport
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
