@@ -68,17 +68,6 @@ class Description:
     step: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoleManifest:
-    """The contents of a manifest.
-
-    `entries` are "tensors", "objects" and "files" as in the JSON, each item with its checksum.
-    """
-
-    description: Description
-    entries: dict[str, Any]
-
-
 def item_name(item: StoredItem) -> str:
     """Return the name of an item's checksum. Files that are a single item use their own name."""
     return f"{item.file}@{item.position}"
@@ -183,11 +172,17 @@ def _entries(index: TorchDistIndex) -> dict[str, Any]:
     }
 
 
-def read_manifest(folder: str | Path) -> RoleManifest:
-    """Read a manifest.
+def read_description(folder: str | Path) -> Description:
+    """Return the description in a folder's manifest.
 
     Raises CheckpointError if it is missing (the folder is incomplete), damaged, or in another format.
     """
+    description, _ = _read_manifest(folder)
+    return description
+
+
+def _read_manifest(folder: str | Path) -> tuple[Description, dict[str, dict[str, Any]]]:
+    """Return the description, and "tensors", "objects" and "files" as in the JSON, with checksums."""
     path = Path(folder) / MANIFEST_FILE
     try:
         content = parse_json(path.read_text())
@@ -205,7 +200,7 @@ def read_manifest(folder: str | Path) -> RoleManifest:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from error
 
-    return RoleManifest(description=description, entries=entries)
+    return description, entries
 
 
 def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
@@ -219,14 +214,14 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
             has changed, or a pickle references something that is not data.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
+    _, entries = _read_manifest(folder)
     # Check the index files first: they locate all items, and are small enough for every rank to check.
-    _check_whole_files(folder, manifest)
+    _check_whole_files(folder, entries)
     refuse_code(folder / COMMON_FILE)
     index = read_index(folder)
-    _check_entries(folder, _entries(index), manifest.entries)
+    _check_entries(folder, _entries(index), entries)
     # Divide only the bytes of the items among the ranks; they are nearly all of the work.
-    mine = _share(sorted(_items(manifest), key=lambda item: (item.file, item.position)), *part)
+    mine = _share(sorted(_items(entries), key=lambda item: (item.file, item.position)), *part)
     found = _checksums(folder, mine)
 
     for item in mine:
@@ -243,8 +238,8 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
             refuse_code(opened, f"{folder / item.file}: {key}")
 
 
-def _check_whole_files(folder: Path, manifest: RoleManifest) -> None:
-    for name, entry in manifest.entries["files"].items():
+def _check_whole_files(folder: Path, entries: Mapping[str, Any]) -> None:
+    for name, entry in entries["files"].items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: the file is missing")
@@ -273,12 +268,10 @@ def _check_entries(folder: Path, found: Mapping[str, Any], expected: Mapping[str
                 )
 
 
-def _items(manifest: RoleManifest) -> Iterable[StoredItem]:
+def _items(entries: Mapping[str, Any]) -> Iterable[StoredItem]:
     """Yield every chunk and object of the manifest, with its checksum."""
-    chunks = [
-        (key, chunk) for key, tensor in manifest.entries["tensors"].items() for chunk in tensor["chunks"]
-    ]
-    for key, entry in [*chunks, *manifest.entries["objects"].items()]:
+    chunks = [(key, chunk) for key, tensor in entries["tensors"].items() for chunk in tensor["chunks"]]
+    for key, entry in [*chunks, *entries["objects"].items()]:
         yield StoredItem(
             key=key,
             file=entry["file"],

@@ -103,35 +103,19 @@ class Ended(NamedTuple):
 Outcome = Ended | list[Any]
 
 
-class RankTask(NamedTuple):
-    """The part of a relayed call that one rank runs.
-
-    Attributes:
-        rank: The rank.
-        keep_result: Whether its result counts.
-        part: The number of its arguments in `RelayedCall.parts`.
-    """
-
-    rank: int
-    keep_result: bool
-    part: int
-
-
 class RelayedCall(NamedTuple):
     """A call on the ranks of one relay.
 
     Attributes:
         number: The number of the call. A relay starts calls in the order of their numbers.
-        role: The role.
-        method: The method.
-        tasks: What each rank runs.
+        tasks: The ranks, each with whether its result counts, and the number of its arguments in `parts`.
         parts: Positional and named arguments. References in them are resolved by the ranks.
     """
 
     number: int
     role: str
     method: str
-    tasks: tuple[RankTask, ...]
+    tasks: tuple[tuple[int, bool, int], ...]
     parts: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...]
 
 

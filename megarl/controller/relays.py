@@ -5,9 +5,8 @@ A call of an actor takes the driver half a millisecond of processor time, so it 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -15,23 +14,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.controller.call_arguments import uids_of
 from megarl.controller.calls import Call, Processes, RelayedCalls
 from megarl.controller.dispatch import Arguments, CallPlan
-from megarl.controller.messages import OnRecord, RankTask, RelayedCall
+from megarl.controller.messages import OnRecord, RelayedCall
 from megarl.controller.relay import Relay
 from megarl.controller.resource_pool import PoolBundle
-
-
-class RelayHandle(NamedTuple):
-    """A relay (relay.py).
-
-    Attributes:
-        actor: Its handle.
-        ranks: The ranks that it passes calls on to.
-        numbers: The numbers of its next calls.
-    """
-
-    actor: Any
-    ranks: range
-    numbers: Iterator[int]
 
 
 class Relays:
@@ -52,15 +37,14 @@ class Relays:
         ranks_per_relay: int,
     ) -> None:
         self._ranks_per_relay = ranks_per_relay
-        self._relays = [
-            _start_relay(
-                handles,
-                construction,
-                range(first, min(first + ranks_per_relay, len(bundles))),
-                bundles[first],
-            )
+        self._ranks = [
+            range(first, min(first + ranks_per_relay, len(bundles)))
             for first in range(0, len(bundles), ranks_per_relay)
         ]
+        self._actors = [
+            _start_relay(handles, construction, ranks, bundles[ranks[0]]) for ranks in self._ranks
+        ]
+        self._next_numbers = [0] * len(self._actors)
 
     def start(
         self,
@@ -82,47 +66,46 @@ class Relays:
             on_record: What is called when a rank has ended.
         """
         route = plan.route
-        tasks: dict[int, list[RankTask]] = {}
+        part_of: dict[int, dict[int, int]] = {}  # by relay and rank
         for rank, part in zip(route.ranks, route.parts, strict=True):
-            task = RankTask(rank, rank in route.results, part)
-            tasks.setdefault(rank // self._ranks_per_relay, []).append(task)
+            part_of.setdefault(rank // self._ranks_per_relay, {})[rank] = part
 
         calls = {}
-        for index, own in tasks.items():
-            relay = self._relays[index]
+        for index, own in part_of.items():
+            actor = self._actors[index]
+            number = self._next_numbers[index]
+            self._next_numbers[index] += 1
             # Send only the parts that ranks of this relay receive.
-            parts = list(dict.fromkeys(task.part for task in own))
+            parts = list(dict.fromkeys(own.values()))
             call = RelayedCall(
-                next(relay.numbers),
+                number,
                 role,
                 method,
-                tuple(task._replace(part=parts.index(task.part)) for task in own),
+                tuple((rank, rank in route.results, parts.index(part)) for rank, part in own.items()),
                 tuple(tuple(shared[part]) for part in parts),
             )
-            relayed = RelayedCalls(
-                processes, relay.actor, call.number, relay.actor.run.remote(call), relay.ranks
-            )
-            for task in own:
-                uids = uids_of(plan.parts[task.part])
-                relayed.running[task.rank] = Call(
-                    processes, role, task.rank, method, None, None, on_record, uids, relayed
+            relayed = RelayedCalls(processes, actor, number, actor.run.remote(call), self._ranks[index])
+            for rank, part in own.items():
+                uids = uids_of(plan.parts[part])
+                relayed.running[rank] = Call(
+                    processes, role, rank, method, None, None, on_record, uids, relayed
                 )
             calls |= relayed.running
 
         return calls
 
     def end(self) -> None:
-        for relay in self._relays:
-            ray.kill(relay.actor, no_restart=True)
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
 
 
 def _start_relay(
     handles: Sequence[Any], construction: Sequence[Call], ranks: range, bundle: PoolBundle
-) -> RelayHandle:
+) -> Any:
     """Start a relay on the node of its first rank."""
     records = [construction[rank].reference for rank in ranks]
     actor_class = ray.remote(Relay)
-    handle = actor_class.options(
+    return actor_class.options(
         # The CPU of the bundle is that of its rank.
         num_cpus=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -130,4 +113,3 @@ def _start_relay(
         ),
         max_restarts=0,
     ).remote({rank: handles[rank] for rank in ranks}, records)
-    return RelayHandle(handle, ranks, itertools.count())

@@ -78,12 +78,8 @@ def _sealed_file(name: str, content: bytes) -> IO[bytes]:
     return file
 
 
-class Said(NamedTuple):
-    """The output read from a program's streams so far, and what ended the reading."""
-
-    output: bytes
-    errors: bytes
-    ended: Literal["itself", "time", "output"]
+# The output and the errors read from a program's streams so far, and what ended the reading.
+Said = tuple[bytes, bytes, Literal["itself", "time", "output"]]
 
 
 class StartedProgram:
@@ -180,7 +176,7 @@ class StartedProgram:
                 elif time.monotonic() >= deadline and streams.get_map():
                     ended = "time"
 
-        return Said(bytes(output), bytes(errors), ended)
+        return bytes(output), bytes(errors), ended
 
     def _receive(self) -> bytes:
         """Receive one message from the sandbox; empty if all processes that could send one have ended."""
@@ -238,8 +234,8 @@ class StartedProgram:
     def finished(self, said: Said, status: int) -> Finished:
         """Build the result. Raises SandboxError if the program did not begin."""
         room = self._limits.output_kb * 1024
-        output, errors = (stream[:room].decode(errors="replace") for stream in (said.output, said.errors))
-        finished = Finished(output, errors, status, said.ended)
+        output, errors = (stream[:room].decode(errors="replace") for stream in said[:2])
+        finished = Finished(output, errors, status, said[2])
 
         if not self._has_begun:
             raise SandboxError(

@@ -83,12 +83,12 @@ class SandboxSession:
             started = self._start()
             mark = f" {self._mark}\n".encode()
             said = started.read(json.dumps(program).encode() + b"\n", until=mark)
-            output, is_whole, _ = said.output.partition(mark)
+            everything, errors, ended = said
+            output, is_whole, _ = everything.partition(mark)
             # The character before the mark shows whether the program ended without an exception.
-            if is_whole and said.ended == "itself":
-                return Ran(
-                    started.finished(said._replace(output=output[:-1]), int(output[-1:] != b"0")), True
-                )
+            if is_whole and ended == "itself":
+                own = output[:-1], errors, ended
+                return Ran(started.finished(own, int(output[-1:] != b"0")), True)
             self._started = None
             return Ran(started.finished(said, started.end()), False)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
@@ -118,23 +117,12 @@ _CAUSES_OF_RATIOS = (
 )
 
 
-class _Tolerance(NamedTuple):
-    """Tolerances in nats.
-
-    Attributes:
-        mean: For `actor/approx_kl`, over tokens.
-        extreme: For the log ratio of one token.
-    """
-
-    mean: float
-    extreme: float
-
-
+# Tolerances in nats: for the mean over tokens (`actor/approx_kl`), and for the log ratio of one token.
 # Scoring and update compute the same tokens in different micro-batches, so they differ by rounding. Over many
 # tokens it averages out: 16,000 tokens of a model of four layers differ by at most 1e-6, and 3e-10 in the
 # mean, in float32; by 0.01 and 6e-7 in bfloat16. Deep models differ by more, which must not end a run; the
 # errors that this check looks for show in the mean.
-_TOLERANCES = {DType.float32: _Tolerance(1e-4, 1e-2), DType.bfloat16: _Tolerance(1e-2, 2.0)}
+_TOLERANCES = {DType.float32: (1e-4, 1e-2), DType.bfloat16: (1e-2, 2.0)}
 
 
 class FirstRatioError(RunError):
@@ -151,7 +139,7 @@ class FirstRatioCheck:
     """
 
     def __init__(self, dtype: DType) -> None:
-        self._tolerance = _TOLERANCES[dtype]
+        self._of_mean, self._of_extreme = _TOLERANCES[dtype]
         self._passed = False
 
     def __call__(self, metrics: Mapping[str, float]) -> None:
@@ -169,14 +157,14 @@ class FirstRatioCheck:
         low = metrics["actor/ratio_min"]
         high = metrics["actor/ratio_max"]
         mean = metrics["actor/approx_kl"]
-        limit = math.exp(self._tolerance.extreme)
+        limit = math.exp(self._of_extreme)
         near = 1 / limit <= low and high <= limit
 
-        if not (near and abs(mean) <= self._tolerance.mean):  # rejects NaN as well
+        if not (near and abs(mean) <= self._of_mean):  # rejects NaN as well
             raise FirstRatioError(
                 f"the first update's ratios of new to old probabilities are {low:.6g} to {high:.6g}, mean "
                 f"log-prob difference {mean:.3g}, but the policy has not changed since it was scored: they "
-                f"must be in [{1 / limit:.4g}, {limit:.4g}], the mean within {self._tolerance.mean:g} of 0. "
+                f"must be in [{1 / limit:.4g}, {limit:.4g}], the mean within {self._of_mean:g} of 0. "
                 "Likely causes:" + "".join(f"\n  - {cause}" for cause in _CAUSES_OF_RATIOS)
             )
 

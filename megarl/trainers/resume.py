@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoints.object_storage import ObjectStorage, local_copy
-from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
+from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, check_folder, read_description
 from megarl.checkpoints.run_folder import (
     DESCRIPTION_FILE,
     LATEST_FILE,
@@ -217,7 +217,7 @@ def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
     in itself, so its checksums do not reveal the mistake.
     """
     for role in description["roles"]:
-        step = read_manifest(checkpoint / role).description.step
+        step = read_description(checkpoint / role).step
         if step != description["step"]:
             raise CheckpointError(
                 f"{checkpoint / role}: is of step {step}, but it is in the checkpoint of step "

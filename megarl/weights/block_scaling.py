@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from megarl.models.fp8 import BLOCK
-from megarl.weights.fp8 import block_slice
+from megarl.weights.message_words import block_slice
 from megarl.weights.piece import enclosing_slice
 from megarl.weights.tensors import TensorSlice, contiguous_blocks
 

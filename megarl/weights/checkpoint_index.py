@@ -34,23 +34,6 @@ class Packing(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalesInFile:
-    """The metadata of the scales of a packed tensor.
-
-    Attributes:
-        packing: The format of the tensor.
-        file: The file that contains the scales.
-        shape: The shape of the scales.
-        dtype: The dtype of the scales as the format names it.
-    """
-
-    packing: Packing
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class TensorInFile:
     """The metadata of a tensor in a safetensors file. The values are not loaded.
 
@@ -58,13 +41,15 @@ class TensorInFile:
         file: The file that contains the tensor.
         shape: The shape of the tensor.
         dtype: The dtype as the format names it, such as BF16.
-        scales: The scales of a packed tensor, whose shape and dtype are those that it is read with.
+        packing: The format of a packed tensor, whose shape and dtype are those that it is read with.
+        scales: The scales of a packed tensor.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    scales: ScalesInFile | None = None
+    packing: Packing | None = None
+    scales: TensorInFile | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -184,14 +169,12 @@ def _unpacked(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
 def _packed(
     packing: Packing, values: TensorInFile, shape: tuple[int, ...], scales: TensorInFile
 ) -> TensorInFile:
-    of_scales = ScalesInFile(packing=packing, file=scales.file, shape=scales.shape, dtype=scales.dtype)
-    return TensorInFile(file=values.file, shape=shape, dtype="BF16", scales=of_scales)
+    return TensorInFile(file=values.file, shape=shape, dtype="BF16", packing=packing, scales=scales)
 
 
 def _stored_names(name: str, stored: TensorInFile) -> tuple[str, str]:
     """Return the names of the values and of the scales of a packed tensor."""
-    assert stored.scales is not None
-    if stored.scales.packing is Packing.mxfp4:
+    if stored.packing is Packing.mxfp4:
         return name + BLOCKS, name + SCALES
     return name, scale_name(name)
 

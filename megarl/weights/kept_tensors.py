@@ -191,6 +191,6 @@ def _missing_layers(
 
 def kept_format_fault(name: str, stored: TensorInFile) -> str | None:
     """Return what prevents a tensor of these layers from being read, None if it can be read."""
-    if stored.scales is not None and stored.scales.packing is not Packing.block_fp8:
-        return f"{name} is stored in {stored.scales.packing.value}, which cannot be copied"
+    if stored.packing is not None and stored.packing is not Packing.block_fp8:
+        return f"{name} is stored in {stored.packing.value}, which cannot be copied"
     return format_fault(name, stored)

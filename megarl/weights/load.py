@@ -216,7 +216,7 @@ class _Reader(ExitStack):
         if stored.scales is None:
             return self._stored(stored.file, name, part.index)
 
-        if stored.scales.packing is Packing.mxfp4:
+        if stored.packing is Packing.mxfp4:
             files = {BLOCKS: stored.file, SCALES: stored.scales.file}
             return read_unpacked(
                 lambda suffix, slices: self._stored(files[suffix], name + suffix, slices), part.index

@@ -119,7 +119,7 @@ def format_fault(name: str, stored: TensorInFile) -> str | None:
         return f"{where} is stored as {stored.dtype}, not one of {', '.join(TORCH_DTYPES)}"
 
     scales = stored.scales
-    if scales is None or scales.packing is not Packing.block_fp8:
+    if scales is None or stored.packing is not Packing.block_fp8:
         return None
     if len(stored.shape) != 2:
         return f"{where} is stored as {FLOAT8} with {len(stored.shape)} axes; only matrices are supported"

@@ -23,7 +23,7 @@ from megarl.models.fp8 import (
 )
 from megarl.weights.block_scaling import block_maxima, quantize, scales_of
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
-from megarl.weights.fp8 import block_slice
+from megarl.weights.message_words import block_slice
 from megarl.weights.piece import in_shape
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import held_weights, numbered_pieces

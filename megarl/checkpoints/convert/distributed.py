@@ -13,7 +13,7 @@ import torch
 
 from megarl.checkpoints.convert.adapters import with_stored_adapters
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
-from megarl.checkpoints.role_folder import MANIFEST_FILE, Layout, check_folder, read_manifest
+from megarl.checkpoints.role_folder import MANIFEST_FILE, Layout, check_folder, read_description
 from megarl.checkpoints.torch_dist import (
     COMMON_FILE,
     DistributedTensor,
@@ -132,7 +132,7 @@ def open_distributed(
     if (folder / MANIFEST_FILE).exists():
         if check_contents:
             check_folder(folder)
-        description = read_manifest(folder).description
+        description = read_description(folder)
         step = description.step
         layout = _layout_in_words(description.layout)
 

@@ -29,7 +29,6 @@ from megarl.weights.checkpoint_index import (
     TORCH_DTYPES,
     CheckpointIndex,
     Packing,
-    ScalesInFile,
     TensorInFile,
     read_checkpoint_index,
 )
@@ -102,7 +101,7 @@ def _kept_tensors(
 
 
 def _packing(index: CheckpointIndex) -> str:
-    packings = {stored.scales.packing for stored in index.tensors.values() if stored.scales is not None}
+    packings = {stored.packing for stored in index.tensors.values() if stored.packing is not None}
     return "".join(f", in {packing.value}" for packing in packings)
 
 
@@ -121,7 +120,7 @@ def _stored_pieces(
             for hf in own.tensors:
                 stored = index.tensors[hf.name]
                 dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
-                if stored.scales is None or stored.scales.packing is Packing.block_fp8:
+                if stored.scales is None or stored.packing is Packing.block_fp8:
                     pieces[hf.name] = [
                         StoredPiece(place=TensorSlice.whole(hf.view), open=_opener(index, starts, hf))
                     ]
@@ -159,14 +158,14 @@ def _opener(
     start = starts[stored.file][hf.name]
     if stored.scales is None:
         return partial(mapped, stored.file, start, hf.view, TORCH_DTYPES[stored.dtype])
-    assert stored.scales.packing is Packing.block_fp8, "no family has fused rows and MXFP4"
+    assert stored.packing is Packing.block_fp8, "no family has fused rows and MXFP4"
     return partial(
         _open_scaled, stored, stored.scales, hf, start, starts[stored.scales.file][scale_name(hf.name)]
     )
 
 
 def _open_scaled(
-    stored: TensorInFile, scales: ScalesInFile, hf: HFTensor, start: int, scales_start: int
+    stored: TensorInFile, scales: TensorInFile, hf: HFTensor, start: int, scales_start: int
 ) -> ScaledMatrix:
     """Open a matrix in block-scaled FP8, of which slices are dequantized to float32."""
     values = mapped(stored.file, start, stored.shape, torch.float8_e4m3fn)

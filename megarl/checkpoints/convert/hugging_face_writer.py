@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -47,15 +46,6 @@ from megarl.weights.shard_layout import whole_layout
 from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
 
 _JOB_BYTES = 64 * 2**20  # part of a tensor written by one thread
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """The slice `place` of a tensor, which begins at the element `offset`."""
-
-    tensor: SourceTensor
-    place: TensorSlice
-    offset: int
 
 
 def write_hugging_face(
@@ -169,7 +159,10 @@ class _Writer:
             return []
         if name == VALUE_BIAS_TENSOR:
             return [lambda room: output.write(ChunkMeta(name, 0, 1), torch.zeros(1, dtype=self._dtype))]
-        return [partial(self._write_part, output, part, meta.dtype) for part in self._parts(name)]
+
+        tensor = self._source.tensors[name]
+        parts = contiguous_blocks(tensor.hf.view, _JOB_BYTES // self._dtype.itemsize)
+        return [partial(self._write_part, output, tensor, part, offset, meta.dtype) for offset, part in parts]
 
     def _write_quantized(
         self, output: SafetensorsFile, tensor: SourceTensor, first: int, num_rows: int, room: Room
@@ -187,17 +180,21 @@ class _Writer:
             output.write(place, scales.reshape(-1))
             self._report(values.nbytes + scales.nbytes)
 
-    def _parts(self, name: str) -> Iterator[_Part]:
-        tensor = self._source.tensors[name]
-        for offset, place in contiguous_blocks(tensor.hf.view, _JOB_BYTES // self._dtype.itemsize):
-            yield _Part(tensor=tensor, place=place, offset=offset)
-
-    def _write_part(self, output: SafetensorsFile, part: _Part, dtype: torch.dtype, room: Room) -> None:
-        for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // dtype.itemsize):
+    def _write_part(
+        self,
+        output: SafetensorsFile,
+        tensor: SourceTensor,
+        part: TensorSlice,
+        offset: int,
+        dtype: torch.dtype,
+        room: Room,
+    ) -> None:
+        """Write a slice of a tensor, which begins at the element `offset`."""
+        for first, inner in contiguous_blocks(part.shape, BLOCK_BYTES // dtype.itemsize):
             # A failure of another thread stops this one between two blocks.
             self._workers.check()
-            place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
-            block = part.tensor.block(place, dtype, room.tensor).reshape(-1)
-            refuse_nonfinite(block, part.tensor.hf.name)
-            output.write(ChunkMeta(part.tensor.hf.name, part.offset + first, block.numel()), block)
+            place = inner.relative_to((0,) * len(inner.starts), part.starts)
+            block = tensor.block(place, dtype, room.tensor).reshape(-1)
+            refuse_nonfinite(block, tensor.hf.name)
+            output.write(ChunkMeta(tensor.hf.name, offset + first, block.numel()), block)
             self._report(block.nbytes)

@@ -18,8 +18,15 @@ from megarl.models.tensor_table import LM_HEAD_TENSOR, hf_tensors
 from megarl.plan.placement.memory import weight_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.transport import choose_transport
-from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales, with_own_scales
-from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts
+from megarl.weights.message_words import (
+    byte_counts,
+    pushed_shapes,
+    shape_in_words,
+    slices_in_words,
+    with_all_scales,
+    with_own_scales,
+    word_counts,
+)
 from megarl.weights.plan import (
     RankLocation,
     TensorSlices,

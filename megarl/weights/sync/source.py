@@ -20,11 +20,10 @@ from megarl.models.architecture import Architecture
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import ExportPlan, plan_export
-from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.manifest import manifest_of
-from megarl.weights.message_words import WordCounts, word_counts
+from megarl.weights.message_words import WordCounts, byte_counts, pushed_shapes, with_all_scales, word_counts
 from megarl.weights.plan import TensorSlices
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import ShardLayout, layouts_of

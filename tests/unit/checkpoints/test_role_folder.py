@@ -18,7 +18,7 @@ from megarl.checkpoints.role_folder import (
     Layout,
     check_folder,
     item_checksums,
-    read_manifest,
+    read_description,
     write_manifest,
 )
 from megarl.checkpoints.torch_dist import TORCH_DIST, read_chunk, read_index
@@ -99,7 +99,7 @@ def test_a_whole_folder_passes_in_any_number_of_parts(written: Path) -> None:
     for num_parts in (1, 2, 5):
         for number in range(num_parts):
             check_folder(written, (number, num_parts))
-    assert read_manifest(written).description == DESCRIPTION
+    assert read_description(written) == DESCRIPTION
 
 
 def test_a_flipped_bit_is_found_by_exactly_one_of_the_parts(folder: Path) -> None:

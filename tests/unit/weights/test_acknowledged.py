@@ -20,8 +20,7 @@ from megarl.weights.acknowledged import (
     patch_chunks,
     read_message,
 )
-from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales
-from megarl.weights.message_words import slices_in_words
+from megarl.weights.message_words import byte_counts, pushed_shapes, slices_in_words, with_all_scales
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shard_layout import layouts_of, shard_shapes

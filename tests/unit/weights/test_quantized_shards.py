@@ -12,8 +12,15 @@ from megarl.models.architecture import Architecture
 from megarl.models.fp8 import BLOCK, quantized_tensors, scale_name
 from megarl.models.tensor_table import hf_tensors
 from megarl.weights.checksum import MODULUS, add_checksums, checksum
-from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales, with_own_scales
-from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts
+from megarl.weights.message_words import (
+    byte_counts,
+    pushed_shapes,
+    shape_in_words,
+    slices_in_words,
+    with_all_scales,
+    with_own_scales,
+    word_counts,
+)
 from megarl.weights.plan import RankLocation, plan_transfer, whole_slices
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import held_weights, layouts_of, pieces

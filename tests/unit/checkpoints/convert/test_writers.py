@@ -31,7 +31,7 @@ from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.convert.streaming import Progress, no_progress
-from megarl.checkpoints.role_folder import Layout, read_manifest
+from megarl.checkpoints.role_folder import Layout, read_description
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.machine.errors import CheckpointError
@@ -171,7 +171,7 @@ def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:
             value = value[:VOCAB]
         assert torch.equal(found, value), key
 
-    description = read_manifest(folder).description
+    description = read_description(folder)
     assert (description.head, description.dtype, description.step) == ("lm", "float32", None)
     assert description.layout == layout_of(2, 2)
 
