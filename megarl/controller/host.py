@@ -30,7 +30,6 @@ from megarl.controller.messages import (
     FailureKind,
     Location,
     RankActivity,
-    RankIdentity,
     WorkerContext,
     qualified_name,
 )
@@ -90,7 +89,7 @@ class WorkerHost:
     def construct(
         self,
         workers: bytes,
-        identity: RankIdentity,
+        launch: Mapping[str, int],
         rendezvous: tuple[str, int],
         environment: Mapping[str, str],
         use_gpu: bool,
@@ -102,7 +101,7 @@ class WorkerHost:
         Args:
             workers: Pickled {role: (class, arguments, named arguments)}. It is loaded only after the
                 environment is set.
-            identity: The rank.
+            launch: RANK, WORLD_SIZE and LOCAL_RANK of torch.distributed.
             rendezvous: The address and port where the ranks of the group meet.
             environment: Variables to set.
             use_gpu: Whether the process has GPUs.
@@ -114,23 +113,16 @@ class WorkerHost:
             self._at_work = at_work
         # Complete the environment before a worker class, and torch with it, is loaded.
         address, port = rendezvous
-        launch = {
-            "RANK": identity.rank,
-            "WORLD_SIZE": identity.world_size,
-            "LOCAL_RANK": identity.local_rank,
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
-        }
-        os.environ.update(
-            {OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}}
-        )
+        variables = {name: str(value) for name, value in launch.items()}
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        os.environ.update({OWNER: owner, **environment, **variables})
         # Defaults come last, since they do not override existing values.
         fill_in(os.environ, self._location.node, use_gpu)
 
         with long_lived():
-            return self._record(CONSTRUCTION, lambda: self._construct(workers, identity, owner))
+            return self._record(CONSTRUCTION, lambda: self._construct(workers, launch, owner))
 
-    def _construct(self, workers: bytes, identity: RankIdentity, owner: str) -> None:
+    def _construct(self, workers: bytes, launch: Mapping[str, int], owner: str) -> None:
         # Start the reaper first: a constructor may start processes that have to end with this one.
         start_reaper(owner, whole_group=True)
         for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
@@ -138,9 +130,9 @@ class WorkerHost:
             worker = cls.__new__(cls)
             worker.context = WorkerContext(
                 role,
-                identity.rank,
-                identity.world_size,
-                identity.local_rank,
+                launch["RANK"],
+                launch["WORLD_SIZE"],
+                launch["LOCAL_RANK"],
                 self._location.node,
                 self._activity,
             )

@@ -132,14 +132,6 @@ class RankActivity(NamedTuple):
     stack: str
 
 
-class RankIdentity(NamedTuple):
-    """The launch variables of one rank, with the names that torch.distributed reads."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-
 class Activity:
     """The current call of a process and its named phases.
 
