@@ -31,7 +31,7 @@ SentShards = Shards | QuantizedShards
 
 
 class Endpoint(NamedTuple):
-    """Where one rank sends or receives the weights of one engine.
+    """The end of one rank in the connection to one engine.
 
     Attributes:
         transport: A key of `RECEIVERS` in receiver.py.
