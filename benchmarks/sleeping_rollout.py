@@ -32,10 +32,10 @@ from megarl.rehearse.simulation.run import Script, SimulatedRun, Simulation
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
-from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
 from megarl.rollout.driver.sample_groups import GroupRules
-from megarl.rollout.driver.scheduler import RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
 from megarl.rollout.staleness import StalenessController
 from megarl.weights.plan import TensorSlices
@@ -206,20 +206,11 @@ def _rollout() -> Generator[tuple[Rollout, RolloutWeights]]:
     )
     weights = RolloutWeights(FolderWeights(Path("unread"), {}), replicas, OffloadSchedule())
     limits = RolloutLimits(max_concurrency=SLOTS, answer_limit_s=600, sample_limit_s=600)
+    scheduler = RequestScheduler(replicas, weights.readmit, limits, can_readmit=weights.can_readmit)
+    rules = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=LONGEST)
 
     try:
-        yield (
-            Rollout(
-                RolloutSetup(
-                    replicas=replicas,
-                    weights=weights,
-                    rules=TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=LONGEST),
-                    limits=limits,
-                    seed=0,
-                )
-            ),
-            weights,
-        )
+        yield Rollout(scheduler, weights, rules, seed=0), weights
     finally:
         replicas.shutdown()
         pool.release()

@@ -17,9 +17,9 @@ from megarl.controller.replica_calls import results_of
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
-from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.scheduler import RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import RolloutEngine
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.plan import RankLocation
@@ -82,10 +82,9 @@ class StartedRollout(Rollout):
 
     def __init__(self, replicas: Replicas, rules: TokenRules, limits: RolloutLimits, seed: int) -> None:
         self._pusher = TestsPusher()
-        self.weights = RolloutWeights(self._pusher, replicas, OffloadSchedule())
-        super().__init__(
-            RolloutSetup(replicas=replicas, weights=self.weights, rules=rules, limits=limits, seed=seed)
-        )
+        self.weights = weights = RolloutWeights(self._pusher, replicas, OffloadSchedule())
+        scheduler = RequestScheduler(replicas, weights.readmit, limits, can_readmit=weights.can_readmit)
+        super().__init__(scheduler, weights, rules, seed)
 
     def update_weights(
         self, push: Callable[[Mapping[int, RoleGroup]], dict[int, Exception]], version: int

@@ -23,7 +23,7 @@ from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
 from megarl.data.images import row_files
 from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
-from megarl.rollout.driver.replicas import ExclusiveAccess, Replicas
+from megarl.rollout.driver.replicas import ExclusiveAccess
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.scheduler import (
     Deliver,
@@ -31,7 +31,6 @@ from megarl.rollout.driver.scheduler import (
     ReplicaState,
     RequestScheduler,
     RequestState,
-    RolloutLimits,
 )
 from megarl.rollout.interface import (
     EngineFaultError,
@@ -61,24 +60,6 @@ class TokenRules:
     chat_time: datetime | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutSetup:
-    """Components of a rollout.
-
-    Attributes:
-        weights: Weight sync of their engines.
-        rules: Properties of the tokenizer.
-        limits: Limits of a replica.
-        seed: Seed of the run.
-    """
-
-    replicas: Replicas
-    weights: RolloutWeights
-    rules: TokenRules
-    limits: RolloutLimits
-    seed: int
-
-
 class Rollout:
     """Handle to all replicas. Each request goes to the least loaded replica with room, in order of arrival.
 
@@ -88,21 +69,29 @@ class Rollout:
 
     kind: type[RolloutOutput] = Sample
 
-    def __init__(self, setup: RolloutSetup, routes_of: SamplingConfig | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: RequestScheduler,
+        weights: RolloutWeights,
+        rules: TokenRules,
+        seed: int,
+        routes_of: SamplingConfig | None = None,
+    ) -> None:
         """Create the rollout.
 
         Args:
+            scheduler: Runs the requests on the replicas.
+            weights: Weight sync of their engines.
+            seed: Seed of the run.
             routes_of: Samples drawn with this configuration return the experts of their tokens. The engines
                 must support it.
         """
         self._routes_of = routes_of
-        self._replicas = setup.replicas
-        self._weights = weights = setup.weights
-        self._rules = setup.rules
-        self._seed = setup.seed
-        self.scheduler = RequestScheduler(
-            setup.replicas, weights.readmit, setup.limits, can_readmit=weights.can_readmit
-        )
+        self._replicas = scheduler.replicas
+        self._weights = weights
+        self._rules = rules
+        self._seed = seed
+        self.scheduler = scheduler
         self._reported = 0, self.scheduler.totals()  # the restarts and totals until `drain_metrics` last ran
 
     @property

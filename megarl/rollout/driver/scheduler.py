@@ -143,7 +143,7 @@ class RequestScheduler:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[Sequence[RemoteFuture[Any]], float], list[RemoteFuture[Any]]] = wait_for_any,
     ) -> None:
-        self._replicas = replicas
+        self.replicas = replicas
         self._readmit = readmit
         self._can_readmit = can_readmit
         self._limits = limits
@@ -180,7 +180,7 @@ class RequestScheduler:
     def is_at_work(self) -> bool:
         """Whether there are requests and a replica that can work on them."""
         return self.num_unfinished > 0 and (
-            self.may_readmit or len(self._replicas.starting) < len(self._replicas)
+            self.may_readmit or len(self.replicas.starting) < len(self.replicas)
         )
 
     def add(
@@ -232,7 +232,7 @@ class RequestScheduler:
             ]
             if sent := [number for number in cancelled if number not in unsent]:
                 self._interrupt(replica)
-                self._replicas.groups[replica].call(RolloutWorker.abort, sent)
+                self.replicas.groups[replica].call(RolloutWorker.abort, sent)
 
     def poll(self, wait_s: float = math.inf) -> None:
         """Send queued requests, wait at most `wait_s` for a replica to return, and deliver finished samples.
@@ -267,7 +267,7 @@ class RequestScheduler:
 
         Requests of replicas that left go to the others.
         """
-        count = len(self._replicas)
+        count = len(self.replicas)
         before = len(self._groups)
 
         # Requeue before the router removes the replicas, which must have no requests then.
@@ -304,7 +304,7 @@ class RequestScheduler:
         silent_s = [now_s - last_s for last_s in self._last_sample_s]
         replicas = [
             ReplicaState(
-                replica in self._replicas.starting,
+                replica in self.replicas.starting,
                 len(numbers),
                 max(0.0, silent_s[replica]) if numbers else 0.0,
             )
@@ -336,7 +336,7 @@ class RequestScheduler:
 
     def _count(self) -> None:
         now_s = self._clock()
-        for replica in range(len(self._replicas)):
+        for replica in range(len(self.replicas)):
             if self._queue.load(replica):
                 self._busy_s[replica] += now_s - self._counted_s
         self._counted_s = now_s
@@ -348,14 +348,14 @@ class RequestScheduler:
 
         A weight sync may have replaced replicas, or given them weights.
         """
-        for replica, group in enumerate(self._replicas.groups):
+        for replica, group in enumerate(self.replicas.groups):
             # Another process has replaced it: the old one's requests are lost, and its call as well.
             if group is not self._groups[replica]:
                 self._groups[replica] = group
                 self._lose(replica)
                 self._tasks.pop(replica, None)
             # Wait for the start only if the weights can be sent afterwards.
-            is_admissible = replica in self._replicas.starting and self.may_readmit and self._can_readmit()
+            is_admissible = replica in self.replicas.starting and self.may_readmit and self._can_readmit()
             task = self._tasks.get(replica)
             if is_admissible and task is None:
                 deadline_s = self._clock() + self._limits.sample_limit_s
@@ -369,9 +369,7 @@ class RequestScheduler:
         Call each idle replica that has requests, and interrupt the call of one that gets new requests.
         """
         now_s = self._clock()
-        at_work = [
-            replica for replica in range(len(self._replicas)) if replica not in self._replicas.starting
-        ]
+        at_work = [replica for replica in range(len(self.replicas)) if replica not in self.replicas.starting]
 
         # An idle replica finishes no sample; its silence is measured from the next request.
         for replica in at_work:
@@ -386,7 +384,7 @@ class RequestScheduler:
                 if self._unsent[replica]:
                     self._interrupt(replica)
             elif self._queue.load(replica):
-                future = self._replicas.groups[replica].call(
+                future = self.replicas.groups[replica].call(
                     RolloutWorker.submit_and_poll, self._unsent[replica], _WAIT_S
                 )
                 self._unsent[replica] = []
@@ -403,7 +401,7 @@ class RequestScheduler:
         task = self._tasks.get(replica)
         if task is not None and not task.is_interrupted:
             task.is_interrupted = True
-            self._replicas.groups[replica].call_beside(RolloutWorker.interrupt)
+            self.replicas.groups[replica].call_beside(RolloutWorker.interrupt)
 
     def _collect(self, wait_s: float) -> None:
         if not self._tasks:
@@ -438,7 +436,7 @@ class RequestScheduler:
         try:
             if task is not None:
                 return task.future.get()
-            reports = self._replicas.groups[replica].reports()
+            reports = self.replicas.groups[replica].reports()
             why = "\n".join(
                 ["no response, or no sample, for too long:", *(report.describe() for report in reports)]
             )
@@ -447,7 +445,7 @@ class RequestScheduler:
                 raise
             why = str(error)
 
-        self._replicas.restart(replica, why + self._describe(self._lose(replica)))
+        self.replicas.restart(replica, why + self._describe(self._lose(replica)))
         return []
 
     def _lose(self, replica: int) -> Collection[int]:

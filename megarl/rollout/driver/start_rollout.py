@@ -17,12 +17,13 @@ from megarl.models.architecture import LoRA
 from megarl.plan.placement.cores import at_work
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
-from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.scaling import ReplicaScaling
-from megarl.rollout.driver.scheduler import RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.engines import build_engine
 from megarl.rollout.episodes.environments import Environments
+from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.worker.environment import EnvironmentWorker
@@ -159,17 +160,14 @@ def start_rollout(
 ) -> Rollout:
     """Build the rollout role. With an agent, its samples are episodes."""
     agent = config.agent
-    setup = RolloutSetup(
-        replicas=replicas,
-        weights=weights,
-        rules=rules,
-        limits=_rollout_limits(config),
-        seed=config.trainer.seed,
+    seed = config.trainer.seed
+    scheduler = RequestScheduler(
+        replicas, weights.readmit, _rollout_limits(config), can_readmit=weights.can_readmit
     )
 
     if not agent.is_used:
         routes_of = config.rollout.training if config.engine.routing_replay is RoutingReplay.rollout else None
-        return Rollout(setup, routes_of)
+        return Rollout(scheduler, weights, rules, seed, routes_of)
 
     # Start one environment process per bundle.
     pool = pools.get_resource_pool(ENVIRONMENT)
@@ -199,7 +197,10 @@ def start_rollout(
         max_attempts=agent.max_attempts,
     )
 
-    return EpisodeRollout(setup, environments, of_episodes, has_programs=agent.harness.is_used)
+    # The requests of agent programs name the tokens themselves.
+    runner = SessionRunner if agent.harness.is_used else TurnRunner
+
+    return EpisodeRollout(runner(scheduler, environments, of_episodes), weights, rules, seed)
 
 
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:

@@ -94,8 +94,8 @@ class EpisodeRunner(ABC):
         limits: EpisodeLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._scheduler = scheduler
-        self._environments = environments
+        self.scheduler = scheduler
+        self.environments = environments
         self._limits = limits
         self._clock = clock
         self._waited_s = self._played_s = 0.0  # for episodes that have ended since `drain_wait`
@@ -104,7 +104,7 @@ class EpisodeRunner(ABC):
 
     @property
     def is_at_work(self) -> bool:
-        return self._scheduler.is_at_work or self._environments.is_busy
+        return self.scheduler.is_at_work or self.environments.is_busy
 
     def begin(
         self,
@@ -138,8 +138,8 @@ class EpisodeRunner(ABC):
             running = self._running.pop(number, None)
             if running is not None:
                 # The episode is either at an engine or at its environment; cancel it at both.
-                self._scheduler.cancel(running.turns.values())
-                self._environments.end(number)
+                self.scheduler.cancel(running.turns.values())
+                self.environments.end(number)
 
     def poll(self, wait_s: float = float("inf")) -> None:
         """Wait at most about `wait_s` for an engine or an environment to answer, and continue the episodes.
@@ -150,8 +150,8 @@ class EpisodeRunner(ABC):
         """
         # If both sides have work, neither may block the other for longer than one short turn.
         both = min(wait_s, _TURN_S)
-        self._scheduler.poll(both if self._environments.is_busy else wait_s)
-        reports, lost = self._environments.poll(0.0 if self._scheduler.is_at_work else both)
+        self.scheduler.poll(both if self.environments.is_busy else wait_s)
+        reports, lost = self.environments.poll(0.0 if self.scheduler.is_at_work else both)
 
         for report in reports:
             # It may have been cancelled in the meantime.
@@ -211,7 +211,7 @@ class EpisodeRunner(ABC):
         turn = running.request._replace(prompt=token_ids, sampling=sampling)
 
         # Prefer the replica of the last turn, whose prefix cache contains the episode so far.
-        (number,) = self._scheduler.add(
+        (number,) = self.scheduler.add(
             [turn],
             [deliver],
             on_failure=running.on_failure,
@@ -228,8 +228,8 @@ class EpisodeRunner(ABC):
     def _end(self, number: int, trajectory: Trajectory) -> None:
         # Remove it before its callback, which may begin others.
         running = self._running.pop(number)
-        self._scheduler.cancel(running.turns.values())
-        self._environments.end(number)
+        self.scheduler.cancel(running.turns.values())
+        self.environments.end(number)
         self._waited_s += running.waited_s
         self._played_s += self._clock() - running.begun_s
 
@@ -237,7 +237,7 @@ class EpisodeRunner(ABC):
 
     def _restart(self, number: int) -> None:
         running = self._running[number]
-        self._scheduler.cancel(running.turns.values())
+        self.scheduler.cancel(running.turns.values())
 
         # The replica is no longer preferred: the new attempt shares only the prompt with its cache.
         running.turns = {}
@@ -300,7 +300,7 @@ class TurnRunner(EpisodeRunner):
             running.waits_since_s = self._clock()
             # After a restart, the episode begins with its first turn again.
             task = running.task if step.place.turn == 0 else None
-            self._environments.order(TurnOrder(number, task, step))
+            self.environments.order(TurnOrder(number, task, step))
         else:
             assert running.replica is not None, "the model has written"
             self._end(number, episode.trajectory)
@@ -322,7 +322,7 @@ class SessionRunner(EpisodeRunner):
     def _start(self, number: int) -> None:
         running = self._running[number]
         running.waits_since_s = self._clock()
-        self._environments.order(SessionOrder(number, running.task, running.request.prompt))
+        self.environments.order(SessionOrder(number, running.task, running.request.prompt))
 
     def _start_again(self, number: int) -> str | None:
         running = self._running[number]
@@ -342,7 +342,7 @@ class SessionRunner(EpisodeRunner):
                     running, token_ids, max_new_tokens, seed, partial(self._wrote, running, report)
                 )
             case DroppedRequest(_, request) if request in running.turns:
-                self._scheduler.cancel([running.turns[request]])
+                self.scheduler.cancel([running.turns[request]])
                 self._ended_turn(running, request)
             case SessionEnd(number, trajectory, why):
                 if trajectory.failure is not None:
@@ -358,7 +358,7 @@ class SessionRunner(EpisodeRunner):
         running.replica = replica
         self._ended_turn(running, asked.request)
         written = SampledTurn(sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason)
-        self._environments.order(SampleOrder(asked.episode, asked.request, written))
+        self.environments.order(SampleOrder(asked.episode, asked.request, written))
 
     def _ended_turn(self, running: _Running, request: int) -> None:
         running.turns.pop(request, None)

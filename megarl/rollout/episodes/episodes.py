@@ -11,17 +11,16 @@ from typing import cast
 
 import torch
 
-from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import EpisodeEnd, Trajectory
 from megarl.batch.branches import BRANCH, FAILURE
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.rollout.driver.finished_groups import RolloutOutput
-from megarl.rollout.driver.rollout import Rollout, RolloutSetup
+from megarl.rollout.driver.rollout import Rollout, TokenRules
+from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.scheduler import Deliver, OnFailure, ReplicaState, RequestState
-from megarl.rollout.episodes.environments import Environments
-from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
+from megarl.rollout.episodes.episode_runner import EpisodeRunner
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
 
@@ -39,23 +38,10 @@ class EpisodeRollout(Rollout):
 
     kind = Trajectory
 
-    def __init__(
-        self,
-        setup: RolloutSetup,
-        environments: Environments,
-        of_episodes: EpisodeLimits,
-        *,
-        has_programs: bool = False,
-    ) -> None:
-        """Create the rollout.
-
-        Args:
-            has_programs: Whether the processes run agent programs, whose requests name the tokens.
-        """
-        super().__init__(setup)
-        self.environments = environments
-        runner = SessionRunner if has_programs else TurnRunner
-        self._runner = runner(self.scheduler, environments, of_episodes)
+    def __init__(self, runner: EpisodeRunner, weights: RolloutWeights, rules: TokenRules, seed: int) -> None:
+        super().__init__(runner.scheduler, weights, rules, seed)
+        self.environments = runner.environments
+        self._runner = runner
 
     @property
     def is_at_work(self) -> bool:

@@ -27,7 +27,7 @@ from megarl.machine.errors import RunError
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import FinishedGroup, from_bytes, to_bytes
-from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_buffer import FailedPromptsError, NoSignalError
 from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
@@ -193,12 +193,9 @@ def scene(
     )
     weights = MadeUpWeights(engines, version)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101)
-    setup = RolloutSetup(replicas=engines, weights=weights, rules=tokens, limits=LIMITS, seed=0)  # type: ignore[arg-type]
-    rollout = TrainedInNoTime(setup)
+    scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    rollout = TrainedInNoTime(scheduler, weights, tokens, seed=0)  # type: ignore[arg-type]
     rollout.on_update = on_update
-    rollout.scheduler = RequestScheduler(
-        engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait
-    )  # type: ignore[arg-type]
     loader = loader or BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
 
     def staleness(version: int) -> StalenessController:

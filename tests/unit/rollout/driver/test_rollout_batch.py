@@ -11,8 +11,8 @@ from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.controller.worker import RemoteMethod
 from megarl.rollout.driver.replicas import unshared
-from megarl.rollout.driver.rollout import Rollout, RolloutSetup, TokenRules, batch_of_samples
-from megarl.rollout.driver.scheduler import RolloutLimits
+from megarl.rollout.driver.rollout import Rollout, TokenRules, batch_of_samples
+from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from tests.fake_engine import plain_sample
@@ -151,9 +151,9 @@ LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)
 
 
 def rollout(num_replicas: int) -> Rollout:
-    replicas = StubReplicas(num_replicas)
-    setup = RolloutSetup(replicas=replicas, weights=StubWeights(), rules=RULES, limits=LIMITS, seed=4)  # type: ignore[arg-type]
-    return Rollout(setup)
+    weights = StubWeights()
+    scheduler = RequestScheduler(StubReplicas(num_replicas), weights.readmit, LIMITS)  # type: ignore[arg-type]
+    return Rollout(scheduler, weights, RULES, seed=4)  # type: ignore[arg-type]
 
 
 def asked(rollout: Rollout) -> list[list[GenerationRequest]]:

@@ -24,7 +24,7 @@ from megarl.data.tables import RowIdentity
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
-from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
+from megarl.rollout.driver.rollout import TokenRules
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler, RequestState, RolloutLimits
 from megarl.rollout.episodes.episode_runner import TurnRunner
@@ -169,13 +169,10 @@ def stage(
     weights = MadeUpWeights(engines, version)
     environments = ScriptedEnvironments(clock)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=EPISODES.max_tokens)
-    setup = RolloutSetup(replicas=engines, weights=weights, rules=tokens, limits=LIMITS, seed=0)  # type: ignore[arg-type]
-    rollout = EpisodesInNoTime(setup, environments, limits)  # type: ignore[arg-type]
+    scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    runner = TurnRunner(scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
+    rollout = EpisodesInNoTime(runner, weights, tokens, seed=0)  # type: ignore[arg-type]
     rollout.on_update = on_update
-    rollout.scheduler = RequestScheduler(
-        engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait
-    )  # type: ignore[arg-type]
-    rollout._runner = TurnRunner(rollout.scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
 
     for step in range(total_steps + max_staleness + 9):  # the prompt to which an episode's seed belongs

@@ -53,8 +53,8 @@ from megarl.data.tokenizer import render_chat
 from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import unshared
-from megarl.rollout.driver.rollout import RolloutSetup, TokenRules
-from megarl.rollout.driver.scheduler import Deliver, RolloutLimits
+from megarl.rollout.driver.rollout import TokenRules
+from megarl.rollout.driver.scheduler import Deliver, RequestScheduler, RolloutLimits
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout, batch_of_trajectories
@@ -362,10 +362,18 @@ class Game:
 """
 
 
-class Writing:
+class Nobody(list[None]):
+    """Stub for replicas."""
+
+    exclusive = staticmethod(unshared)
+
+
+class Writing(RequestScheduler):
     """Stub for the request scheduler: a turn is two tokens, immediately."""
 
     def __init__(self, end_token_id: int) -> None:
+        limits = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
+        super().__init__(Nobody([None]), lambda replica: True, limits)  # type: ignore[arg-type]
         self._end = end_token_id
         self._waiting = list[tuple[GenerationRequest, Deliver[Sample]]]()
         self.seen: list[GenerationRequest] = []
@@ -426,12 +434,6 @@ class Process:
         self._thread.shutdown(wait=False)
 
 
-class Nobody(list[None]):
-    """Stub for replicas."""
-
-    exclusive = staticmethod(unshared)
-
-
 def episode_rollout(
     folder: Path,
     fails: int = -1,
@@ -471,13 +473,10 @@ def episode_rollout(
     )
     rules = TokenRules(pad_token_id=0, stop_token_ids=(tokenizer.eos_token_id,), max_response_length=200)
     of_episodes = EpisodeLimits(max_turns=max_turns, max_tokens=200)
-    at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
-    setup = RolloutSetup(replicas=Nobody([None]), weights=weights, rules=rules, limits=at_once, seed=0)  # type: ignore[arg-type]
-    rollout = EpisodeRollout(setup, environments, of_episodes)
     runner = SessionRunner if agent.harness.is_used else TurnRunner
-    rollout._runner = runner(writing, environments, of_episodes)  # type: ignore[arg-type]
+    episodes = runner(writing, environments, of_episodes)
 
-    return rollout, writing
+    return EpisodeRollout(episodes, weights, rules, seed=0), writing  # type: ignore[arg-type]
 
 
 PROGRAM = """
