@@ -27,7 +27,7 @@ from megarl.batch.arrays import (
 )
 from megarl.batch.future import DataProtoFuture
 from megarl.batch.ragged import Column, RaggedTensor
-from megarl.batch.serialization import BatchContents, decode, encode
+from megarl.batch.serialization import decode, encode
 from megarl.batch.token_rows import PaddedView, token_rows
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
@@ -436,7 +436,7 @@ class DataProto:
             SerializationError: A value cannot be stored; the message names it.
         """
         arrays = {key: rows.tolist() for key, rows in self.non_tensor_batch.items()}
-        return encode(BatchContents(self.columns, arrays, self.meta_info, len(self)))
+        return encode(self.columns, arrays, self.meta_info, len(self))
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str = "bytes") -> DataProto:
@@ -445,10 +445,8 @@ class DataProto:
         Raises:
             SerializationError: The bytes are not a complete batch.
         """
-        contents = decode(data, source)
-        return cls.from_dict(contents.columns, contents.non_tensors, contents.meta_info)._with_rows(
-            contents.num_rows
-        )
+        columns, arrays, meta_info, num_rows = decode(data, source)
+        return cls.from_dict(columns, arrays, meta_info)._with_rows(num_rows)
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
         """Write to a temporary file and rename it, so that a reader finds a complete file or none."""

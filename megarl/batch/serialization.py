@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,27 +36,21 @@ class SerializationError(ValueError):
     """
 
 
-class BatchContents(NamedTuple):
-    columns: dict[str, Column]
-    non_tensors: dict[str, list[Any]]
-    meta_info: dict[str, Any]
-    num_rows: int
-
-
-def encode(contents: BatchContents) -> bytes:
+def encode(
+    columns: Mapping[str, Column],
+    non_tensors: Mapping[str, list[Any]],
+    meta_info: dict[str, Any],
+    num_rows: int,
+) -> bytes:
     """Serialize a batch.
 
     Raises:
         SerializationError: A value is not JSON, numpy, a tuple, or nested from these.
     """
     # Pack rows of tokens, so that only the values that they use are stored.
-    ragged = {
-        key: column.packed() for key, column in contents.columns.items() if isinstance(column, RaggedTensor)
-    }
+    ragged = {key: column.packed() for key, column in columns.items() if isinstance(column, RaggedTensor)}
     tensors = {
-        _TENSOR_PREFIX + key: column
-        for key, column in contents.columns.items()
-        if isinstance(column, torch.Tensor)
+        _TENSOR_PREFIX + key: column for key, column in columns.items() if isinstance(column, torch.Tensor)
     }
     tensors |= {
         f"{part}/{key}": getattr(column, part) for key, column in ragged.items() for part in _RAGGED_PARTS
@@ -67,10 +61,10 @@ def encode(contents: BatchContents) -> bytes:
         },
         "non_tensors": {
             key: [_to_json(row, f"non_tensor_batch[{key!r}]") for row in rows]
-            for key, rows in contents.non_tensors.items()
+            for key, rows in non_tensors.items()
         },
-        "meta_info": _to_json(contents.meta_info, "meta_info"),
-        "num_rows": contents.num_rows,
+        "meta_info": _to_json(meta_info, "meta_info"),
+        "num_rows": num_rows,
     }
 
     # safetensors stores only tensors, so the rest is JSON in a tensor of bytes.
@@ -80,8 +74,10 @@ def encode(contents: BatchContents) -> bytes:
     return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
 
-def decode(data: bytes, source: str = "bytes") -> BatchContents:
-    """Deserialize a batch.
+def decode(
+    data: bytes, source: str = "bytes"
+) -> tuple[dict[str, Column], dict[str, list[Any]], dict[str, Any], int]:
+    """Deserialize the arguments of `encode`.
 
     Args:
         source: The name of the data in errors.
@@ -107,17 +103,11 @@ def decode(data: bytes, source: str = "bytes") -> BatchContents:
             key: _ragged([tensors.pop(f"{part}/{key}") for part in _RAGGED_PARTS], how)
             for key, how in document["ragged"].items()
         }
-        return BatchContents(
-            columns={
-                **{name.removeprefix(_TENSOR_PREFIX): tensor for name, tensor in tensors.items()},
-                **ragged,
-            },
-            non_tensors={
-                key: [_from_json(row) for row in rows] for key, rows in document["non_tensors"].items()
-            },
-            meta_info=_from_json(document["meta_info"]),
-            num_rows=_row_count(document["num_rows"]),
-        )
+        columns = {name.removeprefix(_TENSOR_PREFIX): tensor for name, tensor in tensors.items()} | ragged
+        non_tensors = {
+            key: [_from_json(row) for row in rows] for key, rows in document["non_tensors"].items()
+        }
+        return columns, non_tensors, _from_json(document["meta_info"]), _row_count(document["num_rows"])
     except (
         SafetensorError,
         KeyError,

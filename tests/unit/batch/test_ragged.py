@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.batch import ragged
 from megarl.batch.arrays import same
 from megarl.batch.data_proto import DataProto
-from megarl.batch.ragged import RaggedTensor
+from megarl.batch.ragged import KeptMemory, RaggedTensor, new_values
 from megarl.batch.token_rows import with_prompt_rows
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=7)
@@ -333,3 +333,43 @@ def test_prompts_that_a_user_has_padded_are_taken_in() -> None:
             match=r"row 0 of the prompts: prompt_attention_mask has [01] tokens?, not contiguous",
         ):
             with_prompt_rows({**padded, "prompt_attention_mask": torch.tensor(mask)})
+
+
+# ---- memory of large buffers: which blocks are reused, and when
+
+BLOCK_BYTES = 1000
+
+
+def test_memory_is_lent_again_only_when_nobody_holds_it() -> None:
+    memory = KeptMemory()
+    lent = memory.lend(BLOCK_BYTES)
+    lent[:] = 1
+    row = torch.from_numpy(lent).view(torch.float32)[3:5]  # a row of the column outlives it
+    place = lent.ctypes.data
+    del lent
+    other = memory.lend(BLOCK_BYTES)
+    other[:] = 2
+    assert row.view(torch.uint8).tolist() == [1] * 8
+    del row
+    assert memory.num_kept >= BLOCK_BYTES
+    again = memory.lend(BLOCK_BYTES - 9)  # columns differ slightly between steps
+    assert (again.ctypes.data, len(again), memory.num_kept) == (place, BLOCK_BYTES - 9, 0)
+
+
+def test_no_more_is_kept_than_was_in_use_at_a_time() -> None:
+    memory = KeptMemory()
+    columns = [memory.lend(BLOCK_BYTES) for _ in range(4)]
+    del columns[:]
+    assert memory.num_kept >= 4 * BLOCK_BYTES
+    larger = memory.lend(3 * BLOCK_BYTES)  # no kept block is large enough
+    assert len(larger) == 3 * BLOCK_BYTES
+    assert memory.num_kept <= BLOCK_BYTES * 9 // 8
+    smaller = memory.lend(BLOCK_BYTES // 2)  # a kept block would be too large
+    assert len(smaller) == BLOCK_BYTES // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.float64])
+def test_large_memory_is_of_every_kind_that_torch_has(dtype: torch.dtype) -> None:
+    made = new_values((1 << 22) + 3, dtype, torch.device("cpu"))
+    assert (made.dtype, made.shape) == (dtype, ((1 << 22) + 3,))
+    assert made.fill_(1)[-1] == 1
