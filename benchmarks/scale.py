@@ -50,9 +50,9 @@ from megarl.controller.futures import RemoteFuture
 from megarl.controller.restart_budget import RestartBudget
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
+from megarl.rewards.judge_servers import JudgeServers
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.role import Reward
-from megarl.rewards.start_judges import JudgeServers
 from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer

@@ -13,7 +13,7 @@ from megarl.controller.futures import DerivedFuture, RemoteFuture, wait_for_call
 from megarl.controller.group import RoleGroup
 from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.restarts import ProcessLimitError, leave_lost_nodes
-from megarl.rewards.start_judges import JudgeServers
+from megarl.rewards.judge_servers import JudgeServers
 
 _log = logging.getLogger(__name__)
 

@@ -33,10 +33,10 @@ from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport, joins_weight_groups
+from megarl.rewards.judge_servers import JudgeServers, start_judges
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
-from megarl.rewards.start_judges import JudgeServers, start_judges
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.megatron_worker import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker

@@ -14,7 +14,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megarl.config.schema import (
     AdvantageConfig,
@@ -35,11 +37,12 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.group import RoleGroup
 from megarl.controller.worker import Worker, register
-from megarl.rewards import start_judges
+from megarl.rewards import judge_servers
 from megarl.rewards.judge_client import JudgeEndpoint
-from megarl.rewards.judge_worker import JudgeSpec, JudgeWorker
+from megarl.rewards.judge_servers import JudgeWorker
 from megarl.roles.start import PPORoles
 from megarl.rollout.episodes.episodes import EpisodeRollout
+from megarl.rollout.interface import RolloutEngineSpec
 from tests.integration.run_outcome import Outcome
 from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config
 from tests.judge_server import serve_judge
@@ -87,12 +90,12 @@ class Lengths(dict[str, str]):
 class LengthJudge(JudgeWorker):
     """Serves a judge without a model."""
 
-    def __init__(self, spec: JudgeSpec) -> None:
+    def __init__(self, key: str, engine: RolloutEngineSpec, template_arguments: Mapping[str, Any]) -> None:
         Worker.__init__(self)
         self._closed = threading.Event()
         self._open = contextlib.ExitStack()
         self._server = self._open.enter_context(serve_judge(os.environ["MASTER_ADDR"]))
-        self._server.replies = Lengths(Path(spec.model.path).parent)
+        self._server.replies = Lengths(Path(engine.model.path).parent)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def endpoint(self) -> JudgeEndpoint:
@@ -144,7 +147,7 @@ def main() -> None:
     save_inputs(folder, num_layers=2)
     (folder / "environment.py").write_text(ADDING)
     (folder / "judge.jinja").write_text("={{ solution }}")
-    start_judges.JudgeWorker = LengthJudge  # type: ignore[misc]
+    judge_servers.JudgeWorker = LengthJudge  # type: ignore[misc]
     undisturbed = Outcome(run_ppo(config_of(folder, folder / "undisturbed")))
 
     left = [(1, "gen"), (1, "adv")]

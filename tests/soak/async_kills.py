@@ -41,10 +41,10 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
+from megarl.rewards.judge_servers import JudgeServers
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
-from megarl.rewards.start_judges import JudgeServers
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.sample_groups import GroupRules

@@ -20,11 +20,10 @@ from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.restarts import ProcessLimitError
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.rewards.judge_client import JudgeEndpoint
-from megarl.rewards.judge_worker import JudgeWorker
+from megarl.rewards.judge_servers import JudgeServers, JudgeWorker
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
-from megarl.rewards.start_judges import JudgeServers
 from tests.integration.tiny_run import save_policy
 from tests.judge_server import serve_judge
 from tests.unit.rewards.test_role import two_answers

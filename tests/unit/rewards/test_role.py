@@ -17,10 +17,10 @@ from megarl.controller.futures import RemoteFuture
 from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RemoteMethod
 from megarl.recipes.starter import number_reward
+from megarl.rewards.judge_servers import JudgeServers
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
-from megarl.rewards.start_judges import JudgeServers
 from tests.integration.tiny_run import SYMBOLS, save_policy
 from tests.judge_server import serve_judge
 from tests.unit.data.chats import character_tokenizer
