@@ -8,9 +8,9 @@ from collections import Counter
 
 import numpy as np
 
-from megarl.agents.conversation_tree import ConversationTree, RecordedTurn
 from megarl.agents.message_keys import message_key, tools_key
 from megarl.agents.trajectory import Author, Segment, Trajectory
+from megarl.endpoint.session import ConversationTree, RecordedTurn
 
 
 def written(*ids: int) -> Segment:
