@@ -25,7 +25,7 @@ def _hf_engine(spec: RolloutEngineSpec, node: EngineNode) -> EnginePart:
 def _sglang_engine(spec: RolloutEngineSpec, node: EngineNode) -> EnginePart:
     # Imported here because SGLang takes seconds to import and other engines do not need it.
     from megarl.rollout.sglang.engine import SGLangEngine
-    from megarl.rollout.sglang.engine_part import SGLangEnginePart
+    from megarl.rollout.sglang.in_process import SGLangEnginePart
 
     return SGLangEngine(spec, node) if node.rank == 0 else SGLangEnginePart(spec, node)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Collection
 from multiprocessing.process import BaseProcess
@@ -16,8 +17,11 @@ from typing import Any
 from megarl.machine.errors import EngineDeadError
 from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
+from megarl.rollout.interface import EnginePart, RolloutEngineSpec
+from megarl.rollout.nodes import EngineNode, FirstNode
 from megarl.rollout.sglang import environment, processes
-from megarl.rollout.sglang.backend import Backend, CallRefusedError, LastWords
+from megarl.rollout.sglang.backend import Backend, CallRefusedError, LastWords, LoopThread
+from megarl.rollout.sglang.server_args import START_LIMIT_S, build_server_args, node_args
 
 # Calls that both modes offer under one name: a path of the server, and a method of the tokenizer manager in
 # this process. The values are the classes of their requests in SGLang's io_struct.
@@ -34,6 +38,7 @@ _REQUESTS = {
     "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
 }
 _END_LIMIT_S = 10.0
+_WATCH_S = 0.5
 _LOOK_S = 1.0  # interval at which it is looked whether SGLang has received anything
 
 
@@ -156,3 +161,34 @@ def _make_engine(server_args: dict[str, Any]) -> Any:
         run_detokenizer_process_func = staticmethod(processes.run_detokenizer)
 
     return AdaptedEngine(**server_args)
+
+
+class SGLangEnginePart(EnginePart):
+    """The part of an engine on a node other than its first: schedulers only, which serve no requests.
+
+    The first node's scheduler passes every request of SGLang on to them, also those that pause, load weights
+    and release memory. Raises EngineDeadError with SGLang's last output if they do not start.
+    """
+
+    def __init__(self, spec: RolloutEngineSpec, node: EngineNode) -> None:
+        self._first = FirstNode(node, START_LIMIT_S)
+        self._backend = InProcessBackend(build_server_args(spec) | node_args(node, self._first.ranks_port))
+        self._loop = LoopThread(self._backend.start)
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="engine-part", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Report the end of a scheduler to the first node, whose own ones may not notice it."""
+        while not self._closed.wait(_WATCH_S):
+            if (ended := self._backend.dead_process()) is not None:
+                self._first.report(ended)
+                return
+
+    def process_ids(self) -> list[int]:
+        return self._backend.process_ids()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._first.close()
+        self._loop.stop()
+        self._backend.stop()
