@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,18 +124,6 @@ def decode(data: bytes) -> Image.Image:
         return image.convert("RGB")
 
 
-class Patches(NamedTuple):
-    """An image as a tower reads it.
-
-    Attributes:
-        pixels: (P, patch elements) float32.
-        grid: The number of patches in time, height and width.
-    """
-
-    pixels: torch.Tensor
-    grid: tuple[int, int, int]
-
-
 class ImageProcessor:
     """transformers' image processor of a model's folder."""
 
@@ -185,11 +173,14 @@ class ImageProcessor:
             num_patches: int = self._processor.get_number_of_image_patches(image.height, image.width)
         return num_patches // self.vision.patches_per_token
 
-    def patches(self, data: bytes) -> Patches:
-        """Return the patches of an image."""
+    def patches(self, data: bytes) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """Return the patches of an image, and how many it has in time, height and width.
+
+        The patches are (P, patch elements) float32.
+        """
         made = self._processor(images=[decode(data)], return_tensors="np")
         time, height, width = made["image_grid_thw"][0].tolist()
-        return Patches(torch.from_numpy(made["pixel_values"]), (time, height, width))
+        return torch.from_numpy(made["pixel_values"]), (time, height, width)
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[bytes]) -> list[int]:
         """Replace the placeholder token of each image by as many as the image has.
@@ -310,8 +301,8 @@ def with_patches(columns: Mapping[str, RaggedTensor], processor: ImageProcessor)
         order.setdefault(images, len(order))
     made = [[processor.patches(data) for data in images] for images in order]
 
-    pixels = [torch.cat([each.pixels.flatten() for each in row] or [torch.empty(0)]).numpy() for row in made]
-    grids = [np.array([each.grid for each in row], dtype=np.int32).flatten() for row in made]
+    pixels = [torch.cat([pixels.flatten() for pixels, _ in row] or [torch.empty(0)]).numpy() for row in made]
+    grids = [np.array([grid for _, grid in row], dtype=np.int32).flatten() for row in made]
     rows = torch.tensor([order[images] for images in files])
     rest = {key: column for key, column in columns.items() if key not in (IMAGE_BYTES, IMAGE_SIZES)}
     return {

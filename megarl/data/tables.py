@@ -242,20 +242,6 @@ class Measured(NamedTuple):
         return f"at least {self.length}" if self.is_bound else str(self.length)
 
 
-class ReadRows[Item](NamedTuple):
-    """The rows of a data set.
-
-    Attributes:
-        items: The rows that are used.
-        files: The file of each of them.
-        num_filtered: The number of rows dropped because they are too long.
-    """
-
-    items: list[Item]
-    files: list[str]
-    num_filtered: int
-
-
 def read_within[Item](
     rows: Iterable[DataRow],
     read: Callable[[DataRow], Item],
@@ -263,12 +249,15 @@ def read_within[Item](
     limit: int,
     option: str,
     overlong: Overlong,
-) -> ReadRows[Item]:
+) -> tuple[list[Item], list[str], int]:
     """Read the rows of at most `limit` tokens.
 
     Args:
         read: Reads a row. It may raise TooManyTokensError.
         option: The configuration key of the limit.
+
+    Returns:
+        The rows that are used, the file of each of them, and the number of rows that were dropped.
 
     Raises:
         DataError: A row cannot be used, or is longer and `overlong` is `refuse`; or `filter` would drop all
@@ -289,7 +278,7 @@ def read_within[Item](
     # All rows are measured first, so that a message can report how many exceed the limit.
     _judge_lengths(measured, limit, option, overlong)
     files = [row.file for row in measured if row.length <= limit]
-    return ReadRows(items, files, len(measured) - len(items))
+    return items, files, len(measured) - len(items)
 
 
 def _judge_lengths(measured: Sequence[Measured], limit: int, option: str, overlong: Overlong) -> None:

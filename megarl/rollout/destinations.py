@@ -56,19 +56,6 @@ class TensorDestinations:
         ]
 
 
-class ParameterMemory(NamedTuple):
-    """Identity of the memory of a parameter.
-
-    A plan's views keep their storages alive, so no other storage can get the same identity. A storage that is
-    emptied and refilled, as an engine's sleep does on a CPU, keeps its identity.
-    """
-
-    storage: int
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
 class DestinationPlan(NamedTuple):
     """Plan of where each tensor goes.
 
@@ -76,13 +63,13 @@ class DestinationPlan(NamedTuple):
         tensors: Destinations by Hugging Face name.
         not_followed: Reasons for tensors whose loader does more than copying; they have no plan.
         unreached: Parameters that receive nothing on this rank.
-        places: Memory of the model's parameters when the plan was recorded.
+        places: Storage, offset, shape and stride of the model's parameters when the plan was recorded.
     """
 
     tensors: dict[str, TensorDestinations]
     not_followed: dict[str, str]
     unreached: list[str]
-    places: list[ParameterMemory]
+    places: list[tuple[int, int, torch.Size, tuple[int, ...]]]
 
     @property
     def destinations(self) -> Iterator[Destination]:
@@ -106,7 +93,7 @@ class DestinationPlan(NamedTuple):
 
     def is_of(self, model: Any) -> bool:
         """Return whether the model's parameters still use the memory to which this plan's views refer."""
-        storages = {place.storage for place in self.places}
+        storages = {storage for storage, *_ in self.places}
         return self.places == _places(model) and all(
             storage_of(elements) in storages for _, elements in self.destinations
         )
@@ -282,10 +269,11 @@ def _is_engines_own(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "_skip_weight_check", False)
 
 
-def _places(model: Any) -> list[ParameterMemory]:
+def _places(model: Any) -> list[tuple[int, int, torch.Size, tuple[int, ...]]]:
+    # A plan's views keep their storages alive, so no other storage can get the same identity. A storage that
+    # is emptied and refilled, as an engine's sleep does on a CPU, keeps its identity.
     return [
-        ParameterMemory(storage_of(each), each.storage_offset(), each.shape, each.stride())
-        for each in model.parameters()
+        (storage_of(each), each.storage_offset(), each.shape, each.stride()) for each in model.parameters()
     ]
 
 

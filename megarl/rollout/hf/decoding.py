@@ -324,7 +324,7 @@ def prompt_images(
 def _images_of(request: GenerationRequest, processor: ImageProcessor, device: torch.device) -> PromptImages:
     vision = processor.vision
     patches = [processor.patches(data) for data in request.images]
-    grids = torch.tensor([each.grid for each in patches], dtype=torch.int64).view(-1, 3)
+    grids = torch.tensor([grid for _, grid in patches], dtype=torch.int64).view(-1, 3)
     counts = (grids.prod(1) // vision.patches_per_token).tolist()
     places = [place for place, token in enumerate(request.prompt) if token == vision.image_token_id]
 
@@ -335,7 +335,7 @@ def _images_of(request: GenerationRequest, processor: ImageProcessor, device: to
         )
 
     starts = [places[sum(counts[:number])] for number in range(len(counts))]
-    pixels = torch.cat([each.pixels for each in patches] or [torch.empty(0, vision.patch_elements)])
+    pixels = torch.cat([of_image for of_image, _ in patches] or [torch.empty(0, vision.patch_elements)])
     return PromptImages(
         request.images,
         pixels.to(device),

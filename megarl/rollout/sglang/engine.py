@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -70,11 +70,6 @@ _NUDGE = -1  # sent instead of a ticket
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-class _InFlight(NamedTuple):
-    request: GenerationRequest
-    future: Future[None]
-
-
 _CACHE = ["kv_cache", "cuda_graph"]  # SGLang's tags for memory that only generation needs
 
 
@@ -117,7 +112,8 @@ class SGLangEngine(RolloutEngine):
         self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = (
             queue.SimpleQueue()
         )
-        self._in_flight: dict[int, _InFlight] = {}  # by ticket, which is never reused
+        # by ticket, which is never reused
+        self._in_flight: dict[int, tuple[GenerationRequest, Future[None]]] = {}
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
         self._has_cache = True
@@ -172,7 +168,7 @@ class SGLangEngine(RolloutEngine):
             self._last_sign_s = time.monotonic()
         for request in requests:
             ticket = next(self._tickets)
-            self._in_flight[ticket] = _InFlight(request, self._loop.submit(self._generate(ticket, request)))
+            self._in_flight[ticket] = request, self._loop.submit(self._generate(ticket, request))
 
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
         outcome: FinishedRequest | BaseException
@@ -223,7 +219,7 @@ class SGLangEngine(RolloutEngine):
                 self._raise_if_dead()
                 if not isinstance(outcome, RequestFailedError):
                     raise outcome
-                outcome = FailedRequest(in_flight.request.request_id, str(outcome))
+                outcome = FailedRequest(in_flight[0].request_id, str(outcome))
             assert outcome is not None
             collected.append(outcome)
 
@@ -258,10 +254,10 @@ class SGLangEngine(RolloutEngine):
         """
         tickets = [
             ticket
-            for ticket, in_flight in self._in_flight.items()
-            if request_ids is None or in_flight.request.request_id in request_ids
+            for ticket, (request, _) in self._in_flight.items()
+            if request_ids is None or request.request_id in request_ids
         ]
-        futures = {self._in_flight.pop(ticket).future: _name(ticket) for ticket in tickets}
+        futures = {self._in_flight.pop(ticket)[1]: _name(ticket) for ticket in tickets}
         # SGLang can abort all requests at once, but not if others must continue.
         has_others = bool(self._in_flight)
         start_s = time.monotonic()
