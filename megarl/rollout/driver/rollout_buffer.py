@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import batched
+from itertools import batched, chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,6 @@ from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout import check_versions
 from megarl.rollout.driver.sample_groups import (
     GREEDY,
-    DrawnPrompts,
     Group,
     GroupRules,
     GroupState,
@@ -134,8 +134,7 @@ class RolloutBuffer:
         self._scoring = scoring
         self._rules = rules
         self.staleness = staleness
-        self._prompts: DrawnPrompts | None = None  # contains the prompt of the next group
-        self._place = 0
+        self._drawn: deque[Group] = deque()  # their prompts were drawn; they are not started
 
         # Groups by number in the staleness controller, until their step is taken.
         self._groups: dict[int, Group] = {}
@@ -172,31 +171,37 @@ class RolloutBuffer:
         version = self._rollout.version
 
         while staleness.may_admit(version):
-            prompts, place = self._next_prompt()
-            uid = str(prompts.rows.non_tensor_batch["uid"][place])
+            if not self._drawn:
+                self._draw()
+            group = self._drawn.popleft()
+            uid = group.uid
             # Trained out of order before the checkpoint. Its position determines when the entry can be
             # dropped.
             if uid in self._trained:
-                self._trained[uid] = prompts.serial + place
+                self._trained[uid] = group.serial
                 continue
             # A stored group keeps its age; if it is too old for its step, it is generated again.
             stored = self._stored.pop(uid, None)
             if stored is not None and (staleness.may_admit(stored.version) or not staleness.in_order):
+                group.version = stored.version
+                group.samples = dict(enumerate(stored.samples))
                 number = staleness.admit(stored.version)
-                self._groups[number] = Group(prompts, place, stored.version, dict(enumerate(stored.samples)))
+                self._groups[number] = group
                 if stored.is_dropped:
                     self._drop(number)
                 else:
                     self._finish(number)
             else:
                 # Admit before the request starts: the callbacks need the number of the group.
+                group.version = version
                 number = staleness.admit(version)
-                self._groups[number] = group = Group(prompts, place, version)
-                requests = prompts.requests[place]
-                delivers = [partial(self._deliver, number, index) for index in range(len(requests))]
-                on_failure = partial(self._fail, number)
+                self._groups[number] = group
                 group.cancel = self._rollout.begin(
-                    prompts.rows, [place] * len(requests), requests, delivers, on_failure
+                    group.prompts,
+                    [group.place] * len(group.requests),
+                    group.requests,
+                    [partial(self._deliver, number, index) for index in range(len(group.requests))],
+                    partial(self._fail, number),
                 )
 
     def score(self) -> None:
@@ -298,7 +303,7 @@ class RolloutBuffer:
         state = (
             self._loader.state_dict()
             if opened is None
-            else self._loader.state_at(opened[0].position, opened[1])
+            else self._loader.state_at(opened.position, opened.place)
         )
 
         return {**state, "trained": list(self._trained)} if self._trained else state
@@ -339,29 +344,15 @@ class RolloutBuffer:
     def _is_whole(self, group: Group) -> bool:
         return len(group.samples) == self._rules.size
 
-    def _first_open(self) -> tuple[DrawnPrompts, int] | None:
-        """Return the first drawn prompt whose step was not taken.
-
-        It is given by its index among the prompts drawn with it.
-        """
-        for group in self._groups.values():
-            return group.prompts, group.place
-        if self._prompts is None or self._place == len(self._prompts.rows):
-            return None
-        return self._prompts, self._place
+    def _first_open(self) -> Group | None:
+        """Return the group of the first drawn prompt whose step was not taken."""
+        return next(chain(self._groups.values(), self._drawn), None)
 
     def _first_open_serial(self) -> float:
         opened = self._first_open()
-        return math.inf if opened is None else opened[0].serial + opened[1]
+        return math.inf if opened is None else opened.serial
 
-    def _next_prompt(self) -> tuple[DrawnPrompts, int]:
-        if self._prompts is None or self._place == len(self._prompts.rows):
-            self._prompts = self._draw()
-            self._place = 0
-        self._place += 1
-        return self._prompts, self._place - 1
-
-    def _draw(self) -> DrawnPrompts:
+    def _draw(self) -> None:
         """Draw prompts up to the end of a step, or of a round, and plan their requests."""
         staleness = self.staleness
         rules = self._rules
@@ -387,7 +378,10 @@ class RolloutBuffer:
             greedy = self._rollout.requests(rows, GREEDY, step, **seeds)
             requests = [(*own, one) for own, one in zip(requests, greedy, strict=True)]
 
-        return DrawnPrompts(rows, serial, position, requests)
+        self._drawn.extend(
+            Group(rows, place, position, serial + place, of_prompt)
+            for place, of_prompt in enumerate(requests)
+        )
 
     def _deliver(self, number: int, index: int, replica: int, sample: RolloutOutput) -> None:
         # A sample may span several weight syncs, but never weights older than its start or not yet synced.

@@ -75,23 +75,6 @@ class StepGroups(NamedTuple):
         )
 
 
-@dataclass
-class DrawnPrompts:
-    """Prompts that were drawn together.
-
-    Attributes:
-        rows: The prompts.
-        serial: The position of the first prompt, counted from the beginning of the data.
-        position: The position of the loader before they were drawn.
-        requests: The requests of each prompt, in the order of the samples in its group.
-    """
-
-    rows: DataProto
-    serial: int
-    position: Any
-    requests: Sequence[Sequence[GenerationRequest]]
-
-
 class GroupState(Enum):
     """State of a group in the rollout buffer, whose docstring has the transitions.
 
@@ -116,27 +99,28 @@ class Group:
 
     Attributes:
         prompts: The prompts that were drawn together with its prompt.
-        place: Its index among them.
-        version: Version of the weights that started it.
+        place: The index of its prompt among them.
+        position: The position of the loader before they were drawn.
+        serial: The position of its prompt in the data.
+        requests: The requests of its samples.
+        version: Version of the weights that started it; -1 before it is started.
         samples: Its samples by their index in the group.
         cancel: Cancels the missing samples.
     """
 
-    prompts: DrawnPrompts
+    prompts: DataProto
     place: int
-    version: int
+    position: Any
+    serial: int
+    requests: Sequence[GenerationRequest]
+    version: int = -1
     samples: dict[int, RolloutOutput] = field(default_factory=dict)
     state: GroupState = GroupState.generating
     cancel: Callable[[], None] = lambda: None
 
     @property
     def uid(self) -> str:
-        return str(self.prompts.rows.non_tensor_batch["uid"][self.place])
-
-    @property
-    def serial(self) -> int:
-        """Position of the prompt in the data."""
-        return self.prompts.serial + self.place
+        return str(self.prompts.non_tensor_batch["uid"][self.place])
 
     def first_samples(self, count: int) -> list[RolloutOutput]:
         """Return the samples at indices 0 to `count` - 1, which must exist."""
@@ -148,9 +132,9 @@ def rows_of(groups: Sequence[Group]) -> DataProto:
     parts = []
 
     # Groups of the same drawn batch share one selection.
-    for _, together in groupby(groups, key=lambda group: group.prompts.serial):
+    for _, together in groupby(groups, key=lambda group: id(group.prompts)):
         of_it = list(together)
-        rows = of_it[0].prompts.rows
+        rows = of_it[0].prompts
         places = [group.place for group in of_it]
         parts.append(rows if places == list(range(len(rows))) else rows.select_idxs(places))
 
