@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
 
@@ -39,13 +39,8 @@ class _Command(Enum):
     stop = auto()
 
 
-@dataclass
-class _Order:
-    """A command and its answer. `groups` is the result of `take`."""
-
-    command: _Command
-    answered: threading.Event = field(default_factory=threading.Event)
-    groups: StepGroups | None = None
+# A command and its answer: the groups of `take`, and otherwise None.
+_Order = tuple[_Command, Future[StepGroups | None]]
 
 
 class GenerationThread:
@@ -75,10 +70,10 @@ class GenerationThread:
 
     def take(self) -> StepGroups:
         """Wait for the groups of the next step and return them. Raises the error of this thread, if any."""
-        order = self._ask(_Command.take)
-        if order.groups is None:
+        groups = self._ask(_Command.take)
+        if groups is None:
             raise self._failure or RuntimeError("the generation thread has been stopped")
-        return order.groups
+        return groups
 
     @contextmanager
     def exclusive(self, for_weights: bool = False) -> Generator[None]:
@@ -104,29 +99,28 @@ class GenerationThread:
         finally:
             self._num_pauses -= 1
             if self._num_pauses == 0 and not self._is_held:
-                self._orders.put(_Order(_Command.resume))
+                self._orders.put((_Command.resume, Future()))
 
     def stop(self) -> None:
         """Stop the thread. Requests in flight end with the replicas."""
         if self._is_held:
-            self._orders.put(_Order(_Command.resume))
-        self._orders.put(_Order(_Command.stop))
+            self._orders.put((_Command.resume, Future()))
+        self._orders.put((_Command.stop, Future()))
         self._thread.join(_END_S)
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _ask(self, command: _Command) -> _Order:
-        order = _Order(command)
-        self._orders.put(order)
+    def _ask(self, command: _Command) -> StepGroups | None:
+        """Give an order and wait for its answer, which is None from a thread that has ended."""
+        answer: Future[StepGroups | None] = Future()
+        self._orders.put((command, answer))
 
         # An order that comes after the thread's last look at the queue is answered here.
         if self._has_ended:
-            order.answered.set()
-        order.answered.wait()
-
-        return order
+            return answer.result() if answer.done() else None
+        return answer.result()
 
     # ---- the generation thread
 
@@ -136,24 +130,22 @@ class GenerationThread:
             while True:
                 if (order := self._next_order()) is not None:
                     pending = order
-                    if order.command is _Command.stop:
+                    if order[0] is _Command.stop:
                         break
-                    if order.command is _Command.take:
+                    if order[0] is _Command.take:
                         self._buffer.expect_step()
 
                 # One iteration. Groups taken, groups dropped or weights synced since the last one may allow
                 # groups to start.
                 self._buffer.score()
                 self._buffer.begin()
-                if pending is not None and self._is_due(pending.command):
-                    pending = self._serve(pending)
+                if pending is not None and self._is_due(pending[0]):
+                    pending = self._serve(*pending)
                 elif self._rollout.is_at_work or pending is not None:
                     # An order is awaited: poll the engines and environments even if none seems to work. A
                     # restarted replica gets the actor's weights, which are the engines' version only while
                     # the trainer waits.
-                    self._rollout.scheduler.may_readmit = (
-                        pending is not None and pending.command is _Command.take
-                    )
+                    self._rollout.scheduler.may_readmit = pending is not None and pending[0] is _Command.take
                     self._rollout.poll(_TURN_S)
         except BaseException as error:  # noqa: BLE001
             # Boundary of the thread: the next `take` raises the error.
@@ -162,7 +154,7 @@ class GenerationThread:
         # No caller may wait for a thread that has ended.
         self._has_ended = True
         while pending is not None:
-            pending.answered.set()
+            pending[1].set_result(None)
             pending = None if self._orders.empty() else self._orders.get()
 
     def _next_order(self) -> _Order | None:
@@ -179,23 +171,22 @@ class GenerationThread:
             return not (self._rollout.is_at_work or self._buffer.awaits_scores)
         return True
 
-    def _serve(self, order: _Order) -> _Order | None:
+    def _serve(self, command: _Command, answer: Future[StepGroups | None]) -> _Order | None:
         """Execute an order. Returns the order that ended a pause, unless it is `resume`."""
-        if order.command is _Command.take:
+        if command is _Command.take:
             groups = self._buffer.take()
             # The slots of the taken groups are free now.
             self._buffer.begin()
-            order.groups = groups._replace(num_ahead=len(self._buffer.staleness.live))
-            order.answered.set()
+            answer.set_result(groups._replace(num_ahead=len(self._buffer.staleness.live)))
             return None
 
-        if order.command is _Command.resume:
+        if command is _Command.resume:
             return None
 
         # In the meantime, the trainer may poll the scheduler itself, and must then be able to readmit
         # replicas.
         self._rollout.scheduler.pause()
         self._rollout.scheduler.may_readmit = True
-        order.answered.set()
+        answer.set_result(None)
         following = self._orders.get()
-        return None if following.command is _Command.resume else following
+        return None if following[0] is _Command.resume else following
