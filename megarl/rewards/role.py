@@ -221,7 +221,24 @@ class Reward:
         self._reported -= set(uids)
 
     def _needed(self, batch: DataProto) -> DataProto:
-        return _needed(batch, ["messages"] if self._with_messages else [])
+        """Return the columns that functions and judges read.
+
+        Of an episode with several rows, this is the last one.
+        """
+        episodes = last_rows(batch)
+        rows = episodes.ragged
+        names = ["uid", "data_source", "reward_model", "extra_info"]
+
+        # Transfer only what functions read. For an episode the response is the last turn.
+        named = episodes.select([], [*names, "messages"] if self._with_messages else names)
+        answers = {"responses": rows["responses"], "response_mask": rows.get(_ANSWERS, rows["response_mask"])}
+        if _ANSWERS in rows:
+            answers[WROTE] = rows["response_mask"]
+        # The end of a prompt shows whether it opens the response's thinking.
+        if "prompts" in rows:
+            answers[PROMPT_ENDS] = rows["prompts"].ends(NUM_PROMPT_END)
+
+        return DataProto.from_dict(answers, named.non_tensor_batch)
 
     def _with_model(self, batch: DataProto, functions: list[RemoteFuture[Any]]) -> DerivedFuture:
         """Add the reward model's scores. `functions[0]` returns the functions' scores."""
@@ -306,23 +323,3 @@ def _of_all(parts: Sequence[DataProto]) -> DataProto:
     scores = DataProto.concat(parts)
     scores.meta_info[_ERROR_RATE] = 1 - float(scores.tensors["is_scored"].double().mean())
     return scores
-
-
-def _needed(batch: DataProto, more: Sequence[str]) -> DataProto:
-    """Return the columns that functions read, and `more`.
-
-    Of an episode with several rows, this is the last one.
-    """
-    batch = last_rows(batch)
-    rows = batch.ragged
-
-    # Transfer only what functions read. For an episode the response is the last turn.
-    named = batch.select([], ["uid", "data_source", "reward_model", "extra_info", *more])
-    answers = {"responses": rows["responses"], "response_mask": rows.get(_ANSWERS, rows["response_mask"])}
-    if _ANSWERS in rows:
-        answers[WROTE] = rows["response_mask"]
-    # The end of a prompt shows whether it opens the response's thinking.
-    if "prompts" in rows:
-        answers[PROMPT_ENDS] = rows["prompts"].ends(NUM_PROMPT_END)
-
-    return DataProto.from_dict(answers, named.non_tensor_batch)
