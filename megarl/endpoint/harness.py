@@ -17,8 +17,14 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megarl.agents.protocol import Task
-from megarl.agents.sandboxes.processes import end_of_output, write_input
-from megarl.agents.sandboxes.protocol import Executed, Sandbox, SandboxEndedError, SandboxStartError
+from megarl.agents.sandboxes.protocol import (
+    Executed,
+    Sandbox,
+    SandboxEndedError,
+    SandboxStartError,
+    end_of_output,
+    write_input,
+)
 from megarl.agents.sandboxes.start import check_provider, open_sandbox
 from megarl.config.schema import HarnessConfig, SandboxConfig
 from megarl.endpoint.api_error import ApiError

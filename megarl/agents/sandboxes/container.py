@@ -28,11 +28,12 @@ from megarl.agents.sandboxes.protocol import (
     NO_VARIABLES,
     OUTPUT_BYTES,
     Executed,
+    Sandbox,
     SandboxEndedError,
     SandboxStartError,
     archive_of,
+    is_loopback,
 )
-from megarl.agents.sandboxes.relay import EndpointRelay, is_loopback
 from megarl.config.schema import SandboxConfig
 from megarl.machine.reaper import OWNER
 
@@ -51,16 +52,14 @@ _MEGABYTE = 1 << 20
 _FRAME_BYTES = 8  # header of a part of the output: the stream, three zero bytes, and the length
 
 
-class ContainerSandbox:
-    """A container, see megarl.agents.sandboxes.protocol.Sandbox."""
+class ContainerSandbox(Sandbox):
+    """A container."""
 
     def __init__(self, config: SandboxConfig, engine: _Engine) -> None:
-        self.endpoint_url = ""
-        self._config = config
+        super().__init__(config)
         self._engine = engine
         self._name = ""
         self._folder = "/"
-        self._relay: EndpointRelay | None = None
         self._input: asyncio.StreamWriter | None = None
         self._creating: asyncio.Task[httpx.Response] | None = None
 
@@ -107,10 +106,9 @@ class ContainerSandbox:
         if endpoint_url and (not config.network or is_loopback(endpoint_url)):
             pidfd = await _first_process(state["State"]["Pid"], name)
             try:
-                self._relay = await EndpointRelay.start(endpoint_url, pidfd)
+                await self._relay_to(endpoint_url, pidfd)
             finally:
                 os.close(pidfd)
-            self.endpoint_url = self._relay.url
 
     async def exec(
         self,
@@ -177,8 +175,7 @@ class ContainerSandbox:
             return file.read()
 
     async def close(self) -> None:
-        if self._relay is not None:
-            await self._relay.close()
+        await super().close()
         if self._creating is not None:
             await asyncio.wait({self._creating})
             with suppress(httpx.TransportError):  # the engine has gone

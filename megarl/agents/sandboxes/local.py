@@ -18,16 +18,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.agents.sandboxes.processes import end_of_output, write_input
 from megarl.agents.sandboxes.protocol import (
     FILE_BYTES,
     NO_VARIABLES,
     Executed,
+    Sandbox,
     SandboxEndedError,
     SandboxStartError,
     archive_of,
+    end_of_output,
+    write_input,
 )
-from megarl.agents.sandboxes.relay import EndpointRelay
 from megarl.config.sandbox_images import image_problem
 from megarl.config.schema import SandboxConfig, SandboxProvider
 from megarl.machine.namespace_limits import namespace_obstacles
@@ -51,16 +52,14 @@ _RESIDENT_PAGES = 21
 _MEGABYTE = 1 << 20
 
 
-class LocalSandbox:
-    """A sandbox of this machine, see megarl.agents.sandboxes.protocol.Sandbox."""
+class LocalSandbox(Sandbox):
+    """A sandbox of this machine."""
 
     def __init__(self, config: SandboxConfig, holder: asyncio.subprocess.Process) -> None:
-        self.endpoint_url = ""
-        self._config = config
+        super().__init__(config)
         self._holder = holder
         self._pidfd: int | None = None
         self._root = ""
-        self._relay: EndpointRelay | None = None
         self._watching: asyncio.Task[None] | None = None
         self._exceeded = ""  # the limit, if one was exceeded
         own_python = f"{sys.prefix}/bin:" if config.image is None else ""
@@ -120,9 +119,9 @@ class LocalSandbox:
         self._pidfd = os.pidfd_open(pid)
         self._root = f"/proc/{pid}/root"
         self._watching = asyncio.ensure_future(self._watch())
+        self.endpoint_url = endpoint_url
         if endpoint_url and not self._config.network:
-            self._relay = await EndpointRelay.start(endpoint_url, self._pidfd)
-        self.endpoint_url = self._relay.url if self._relay else endpoint_url
+            await self._relay_to(endpoint_url, self._pidfd)
 
     async def exec(
         self,
@@ -170,8 +169,7 @@ class LocalSandbox:
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        if self._relay is not None:
-            await self._relay.close()
+        await super().close()
 
         # The program inside ends with its input, and everything with it.
         assert self._holder.stdin is not None

@@ -18,8 +18,7 @@ import pytest
 
 from megarl.agents.protocol import Reply, Task, Turn
 from megarl.agents.sandboxes import local
-from megarl.agents.sandboxes.protocol import Sandbox, SandboxEndedError, SandboxStartError
-from megarl.agents.sandboxes.relay import is_loopback
+from megarl.agents.sandboxes.protocol import Sandbox, SandboxEndedError, SandboxStartError, is_loopback
 from megarl.agents.sandboxes.start import check_provider, open_sandbox, start_sandbox
 from megarl.config.schema import SandboxConfig, SandboxProvider
 from tests.unit.agents.sandboxes.endpoint import serving
