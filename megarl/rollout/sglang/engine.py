@@ -112,7 +112,7 @@ class SGLangEngine(RolloutEngine):
         self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = (
             queue.SimpleQueue()
         )
-        # by ticket, which is never reused
+        # Tickets are never reused, so that a late answer is recognized.
         self._in_flight: dict[int, tuple[GenerationRequest, Future[None]]] = {}
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
