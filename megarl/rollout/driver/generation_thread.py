@@ -153,9 +153,11 @@ class GenerationThread:
 
         # No caller may wait for a thread that has ended.
         self._has_ended = True
-        while pending is not None:
-            pending[1].set_result(None)
-            pending = None if self._orders.empty() else self._orders.get()
+        unanswered = [] if pending is None else [pending]
+        while not self._orders.empty():
+            unanswered.append(self._orders.get())
+        for _, answer in unanswered:
+            answer.set_result(None)
 
     def _next_order(self) -> _Order | None:
         """Return the next order. An idle thread waits briefly for one."""

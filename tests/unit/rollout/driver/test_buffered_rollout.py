@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +25,10 @@ from megarl.config.schema import CurriculumConfig, OnUpdate, SamplingConfig
 from megarl.data.curriculum import CurriculumLoader, LearnabilitySampler
 from megarl.data.loader import BatchLoader, RowLoader
 from megarl.data.tables import RowIdentity
+from megarl.machine.background import in_background
 from megarl.machine.errors import RunError
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
+from megarl.rollout.driver import generation_thread
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import FinishedGroup, from_bytes, to_bytes
 from megarl.rollout.driver.rollout import Rollout, TokenRules
@@ -510,6 +514,28 @@ def test_what_generation_raises_the_trainer_is_told() -> None:
 
 def failing() -> None:
     raise RunError("no such layer")
+
+
+def test_an_order_that_comes_while_the_thread_fails_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    polled, ordered = threading.Event(), threading.Event()
+
+    class Orders(SimpleQueue):  # type: ignore[type-arg]
+        def put(self, order: object) -> None:  # type: ignore[override]
+            super().put(order)
+            ordered.set()
+
+    def poll(wait_s: float) -> None:
+        polled.set()
+        ordered.wait()
+        failing()
+
+    monkeypatch.setattr(generation_thread, "SimpleQueue", Orders)
+    rollout = SimpleNamespace(is_at_work=True, scheduler=SimpleNamespace(may_readmit=False), poll=poll)
+    buffer = SimpleNamespace(score=lambda: None, begin=lambda: None)
+    thread = generation_thread.GenerationThread(rollout, buffer, OnUpdate.drain)  # type: ignore[arg-type]
+    polled.wait()
+    with pytest.raises(RunError, match="no such layer"):
+        in_background(thread.take, "taking").result(timeout=60)
 
 
 def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice() -> None:
