@@ -498,7 +498,11 @@ def test_what_does_not_ask_for_a_family_passes() -> None:
 
 
 # ---- kinds of layers: only the tables that have a row for each of them name one
-TABLES_OF_KINDS = {"megarl.models.layers", "megarl.plan.placement.part_activations"}
+TABLES_OF_KINDS = {
+    "megarl.models.layers",
+    "megarl.engine.layer_kinds",
+    "megarl.plan.placement.part_activations",
+}
 
 
 def names_of_kinds(source: str, module: str) -> list[str]:

@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
@@ -28,8 +32,10 @@ from torch import Tensor
 
 from megarl.engine.delta_mixing import Sizes, mix
 from megarl.engine.delta_rows import DeltaRows, delta_rows, equal_rows
+from megarl.engine.norms import submodules_of
 from megarl.engine.packed_rows import PackedRows
-from megarl.models.architecture import DeltaNet
+from megarl.models.architecture import Architecture, DeltaNet
+from megarl.models.delta_net import has_delta_net
 
 
 class _Weight(torch.nn.Module):
@@ -238,3 +244,34 @@ def _in_sections(entry: ShardedTensor, sections: list[int], ranks: int) -> Shard
 
     # pyrefly: ignore[bad-argument-type]  # declared for dictionaries only
     return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)
+
+
+def delta_options(architecture: Architecture) -> dict[str, Any]:
+    """Return Megatron's options for gated delta nets. A list makes Megatron store each layer separately."""
+    layers = range(architecture.num_hidden_layers)
+    return {"linear_attention_freq": [int(has_delta_net(architecture, layer)) for layer in layers]}
+
+
+def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) -> None:
+    """Give a layer a gated delta net instead of attention, with the norm before it where Megatron has it.
+
+    Args:
+        provider: Megatron's provider of Transformer Engine's classes, None for local layers.
+    """
+    inputs: Any = ColumnParallelLinear
+    outputs: Any = RowParallelLinear
+    if provider is not None:
+        inputs = provider.column_parallel_layer_norm_linear()
+        outputs = provider.row_parallel_linear()
+
+    modules = submodules_of(layer)
+    modules.self_attention = ModuleSpec(
+        module=GatedDeltaNet,
+        params={"delta_net": architecture.delta_net, "input_layer": inputs, "output_layer": outputs},
+    )
+
+    # Checkpoints name the norm as Transformer Engine does, which has it in the next projection.
+    stored = dict(modules.sharded_state_dict_keys_map)
+    if stored.pop("input_layernorm.", None) is not None:
+        stored["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    modules.sharded_state_dict_keys_map = stored

@@ -50,6 +50,7 @@ from megarl.engine.router_replay import RouterReplayBuffer
 from megarl.engine.spec import ModelSpec
 from megarl.engine.top_tokens import TopK
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
+from megarl.models.layers import reads_images, routes_tokens
 from megarl.models.tensor_table import OUTPUT_LAYER
 from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.load import (
@@ -432,7 +433,7 @@ class MegatronEngine:
         """
         architecture = self.spec.architecture
         losses = self.spec.experts
-        if architecture.experts is None:
+        if not routes_tokens(architecture):
             return None
         if not losses.aux_loss_coefficient:
             return RouterStatistics(architecture, self._device, losses)
@@ -498,7 +499,7 @@ class MegatronEngine:
                 rows,
                 packing=self.spec.engine.packing,
                 share_prompts=self.spec.engine.share_prompts,
-                ends_with_predictors=ends_with_predictors(self.spec.architecture.sparse_layers),
+                ends_with_predictors=ends_with_predictors(self.spec.architecture),
                 device=self._device,
                 cut=self._slice,
                 place=ContextParallelRank(parallel.context_parallel_size, self.groups.context_rank),
@@ -584,9 +585,9 @@ class MegatronEngine:
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         routed = (
-            {}
-            if self.spec.architecture.experts is None
-            else router_arguments(RoutedTokens.of(micro_batch, tally, self.groups))
+            router_arguments(RoutedTokens.of(micro_batch, tally, self.groups))
+            if routes_tokens(self.spec.architecture)
+            else {}
         )
         # A recomputation in the backward pass repeats these modules, and must not be recorded again.
         traced = self.trace if self.trace is not None and loss is not None else None
@@ -597,7 +598,7 @@ class MegatronEngine:
                 None,
                 packed_seq_params=micro_batch.inputs.packed,
                 output_processor=keep_hidden,
-                **({} if self.spec.architecture.vision is None else {"images": micro_batch.images}),
+                **({"images": micro_batch.images} if reads_images(self.spec.architecture) else {}),
                 **routed,
             )
 

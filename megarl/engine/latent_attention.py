@@ -17,10 +17,23 @@ from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megarl.engine.cpu_kernels import linear
-from megarl.models.architecture import Architecture, LatentAttention, YarnScaling
+from megarl.engine.layers import RMSNorm
+from megarl.engine.norms import submodules_of
+from megarl.engine.rotary import attention_factor
+from megarl.models.architecture import Architecture, YarnScaling
+from megarl.models.latent import latent_of, megatron_sizes
+
+# Transformer Engine has the norms of latent vectors in the up projections, and that of a dense MLP in its
+# first layer. Checkpoints have the same names for both kinds of layers.
+_CHECKPOINT_KEYS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -95,19 +108,11 @@ class LatentRotation(RotaryEmbedding):
 
 
 def latent_options(architecture: Architecture) -> dict[str, Any]:
-    """Return Megatron's options for latent attention. {} if the model has none."""
-    latent = architecture.latent
-    if latent is None:
-        return {}
+    """Return Megatron's options for latent attention."""
     yarn = architecture.rope_scaling if isinstance(architecture.rope_scaling, YarnScaling) else None
 
     return {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.q_lora_rank,
-        "kv_lora_rank": latent.kv_lora_rank,
-        "qk_head_dim": latent.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
-        "v_head_dim": latent.v_head_dim,
+        **megatron_sizes(architecture),
         # The layers' embeddings are replaced by a LatentRotation, which is called like one of YaRN.
         # Megatron's fused kernels would start each sequence at position 0.
         "rope_type": "yarn",
@@ -118,18 +123,32 @@ def latent_options(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def finish(model: torch.nn.Module, latent: LatentAttention, frequencies: Tensor, factor: float) -> None:
+def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) -> None:
+    """Give a layer latent attention whose gradients are right.
+
+    Args:
+        provider: Megatron's provider of Transformer Engine's classes, None for local layers.
+    """
+    modules = submodules_of(layer)
+    modules.self_attention.module = LatentSelfAttention
+    if provider is None:
+        attention = modules.self_attention.submodules
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        modules.sharded_state_dict_keys_map = dict(_CHECKPOINT_KEYS)
+
+
+def set_rotation(model: torch.nn.Module, architecture: Architecture, frequencies: Tensor) -> None:
     """Give all layers one rotary embedding, and the norms of latent vectors their epsilon.
 
     With one embedding, the angles of a micro-batch are computed once (see rotary.py).
 
     Args:
         frequencies: The inverse frequencies, (rotary_dim / 2,) float32.
-        factor: The factor of cosine and sine.
     """
     attentions = [module for module in model.modules() if isinstance(module, LatentSelfAttention)]
     if not attentions:
         return
+    factor = attention_factor(architecture.rope_scaling)
     rotation = LatentRotation(frequencies, factor, like=attentions[0].rotary_pos_emb)
 
     for attention in attentions:
@@ -138,4 +157,4 @@ def finish(model: torch.nn.Module, latent: LatentAttention, frequencies: Tensor,
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             module: Any = getattr(attention, name, None)
             if hasattr(module, "eps"):
-                module.eps = latent.norm_eps
+                module.eps = latent_of(architecture).norm_eps

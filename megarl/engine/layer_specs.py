@@ -7,9 +7,8 @@ a parameter has the name that it has in the local layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -29,16 +27,16 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
-from megarl.engine.delta_net import GatedDeltaNet
-from megarl.engine.latent_attention import LatentSelfAttention
+from megarl.engine.layer_kinds import modules_of
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
-from megarl.engine.moe_router import RoutedDeepstackLayer, RoutedLayer, router_class
+from megarl.engine.moe_router import RoutedDeepstackLayer, RoutedLayer
 from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms, submodules_of
-from megarl.engine.sinks import SinkAttention
 from megarl.engine.vision import DeepstackLayer
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
+from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
 from megarl.models.mapping import EXPERT
+from megarl.models.part_kind import NORM_BEFORE, PartKind
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool, has_adapters: bool = False) -> LayerChoice:
@@ -84,69 +82,60 @@ def block_spec(
         )
 
     norm = _transformer_engine().layer_norm() if layers is Layers.transformer_engine else RMSNorm
-    kinds = _layer_kinds(config, architecture, layers, norm)
+    specs = _specs_of_kinds(config, architecture, layers, norm)
 
     # The layers of this chunk, by their numbers in the whole model.
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
-    sparse_layers = architecture.sparse_layers
-    layer_specs = [kinds[layer in sparse_layers, layer in architecture.delta_layers] for layer in held]
+    every = layers_of(architecture)
+    layer_specs = [specs[_kinds(every[layer])] for layer in held]
 
     # The first layers add features of images to their outputs, which the first stage has.
-    num_deepstack = len(architecture.vision.deepstack_blocks) if architecture.vision else 0
+    vision = architecture.vision
+    num_deepstack = len(vision.deepstack_blocks) if vision else 0
     if num_deepstack and first == 0 and len(held) < num_deepstack:
         raise ValueError(
             f"the first (virtual) pipeline stage has {counted(len(held), 'layer')}, but features of images "
             f"are added to the first {num_deepstack}: use fewer pipeline stages or virtual stages"
         )
-    deepstack_layer = RoutedDeepstackLayer if sparse_layers else DeepstackLayer
+    deepstack_layer = RoutedDeepstackLayer if routes_tokens(architecture) else DeepstackLayer
     for place, layer in enumerate(held):
         if layer < num_deepstack:
             layer_specs[place] = replace(layer_specs[place], module=deepstack_layer)
 
     # After the last attention, only tokens that predict another one are needed.
-    if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
+    if config.num_layers - 1 in held and ends_with_predictors(architecture):
         layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
 
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
 
 
-def _layer_kinds(
+def _kinds(layer: tuple[LayerPart, ...]) -> tuple[PartKind, ...]:
+    return tuple(part.kind for part in layer)
+
+
+def _specs_of_kinds(
     config: TransformerConfig, architecture: Architecture, layers: Layers, norm: Any
-) -> dict[tuple[bool, bool], ModuleSpec]:
-    """Return a spec for each kind of layer that occurs, by whether it is sparse and has a gated delta net."""
-    make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
-    sparse_layers = architecture.sparse_layers
-    kinds = {
-        (is_sparse, is_delta): make(config, is_sparse)
-        for is_sparse in ((False, True) if sparse_layers else (False,))
-        for is_delta in ((False, True) if architecture.delta_net else (False,))
-    }
-    for (_, is_delta), kind in kinds.items():
-        if is_delta:
-            _set_delta_net(kind, architecture, layers)
+) -> dict[tuple[PartKind, ...], ModuleSpec]:
+    """Return a spec for each combination of kinds that a layer of the model has."""
+    is_fused = layers is Layers.transformer_engine
+    make = _transformer_engine_layer if is_fused else _local_layer
+    provider = _transformer_engine() if is_fused else None
+    specs = {}
 
-    for kind in kinds.values():
-        set_norms(kind, architecture, norm)
+    for kinds in dict.fromkeys(map(_kinds, layers_of(architecture))):
+        spec = make(config, any(kind.routes_tokens for kind in kinds))
+        for kind in kinds:
+            modules_of(kind).set_modules(spec, architecture, provider)
+        set_norms(spec, architecture, norm)
         if not architecture.norms.before:
-            drop_norms_before_blocks(kind, _column_parallel_linear(layers))
+            drop_norms_before_blocks(spec, _column_parallel_linear(layers))
+        # Dense layers also receive the routers' tokens as an attention bias, which they must not apply.
+        if routes_tokens(architecture):
+            spec.module = RoutedLayer
+        specs[kinds] = spec
 
-    # Neither Megatron's attention nor Transformer Engine's has sinks and windows for shared prompts.
-    if architecture.has_own_attention:
-        for kind in kinds.values():
-            attention = submodules_of(kind).self_attention.submodules
-            attention.core_attention = partial(SinkAttention, architecture=architecture)
-
-    # Dense layers also receive the routers' tokens as an attention bias, which they must not apply.
-    if sparse_layers:
-        for kind in kinds.values():
-            kind.module = RoutedLayer
-        router = router_class(architecture)
-        for (is_sparse, _), kind in kinds.items():
-            if is_sparse:
-                submodules_of(kind).mlp.keywords["submodules"].router = router  # a functools.partial
-
-    return kinds
+    return specs
 
 
 def _column_parallel_linear(layers: Layers) -> type:
@@ -162,9 +151,9 @@ def _transformer_engine() -> Any:
     return provider()
 
 
-def ends_with_predictors(sparse_layers: Collection[int]) -> bool:
+def ends_with_predictors(architecture: Architecture) -> bool:
     """Return whether the model's last layer is a LogitLayer. Routers count all tokens in each layer."""
-    return not sparse_layers
+    return not routes_tokens(architecture)
 
 
 def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
@@ -177,9 +166,6 @@ def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> Mod
     modules = submodules_of(layer)
     attention = modules.self_attention.submodules
     attention.core_attention = sharing_prompts(attention.core_attention)
-    if config.multi_latent_attention:
-        modules.self_attention.module = LatentSelfAttention
-
     return layer
 
 
@@ -194,77 +180,19 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     attention = modules.self_attention.submodules
     attention.core_attention = AttentionCore
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-
-    if config.multi_latent_attention:
-        modules.self_attention.module = LatentSelfAttention
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        modules.sharded_state_dict_keys_map = dict(_LATENT_CHECKPOINT_KEYS)
-    elif config.qk_layernorm:
+    if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-
-    if is_sparse:
-        _name_absent_product()
-        # Transformer Engine has a separate norm before experts. Megatron's checkpoints must be the same for
-        # both.
-        stored = {
-            name: key
-            for name, key in modules.sharded_state_dict_keys_map.items()
-            if name != "pre_mlp_layernorm."
-        }
-        modules.sharded_state_dict_keys_map = stored
 
     return layer
 
-
-def _set_delta_net(layer: ModuleSpec, architecture: Architecture, layers: Layers) -> None:
-    """Give a layer a gated delta net instead of attention, with the norm before it where Megatron has it."""
-    inputs: Any = ColumnParallelLinear
-    outputs: Any = RowParallelLinear
-    if layers is Layers.transformer_engine:
-        provider = _transformer_engine()
-        inputs = provider.column_parallel_layer_norm_linear()
-        outputs = provider.row_parallel_linear()
-
-    modules = submodules_of(layer)
-    modules.self_attention = ModuleSpec(
-        module=GatedDeltaNet,
-        params={"delta_net": architecture.delta_net, "input_layer": inputs, "output_layer": outputs},
-    )
-
-    # Checkpoints name the norm as Transformer Engine does, which has it in the next projection.
-    stored = dict(modules.sharded_state_dict_keys_map)
-    if stored.pop("input_layernorm.", None) is not None:
-        stored["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    modules.sharded_state_dict_keys_map = stored
-
-
-def _name_absent_product() -> None:
-    """Define the name of Transformer Engine's product, which Megatron's router compares with None.
-
-    If Transformer Engine cannot be imported, the name does not exist.
-    """
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-# Transformer Engine has the norms of latent vectors in the up projections, and that of a dense MLP in its
-# first layer. Checkpoints have the same names for both kinds of layers.
-_LATENT_CHECKPOINT_KEYS = {
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 # Transformer Engine has a norm inside the linear layer that follows it.
-_CANONICAL = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+_CANONICAL = {kind.stored_norm: NORM_BEFORE[kind.prefix] for kind in KINDS if kind.stored_norm} | {
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 
 

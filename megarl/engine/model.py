@@ -11,21 +11,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema import CPCommType, Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from megarl.engine.expert_biases import finish as finish_expert_biases
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.latent_attention import finish as finish_latent_attention
-from megarl.engine.latent_attention import latent_options
+from megarl.engine.layer_kinds import modules_of
 from megarl.engine.layer_specs import (
     block_spec,
     canonical_name,
@@ -37,10 +35,11 @@ from megarl.engine.lora import AdapterSwitch, add_adapters
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.engine.moe_router import BiasedExpertRouter
 from megarl.engine.packed_rows import PackedRows
-from megarl.engine.rotary import attention_factor, inverse_frequencies, set_local_rotation
+from megarl.engine.rotary import attention_factor, inverse_frequencies
 from megarl.engine.vision import ImageInputs, build_tower, insert_images, keep_frequencies
 from megarl.models.architecture import Activation, Architecture, QKNorm
 from megarl.models.counts import padded_vocab_size
+from megarl.models.layers import kinds_of, routes_tokens
 from megarl.models.tensor_table import Head
 from megarl.weights.shard_layout import layouts_of
 
@@ -64,7 +63,6 @@ def transformer_config(
         **_parallel_options(parallel, cp_comm_type),
         **_fusion_options(architecture, layers, on_cpu),
         **_recompute_options(recomputation, architecture),
-        **_expert_options(architecture, parallel, layers),
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -72,21 +70,18 @@ def transformer_config(
         perform_initialization=False,  # every element is loaded from a file
         use_cpu_initialization=on_cpu,
     )
-    config_class = TransformerConfig if architecture.latent is None else MLATransformerConfig
-    # Latent attention has another rotary embedding, which is not fused.
-    return build_config(config_class, own | latent_options(architecture), options)
+
+    # What kinds of layers change comes last.
+    kinds = [modules_of(kind) for kind in kinds_of(architecture)]
+    for kind in kinds:
+        own |= kind.options(architecture, parallel, layers, on_cpu)
+    config_class = next(filter(None, (kind.config_class for kind in kinds)), TransformerConfig)
+    return build_config(config_class, own, options)
 
 
 def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
-    """Return Megatron's options for what the layers compute, except for experts and latent attention."""
+    """Return Megatron's options for what all layers compute, whatever their kinds."""
     spans_heads = architecture.qk_norm_kind is QKNorm.all_heads
-    has_clamp = _has_clamp(architecture)
-
-    # A list makes Megatron store each layer separately, so there is none unless it is needed.
-    delta_layers = None
-    if architecture.delta_net:
-        layers = range(architecture.num_hidden_layers)
-        delta_layers = [int(layer in architecture.delta_layers) for layer in layers]
 
     return dict(
         num_layers=architecture.num_hidden_layers,
@@ -99,8 +94,6 @@ def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
         layernorm_epsilon=architecture.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=_activation(architecture, on_cpu=on_cpu),
-        activation_func_clamp_value=architecture.experts.clamp if architecture.experts else None,
-        glu_linear_offset=1.0 if has_clamp else 0.0,
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm and not spans_heads,
@@ -111,7 +104,6 @@ def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
         no_rope_freq=_layers_without_rope(architecture),
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        linear_attention_freq=delta_layers,
     )
 
 
@@ -142,8 +134,7 @@ def _fusion_options(architecture: Architecture, layers: Layers, on_cpu: bool) ->
     embedding has no factor for cosine and sine, so models that have one use megarl's.
     """
     # The CPU's fused activation is another one, and adapters are added before the activation.
-    is_silu = architecture.activation is Activation.silu
-    is_other = _has_clamp(architecture) or not is_silu or architecture.lora is not None
+    is_other = architecture.activation is not Activation.silu or architecture.lora is not None
     return dict(
         bias_activation_fusion=not (on_cpu and is_other),
         bias_dropout_fusion=False,
@@ -156,17 +147,11 @@ def _fusion_options(architecture: Architecture, layers: Layers, on_cpu: bool) ->
     )
 
 
-def _has_clamp(architecture: Architecture) -> bool:
-    return architecture.experts is not None and architecture.experts.clamp is not None
-
-
 def _activation(architecture: Architecture, *, on_cpu: bool) -> Callable[[Tensor], Tensor]:
     """Return the activation of a gate.
 
     Megatron computes the tanh approximation if GELU is fused with the product of gate and up.
     """
-    if _has_clamp(architecture):
-        return quick_gelu
     if architecture.activation is Activation.gelu_tanh:
         return partial(F.gelu, approximate="tanh") if on_cpu else F.gelu
     return F.silu
@@ -177,45 +162,6 @@ def _layers_without_rope(architecture: Architecture) -> list[int] | None:
     if not architecture.layers_without_rope:
         return None
     return [int(layer in architecture.layers_without_rope) for layer in range(architecture.num_hidden_layers)]
-
-
-def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
-    """Return Megatron's options for experts.
-
-    The router computes in float32, without Megatron's losses (see moe_router.py). A softmax over the selected
-    experts equals selection after a softmax over all experts, divided by the sum. Sigmoid scores of selected
-    experts are always divided by their sum. With Transformer Engine, a rank's experts are one grouped
-    product; without it, and on a CPU, they are computed one after another.
-
-    Megatron's own selection bias stays off, because it would be a buffer that Megatron changes in every step
-    (see moe_router.py).
-    """
-    experts = architecture.experts
-    if experts is None:
-        return {}
-
-    groups = experts.groups
-    return {
-        "num_moe_experts": experts.num_experts,
-        "moe_router_topk": experts.num_experts_per_tok,
-        "moe_router_score_function": experts.score.value,
-        "moe_router_pre_softmax": not experts.norm_topk_prob,
-        "moe_router_num_groups": groups.num_groups if groups else None,
-        "moe_router_group_topk": groups.num_selected if groups else None,
-        "moe_router_topk_scaling_factor": experts.scaling_factor if experts.scaling_factor != 1 else None,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_ffn_hidden_size": experts.intermediate_size,
-        "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
-        "moe_shared_expert_gate": experts.has_shared_gate,
-        "moe_grouped_gemm": layers is Layers.transformer_engine,
-        # A list makes Megatron store each layer separately.
-        "moe_layer_freq": [int(layer in experts.layers) for layer in range(architecture.num_hidden_layers)]
-        if architecture.num_dense_layers
-        else 1,
-        "expert_model_parallel_size": parallel.expert_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-    }
 
 
 def _recompute_options(recomputation: Recomputation, architecture: Architecture) -> dict[str, Any]:
@@ -230,7 +176,7 @@ def _recompute_options(recomputation: Recomputation, architecture: Architecture)
 
     if how is Recompute.selective:
         names = [module.value for module in modules]
-        if RecomputeModule.mlp in modules and architecture.experts:
+        if RecomputeModule.mlp in modules and routes_tokens(architecture):
             names.append("moe")
         return {"recompute_granularity": "selective", "recompute_modules": names}
 
@@ -306,7 +252,11 @@ class ModelChunk(GPTModel):
             groups.expert_rank * architecture.num_experts // groups.parallel.expert_parallel_size
         )
 
-        self._set_rotary_embedding(architecture)
+        frequencies = inverse_frequencies(
+            architecture.rotary_dim, architecture.rope_theta, architecture.rope_scaling
+        )
+        for kind in kinds_of(architecture):
+            modules_of(kind).set_rotation(self, architecture, frequencies)
         if self.pre_process and architecture.embedding_scale != 1:
             scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
             self.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
@@ -323,27 +273,6 @@ class ModelChunk(GPTModel):
             finish_expert_biases(self)
         if layers is Layers.transformer_engine:
             fuse_gradient_accumulation(self)
-
-    def _set_rotary_embedding(self, architecture: Architecture) -> None:
-        """Replace Megatron's rotary frequencies, and set the factor of cosine and sine.
-
-        Megatron supports Llama 3's scaling with one set of constants only, and reads YaRN's factor from
-        attributes that its configuration does not declare.
-        """
-        frequencies = inverse_frequencies(
-            architecture.rotary_dim, architecture.rope_theta, architecture.rope_scaling
-        )
-        if architecture.latent is not None:
-            finish_latent_attention(
-                self, architecture.latent, frequencies, attention_factor(architecture.rope_scaling)
-            )
-            return
-
-        self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
-        for layer in self.decoder.layers:
-            layer.self_attention._yarn_concentration_factor = attention_factor(architecture.rope_scaling)
-        if architecture.local_rope is not None:
-            set_local_rotation(self.decoder.layers, architecture, like=self.rotary_pos_emb)
 
     # Only two of Megatron's options are used: `packed_seq_params` and `decoder_input`.
     # pyrefly: ignore[bad-override]

@@ -87,7 +87,8 @@ class RouterStatistics:
         """
         num_layers = architecture.num_hidden_layers
         self._num_experts = architecture.num_experts
-        self._score = architecture.experts.score if architecture.experts else RouterScore.softmax
+        experts = architecture.experts
+        self._score = experts.score if experts else RouterScore.softmax
         self.losses = losses
         self._shares = shares
         self.tokens = torch.zeros(num_layers, self._num_experts, dtype=torch.float64, device=device)
@@ -241,8 +242,8 @@ class BiasedExpertRouter(ExpertRouter):
 
 def router_class(architecture: Architecture) -> type[ExpertRouter]:
     """Return the class of the routers of a model."""
-    has_bias = architecture.experts is not None and architecture.experts.has_selection_bias
-    return BiasedExpertRouter if has_bias else ExpertRouter
+    experts = architecture.experts
+    return BiasedExpertRouter if experts and experts.has_selection_bias else ExpertRouter
 
 
 def selection_biases(model: torch.nn.Module) -> dict[int, Tensor]:

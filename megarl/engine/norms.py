@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.engine.cpu_adaptations import MegatronEvidence
 from megarl.models.architecture import Architecture, QKNorm
+from megarl.models.layers import routes_tokens
 
 # With `qk_layernorm`, Megatron adds up the gradients of these norms over tensor-parallel ranks (see
 # latent_evidence.py), which is wrong for a sharded weight. `qk_l2_norm` takes any norm.
@@ -165,7 +166,7 @@ def set_norms(layer: ModuleSpec, architecture: Architecture, norm: Any) -> None:
     modules = submodules_of(layer)
     attention = modules.self_attention.submodules
     if architecture.norms.after:
-        assert not architecture.sparse_layers, "experts have no norm of their output"
+        assert not routes_tokens(architecture), "experts have no norm of their output"
         feed_forward = modules.mlp.keywords["submodules"]  # a functools.partial
         attention.linear_proj = with_normed_output(attention.linear_proj, norm)
         feed_forward.linear_fc2 = with_normed_output(feed_forward.linear_fc2, norm)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from megarl.models.layers import window_of
 
 _POSITIONS = "megarl_positions"  # attributes of the tensor of sequence boundaries
 _AXES = "megarl_position_axes"
@@ -226,7 +227,7 @@ def set_local_rotation(layers: Iterable[Any], architecture: Architecture, like: 
         return inputs, options | {"rotary_pos_emb": angles}
 
     for layer in layers:
-        if architecture.windows[layer.layer_number - 1]:
+        if window_of(architecture, layer.layer_number - 1):
             attention = layer.self_attention
             attention._yarn_concentration_factor = attention_factor(local.scaling)
             attention.register_forward_pre_hook(with_local_angles, with_kwargs=True)

@@ -9,19 +9,23 @@ Shapes: T tokens of the batch, heads of queries, groups of keys and values, D nu
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.engine.layers import whole_keys
+from megarl.engine.norms import submodules_of
 from megarl.engine.packed_rows import PackedRows, key_places
 from megarl.engine.shared_prompts import AttentionResult, Sequences, kernel_for
 from megarl.models.architecture import Architecture
+from megarl.models.layers import window_of
 
 
 class SinkAttention(torch.nn.Module):
@@ -44,7 +48,7 @@ class SinkAttention(torch.nn.Module):
         super().__init__()
         assert config.attention_dropout == 0.0
         self.softmax_scale = softmax_scale
-        self.window = architecture.windows[layer_number - 1] if architecture.windows else 0
+        self.window = window_of(architecture, layer_number - 1)
         self.context: dist.ProcessGroup | None = (
             pg_collection.cp if config.context_parallel_size > 1 else None
         )
@@ -112,6 +116,12 @@ class SinkAttention(torch.nn.Module):
             tp_group=self.tensor_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+
+def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) -> None:
+    """Replace the core of attention: no other one has sinks and windows for shared prompts."""
+    attention = submodules_of(layer).self_attention.submodules
+    attention.core_attention = partial(SinkAttention, architecture=architecture)
 
 
 def _equal_sequences(count: int, length: int, device: torch.device) -> Sequences:

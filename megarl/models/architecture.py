@@ -392,15 +392,6 @@ class Architecture:
         return self.experts.layers if self.experts else ()
 
     @property
-    def num_dense_layers(self) -> int:
-        return self.num_hidden_layers - len(self.sparse_layers)
-
-    @property
     def delta_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that have a gated delta net instead of attention."""
         return self.delta_net.layers if self.delta_net else ()
-
-    @property
-    def has_own_attention(self) -> bool:
-        """Whether attention with sinks or sliding windows replaces that of Megatron's layers."""
-        return self.has_sinks or any(self.windows)
