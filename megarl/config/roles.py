@@ -124,7 +124,7 @@ class ModelRole:
         path_key: The configuration key that gives the folder.
         optim: Its optimizer. None for a frozen model.
         recomputation: What is recomputed in the backward pass.
-        experts: How the routers of a mixture-of-experts model are trained.
+        routers: How the routers of a mixture-of-experts model are trained.
         lora: The adapters that train instead of its weights, if any.
         lora_path: The folder of the adapters to start from. None: new adapters.
         serves_adapters: Whether engines get the adapters separately, not merged.
@@ -145,7 +145,7 @@ class ModelRole:
     micro_batch: MicroBatchConfig
     optim: OptimConfig | None
     recomputation: Recomputation = Recomputation()
-    experts: ExpertsConfig = ExpertsConfig()
+    routers: ExpertsConfig = ExpertsConfig()
     lora: LoRA | None = None
     lora_path: str | None = None
     serves_adapters: bool = False
@@ -443,7 +443,7 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
         micro_batch=value_at(config, role.micro_batch_key),
         optim=None if section is None else section.optim,
         recomputation=Recomputation() if section is None else section.recomputation,
-        experts=ExpertsConfig() if section is None else section.experts,
+        routers=ExpertsConfig() if section is None else section.experts,
         lora=None if section is None else section.adapters,
         lora_path=None if section is None else section.lora.path,
         serves_adapters=section is not None and section.served_adapters is not None,

@@ -127,8 +127,8 @@ def decode(data: bytes) -> Image.Image:
 class ImageProcessor:
     """transformers' image processor of a model's folder."""
 
-    def __init__(self, folder: str, vision: Vision) -> None:
-        self.vision = vision
+    def __init__(self, folder: str, tower: Vision) -> None:
+        self.tower = tower
         self._folder = folder
 
     @classmethod
@@ -156,9 +156,9 @@ class ImageProcessor:
             ) from error
 
         for field, expected in (
-            ("patch_size", self.vision.patch_size),
-            ("merge_size", self.vision.spatial_merge_size),
-            ("temporal_patch_size", self.vision.temporal_patch_size),
+            ("patch_size", self.tower.patch_size),
+            ("merge_size", self.tower.spatial_merge_size),
+            ("temporal_patch_size", self.tower.temporal_patch_size),
         ):
             if (found := getattr(processor, field, None)) != expected:
                 raise ValueError(
@@ -171,7 +171,7 @@ class ImageProcessor:
         """Return the number of image tokens of an image, of which only the header is read."""
         with _open(data) as image:
             num_patches: int = self._processor.get_number_of_image_patches(image.height, image.width)
-        return num_patches // self.vision.patches_per_token
+        return num_patches // self.tower.patches_per_token
 
     def patches(self, data: bytes) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """Return the patches of an image, and how many it has in time, height and width.
@@ -188,7 +188,7 @@ class ImageProcessor:
         Raises:
             ValueError: There are not as many placeholders as images.
         """
-        placeholder = self.vision.image_token_id
+        placeholder = self.tower.image_token_id
         if (found := token_ids.count(placeholder)) != len(images):
             raise ValueError(
                 f"the rendered prompt has {counted(found, 'image token')} (id {placeholder}) for "

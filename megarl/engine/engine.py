@@ -153,7 +153,7 @@ class MegatronEngine:
         for model in self.models:
             model.train(trainable).requires_grad_(trainable)
             freeze_selection_biases(model)
-            if spec.experts.freeze_router:
+            if spec.routers.freeze_router:
                 freeze_routers(model)
             if spec.architecture.lora is not None:
                 freeze_base(model, spec.architecture, spec.head)
@@ -421,7 +421,7 @@ class MegatronEngine:
         if tally is not None:
             tally.reduce(self.groups)
             self._router_metrics = merge_metrics([tally.metrics()])
-            if rate := self.spec.experts.bias_update_rate:
+            if rate := self.spec.routers.bias_update_rate:
                 self._bias_steps = tally.bias_steps(rate)
 
         return shares
@@ -432,7 +432,7 @@ class MegatronEngine:
         For a load-balancing loss, an additional pass without gradients first counts where the tokens go.
         """
         architecture = self.spec.architecture
-        losses = self.spec.experts
+        losses = self.spec.routers
         if not routes_tokens(architecture):
             return None
         if not losses.aux_loss_coefficient:

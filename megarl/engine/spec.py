@@ -64,7 +64,7 @@ class ModelSpec:
     optim: OptimConfig | None = None
     total_optimizer_steps: int = 1
     recomputation: Recomputation = Recomputation()
-    experts: ExpertsConfig = ExpertsConfig()
+    routers: ExpertsConfig = ExpertsConfig()
     lora_path: str | None = None
     runs_base: bool = False
     pushes_adapters: bool = False
@@ -99,7 +99,7 @@ def spec_of(
         optim=role.optim,
         total_optimizer_steps=optimizer_steps(config, role),
         recomputation=role.recomputation,
-        experts=role.experts,
+        routers=role.routers,
         lora_path=role.lora_path,
         runs_base=role.runs_base,
         pushes_adapters=role.serves_adapters,

@@ -22,19 +22,19 @@ class ParameterCount(NamedTuple):
 
     Attributes:
         dense: All parameters except experts, including routers and shared experts.
-        experts: The parameters of the experts that a router selects from.
+        of_experts: The parameters of the experts that a router selects from.
         replicated: The part of `dense` in the layers and after them that each tensor-parallel rank has a copy
             of, such as norms, routers and the down projections of latent attention. It is 0 if the whole
             model is counted.
     """
 
     dense: int
-    experts: int
+    of_experts: int
     replicated: int = 0
 
     @property
     def total(self) -> int:
-        return self.dense + self.experts
+        return self.dense + self.of_experts
 
 
 def num_parameters(
@@ -51,7 +51,7 @@ def num_parameters(
 
 def num_expert_parameters(architecture: Architecture, *, trained_only: bool = False) -> int:
     """Count the parameters of all experts of all layers, without routers and shared experts."""
-    return _whole(architecture, with_value_head=False, trained_only=trained_only).experts
+    return _whole(architecture, with_value_head=False, trained_only=trained_only).of_experts
 
 
 @lru_cache(maxsize=32)
@@ -64,7 +64,7 @@ def num_active_parameters(architecture: Architecture, with_value_head: bool = Fa
     """Count the parameters that one token uses: only the selected experts are included."""
     whole = _whole(architecture, with_value_head, trained_only=False)
     sizes = dimension_sizes(architecture)
-    return whole.dense + whole.experts // max(1, sizes["E"]) * sizes["e"]
+    return whole.dense + whole.of_experts // max(1, sizes["E"]) * sizes["e"]
 
 
 def without_saved_modules(architecture: Architecture) -> Architecture:

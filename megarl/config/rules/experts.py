@@ -78,12 +78,12 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
 
 def _fit_router(role: ModelRole, architecture: Architecture, experts: Experts) -> Findings:
     """Check the updates of the routers' selection bias."""
-    rate = role.experts.bias_update_rate
+    rate = role.routers.bias_update_rate
     rate_key = f"{role.name}.experts.bias_update_rate"
     if rate and not experts.has_selection_bias:
         said = f"but the routers of {role.path} ({architecture.model_type}) have no selection bias; use 0"
         yield Finding((rate_key,), f"is {rate}, {said}")
-    elif rate and role.experts.freeze_router:
+    elif rate and role.routers.freeze_router:
         said = "but freeze_router keeps routers as loaded; use 0, or freeze_router=false"
         yield Finding((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
 

@@ -50,10 +50,10 @@ def options(config: RunConfig, role: ModelRole) -> Findings:
             "tokens would differ between passes; use 0",
         )
 
-    if settings.rank is not None and role.experts.bias_update_rate:
+    if settings.rank is not None and role.routers.bias_update_rate:
         yield Finding(
             (f"{role.name}.experts.bias_update_rate", f"{key}.rank"),
-            f"is {role.experts.bias_update_rate:g}, which changes selection biases, but with adapters the "
+            f"is {role.routers.bias_update_rate:g}, which changes selection biases, but with adapters the "
             "model is frozen; use 0",
         )
 

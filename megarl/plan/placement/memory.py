@@ -458,7 +458,7 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     state_bytes = of_element.moments + of_element.master
     # Experts have fewer copies than dense weights, so ZeRO 1 divides their state by less.
     optimizer = -(-trained.dense * state_bytes // parallel.num_copies)
-    optimizer += -(-trained.experts * state_bytes // parallel.expert_data_parallel_size)
+    optimizer += -(-trained.of_experts * state_bytes // parallel.expert_data_parallel_size)
 
     return Usage(
         parameters=parameters,
@@ -472,7 +472,7 @@ def step_memory(model: ModelRole, architecture: Architecture, dtype: DType, stag
     parallel = model.parallel
     trained = trained_parameters(model, architecture, stage)
     dense = -(-trained.dense // parallel.num_copies)
-    of_experts = -(-trained.experts // parallel.expert_data_parallel_size)
+    of_experts = -(-trained.of_experts // parallel.expert_data_parallel_size)
     of_element = element_bytes(dtype, model.megatron)
     # With sequence parallelism, each rank has the gradients of its own tokens.
     summed = trained.replicated * of_element.gradient * parallel.sequence_parallel

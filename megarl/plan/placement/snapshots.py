@@ -28,7 +28,7 @@ def rank_snapshot_bytes(model: ModelRole, architecture: Architecture, dtype: DTy
         return parameters + state.optimizer
     parallel = model.parallel
     masters = -(-trained.dense * _FLOAT32 // parallel.num_copies)
-    masters += -(-trained.experts * _FLOAT32 // parallel.expert_data_parallel_size)
+    masters += -(-trained.of_experts * _FLOAT32 // parallel.expert_data_parallel_size)
     return parameters + state.optimizer + masters
 
 

@@ -297,7 +297,7 @@ def training_counts(
     work = StagePasses(config, role, architecture, stage, batch)
     num_scores = _num_trained_scores(config, role)
     passes = [work.forward(num_scores), work.backward(num_scores)]
-    if routes_tokens(architecture) and role.experts.aux_loss_coefficient:
+    if routes_tokens(architecture) and role.routers.aux_loss_coefficient:
         passes.append(work.forward(0))
     return total(passes)
 

@@ -90,7 +90,7 @@ def bucket_groups(
 
 def _trained(role: ModelRole) -> _Trained:
     head: Head = "value" if role.with_value_head else "lm"
-    return _Trained(head, role.experts.freeze_router, role.freeze_vision)
+    return _Trained(head, role.routers.freeze_router, role.freeze_vision)
 
 
 @lru_cache(maxsize=256)
@@ -272,7 +272,7 @@ def router_counts(architecture: Architecture, role: ModelRole) -> Counts:
     if not architecture.num_experts:
         return NOTHING
 
-    losses = role.experts
+    losses = role.routers
     passes = 1 + bool(losses.aux_loss_coefficient)
     has_loss = bool(losses.aux_loss_coefficient or losses.z_loss_coefficient)
     sizes = architecture.num_hidden_layers * (2 * architecture.num_experts + 1)

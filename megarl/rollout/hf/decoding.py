@@ -322,11 +322,11 @@ def prompt_images(
 
 
 def _images_of(request: GenerationRequest, processor: ImageProcessor, device: torch.device) -> PromptImages:
-    vision = processor.vision
+    tower = processor.tower
     patches = [processor.patches(data) for data in request.images]
     grids = torch.tensor([grid for _, grid in patches], dtype=torch.int64).view(-1, 3)
-    counts = (grids.prod(1) // vision.patches_per_token).tolist()
-    places = [place for place, token in enumerate(request.prompt) if token == vision.image_token_id]
+    counts = (grids.prod(1) // tower.patches_per_token).tolist()
+    places = [place for place, token in enumerate(request.prompt) if token == tower.image_token_id]
 
     if len(places) != sum(counts):
         raise ValueError(
@@ -335,10 +335,10 @@ def _images_of(request: GenerationRequest, processor: ImageProcessor, device: to
         )
 
     starts = [places[sum(counts[:number])] for number in range(len(counts))]
-    pixels = torch.cat([of_image for of_image, _ in patches] or [torch.empty(0, vision.patch_elements)])
+    pixels = torch.cat([of_image for of_image, _ in patches] or [torch.empty(0, tower.patch_elements)])
     return PromptImages(
         request.images,
         pixels.to(device),
         grids.to(device),
-        token_positions(len(request.prompt), starts, grids, vision.spatial_merge_size).to(device),
+        token_positions(len(request.prompt), starts, grids, tower.spatial_merge_size).to(device),
     )

@@ -103,13 +103,13 @@ class RouteFormat(NamedTuple):
     Attributes:
         dtype: The dtype of expert indices in a sample.
         num_layers: The number of layers of the model. SGLang returns numbers for dense layers too.
-        sparse_layers: The numbers of the layers with experts, whose routes a sample contains.
+        routed_layers: The numbers of the layers with experts, whose routes a sample contains.
         num_chosen: The number of experts of a token.
     """
 
     dtype: np.dtype
     num_layers: int
-    sparse_layers: tuple[int, ...]
+    routed_layers: tuple[int, ...]
     num_chosen: int
 
     @classmethod
@@ -123,7 +123,7 @@ class RouteFormat(NamedTuple):
         """Return (tokens x L x K,) numbers."""
         routes = np.frombuffer(base64.b64decode(encoded), np.int32)
         by_layer = routes.reshape(-1, self.num_layers, self.num_chosen)
-        return by_layer[:, list(self.sparse_layers)].astype(self.dtype).reshape(-1)
+        return by_layer[:, list(self.routed_layers)].astype(self.dtype).reshape(-1)
 
 
 def read_sample(

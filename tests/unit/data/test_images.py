@@ -84,7 +84,7 @@ def test_images_are_read_in_every_form(
     assert [prompts[0].images, prompts[1].images] == [(WIDE, SQUARE), ()]
 
     # The placeholder of an image stands for all of its tokens, which count for the limit.
-    token = processor.vision.image_token_id
+    token = processor.tower.image_token_id
     ids = prompts[0].token_ids
     assert [ids.count(token), prompts[1].token_ids.count(token)] == [8 + 4, 0]
     first = ids.index(token)
@@ -177,7 +177,7 @@ def test_a_processor_of_another_model_is_refused(tmp_path: Path, processor: Imag
         processor.num_tokens(WIDE)
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(ValueError, match="copy the model's preprocessor_config.json into it"):
-        ImageProcessor(str(tmp_path), processor.vision).num_tokens(WIDE)
+        ImageProcessor(str(tmp_path), processor.tower).num_tokens(WIDE)
 
 
 def test_samples_of_a_prompt_share_its_files_and_patches(

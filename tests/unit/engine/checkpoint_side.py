@@ -32,7 +32,7 @@ class Settings(NamedTuple):
     folder: str
     head: str = "lm"
     dtype: torch.dtype = torch.float32
-    experts: ExpertsConfig = ExpertsConfig()
+    routers: ExpertsConfig = ExpertsConfig()
     lora: LoRA | None = None
     lora_path: str | None = None
     runs_base: bool = False
@@ -52,7 +52,7 @@ class Steps(NamedTuple):
 
 
 def open_engine(settings: Settings) -> MegatronEngine:
-    names = ("head", "dtype", "experts", "lora", "lora_path", "runs_base")
+    names = ("head", "dtype", "routers", "lora", "lora_path", "runs_base")
     options = {name: getattr(settings, name) for name in names}
     return build(start(settings.parallel), settings.folder, optim=OPTIM, total_optimizer_steps=8, **options)
 

@@ -110,8 +110,8 @@ def test_in_the_same_layout_it_goes_on_to_the_bit(
 
     What is saved is the state before `after`.
     """
-    experts = ExpertsConfig(bias_update_rate=0.01)  # selection biases are part of the state
-    settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype, experts)
+    routers = ExpertsConfig(bias_update_rate=0.01)  # selection biases are part of the state
+    settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype, routers)
     before = saved(rank_pool, settings, tmp_path / "actor", steps)
     after = loaded(rank_pool, settings, tmp_path / "actor", steps)
 
@@ -167,8 +167,8 @@ def test_in_another_layout_the_next_steps_agree(
 
     The routers of one model are frozen: they have no moments.
     """
-    experts = ExpertsConfig(freeze_router=model == "qwen2_moe")
-    source = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[first], folders[model], head, dtype, experts)
+    routers = ExpertsConfig(freeze_router=model == "qwen2_moe")
+    source = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[first], folders[model], head, dtype, routers)
     want = saved(rank_pool, source, tmp_path / "source")
     stored = stored_tensors(tmp_path / "source")
     assert {name.split(".")[2] for name in stored if name.startswith("optimizer.")} == {
@@ -178,13 +178,13 @@ def test_in_another_layout_the_next_steps_agree(
     }
     has_experts = first in EXPERT_LAYOUTS
     of_routers = {name.startswith("optimizer.") for name in stored if name.endswith("router.weight")}
-    assert of_routers == ({False} if experts.freeze_router else {False, True} if has_experts else set())
+    assert of_routers == ({False} if routers.freeze_router else {False, True} if has_experts else set())
 
     for number, parallel in enumerate(others):
         again = tmp_path / str(number)
         got = loaded(
             rank_pool,
-            Settings(parallel, folders[model], head, dtype, experts),
+            Settings(parallel, folders[model], head, dtype, routers),
             tmp_path / "source",
             again=again,
         )
@@ -204,11 +204,11 @@ def test_in_another_layout_the_next_steps_agree(
             folders[model],
             head,
             dtype,
-            ExpertsConfig(freeze_router=not experts.freeze_router),
+            ExpertsConfig(freeze_router=not routers.freeze_router),
         )
         (said,) = rank_pool.run(refused_load, world_size=1, settings=other, folder=tmp_path / "source")
         assert said.endswith(
-            f"it {'was frozen in that run' if experts.freeze_router else 'is frozen in this run'} (experts.freeze_router)"
+            f"it {'was frozen in that run' if routers.freeze_router else 'is frozen in this run'} (experts.freeze_router)"
         )
 
 

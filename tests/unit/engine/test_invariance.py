@@ -157,7 +157,7 @@ def run_splits(
     folders: dict[str, str],
     batch: Tensors,
     splits: dict[str, Split],
-    experts: ExpertsConfig,
+    routers: ExpertsConfig,
     aggregation: Aggregation,
     episodes: tuple[int, ...] | None,
 ) -> dict[str, dict[str, Result]]:
@@ -174,7 +174,7 @@ def run_splits(
                 "recomputation": split.recomputation,
             }
             if (key := tuple(way.values())) not in engines:
-                engines[key] = build(groups, folder, head=head, optim=OptimConfig(), experts=experts, **way)
+                engines[key] = build(groups, folder, head=head, optim=OptimConfig(), routers=routers, **way)
             engine = engines[key]
             mine = split.plan.ranks[groups.data_rank]
             part = take(poison(batch) if split.poisoned else batch, mine.rows)
@@ -200,7 +200,7 @@ class Setting(NamedTuple):
     folders: dict[str, str]
     batch: Tensors
     whole: dict[str, Result]  # head -> all rows in one packed micro-batch on one rank
-    experts: ExpertsConfig
+    routers: ExpertsConfig
     aggregation: Aggregation = Aggregation.token_mean
     episodes: tuple[int, ...] | None = None  # of the rows; None: each row is one
 
@@ -222,7 +222,7 @@ def with_experts(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) 
 def make_setting(
     rank_pool: RankPool,
     folders: dict[str, Path],
-    experts: ExpertsConfig,
+    routers: ExpertsConfig,
     aggregation: Aggregation = Aggregation.token_mean,
     episodes: tuple[int, ...] | None = None,
 ) -> Setting:
@@ -241,7 +241,7 @@ def make_setting(
         batch[EPISODE_TOKENS] = totals[list(episodes), None].expand(log_probs.shape).to(torch.float32)
     whole = {"whole": Split(by_hand(tuple(range(NUM_ROWS))))}
     paths = {head: str(path) for head, path in folders.items()}
-    made = Setting(paths, batch, {}, experts, aggregation, episodes)
+    made = Setting(paths, batch, {}, routers, aggregation, episodes)
     found = run(rank_pool, made, ParallelConfig(), whole)
 
     return made._replace(whole={head: result for (head, _), result in found.items()})
@@ -262,7 +262,7 @@ def run(
         folders=setting.folders,
         batch=setting.batch,
         splits=splits,
-        experts=setting.experts,
+        routers=setting.routers,
         aggregation=setting.aggregation,
         episodes=setting.episodes,
     )

@@ -82,7 +82,7 @@ CASES = {
         "lm",
         {
             "share_prompts": True,
-            "experts": ExpertsConfig(aux_loss_coefficient=AUX_COEFFICIENT, z_loss_coefficient=Z_COEFFICIENT),
+            "routers": ExpertsConfig(aux_loss_coefficient=AUX_COEFFICIENT, z_loss_coefficient=Z_COEFFICIENT),
         },
         ("log_probs", "entropy"),
     ),
@@ -90,7 +90,7 @@ CASES = {
     "critic": Case("critic", {"head": "value", "share_prompts": True}, ("values",)),
     "critic with frozen routers": Case(
         "critic",
-        {"head": "value", "share_prompts": True, "experts": ExpertsConfig(freeze_router=True)},
+        {"head": "value", "share_prompts": True, "routers": ExpertsConfig(freeze_router=True)},
         ("values",),
     ),
     "critic without a stored head": Case("lm", {"head": "value"}, ("values",)),

@@ -181,9 +181,9 @@ def expert_cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     save_model(EXPERT_FAMILY, folder / "lm")
     save_critic(folder / "lm", folder / "critic")
     return [
-        Case(str(folder / name), losses, {"experts": experts})
+        Case(str(folder / name), losses, {"routers": routers})
         for name, losses in (("lm", DPO_KINDS[:1]), ("critic", REWARD))
-        for experts in (ROUTER_LOSSES, ExpertsConfig(freeze_router=True))
+        for routers in (ROUTER_LOSSES, ExpertsConfig(freeze_router=True))
     ]
 
 
@@ -261,18 +261,18 @@ def expected_result(case: Case, name: str) -> Result:
         trl_reward_loss(model, pair_batch()) if is_reward_model else trl_dpo_loss(model, pair_batch(), name)
     )
 
-    experts: ExpertsConfig = case.spec.get("experts", ExpertsConfig())
+    routers: ExpertsConfig = case.spec.get("routers", ExpertsConfig())
     if recorded:
         losses = router_losses(recorded, read_architecture(case.folder))
         metrics["expert_share/max"] = losses.largest_share
-        if experts.aux_loss_coefficient:
+        if routers.aux_loss_coefficient:
             metrics |= {"aux_loss": losses.aux_loss.item(), "z_loss": losses.z_loss.item()}
             added = (
-                experts.aux_loss_coefficient * losses.aux_loss + experts.z_loss_coefficient * losses.z_loss
+                routers.aux_loss_coefficient * losses.aux_loss + routers.z_loss_coefficient * losses.z_loss
             )
             loss = loss + len(recorded) * added
     loss.backward()
-    if experts.freeze_router:
+    if routers.freeze_router:
         for key, parameter in model.named_parameters():
             if key.endswith("mlp.gate.weight"):
                 parameter.grad.zero_()

@@ -41,7 +41,7 @@ def train(folder: str, batch: dict[str, Tensor], rate: float) -> tuple[dict[str,
         folder,
         dtype=torch.bfloat16,
         optim=OptimConfig(lr=0.1),
-        experts=ExpertsConfig(bias_update_rate=rate),
+        routers=ExpertsConfig(bias_update_rate=rate),
     )
     before = biases_of(engine)
     engine.forward_backward(take(batch, rows), deal(len(rows), 2), weighted_sum(("log_probs",)))

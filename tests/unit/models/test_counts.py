@@ -84,7 +84,7 @@ def test_a_stage_counts_what_its_shards_hold(tmp_path: Path, model_type: str, ti
             counted = stage_parameters(architecture, parallel, stage, with_value_head=head == "value")
             sizes = {name: prod(shape) for name, shape in shard_shapes(architecture, layout, head).items()}
             of_experts = sum(size for name, size in sizes.items() if ".local_experts." in name)
-            assert counted.experts == of_experts
+            assert counted.of_experts == of_experts
             assert counted.total == sum(sizes.values())
 
 
@@ -106,7 +106,7 @@ def test_a_stage_with_experts_by_hand(tmp_path: Path) -> None:
     dense = 3 * 96 * 64 // 2
     counted = stage_parameters(architecture, parallel, 0, with_value_head=False)
     assert counted.dense == embedding + 2 * attention + router + shared + dense
-    assert counted.experts == 8 // 2 * 3 * 32 * 64 // 2
+    assert counted.of_experts == 8 // 2 * 3 * 32 * 64 // 2
 
 
 def test_a_token_meets_the_chosen_experts_only(tmp_path: Path) -> None:

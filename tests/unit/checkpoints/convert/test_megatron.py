@@ -115,8 +115,8 @@ def test_what_an_engine_saved_is_converted_there_and_back(
 ) -> None:
     """Converted back in the same layout, it has the same keys, chunks and objects, except for the optimizer
     and random states."""
-    experts = ExpertsConfig(bias_update_rate=0.01)
-    settings = Settings(ANY_LAYOUT[layout], str(models / model), head, dtype, experts)
+    routers = ExpertsConfig(bias_update_rate=0.01)
+    settings = Settings(ANY_LAYOUT[layout], str(models / model), head, dtype, routers)
     role = tmp_path / "actor"
     weights = merge(
         rank_pool.run(
