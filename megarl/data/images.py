@@ -25,6 +25,7 @@ from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError, open_file
 from megarl.data.tables import DataRow
 from megarl.machine.wording import counted
+from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.vision import Vision
 
@@ -133,9 +134,14 @@ class ImageProcessor:
 
     @classmethod
     def of_folder(cls, folder: str, trust_remote_code: bool = False) -> ImageProcessor | None:
-        """Return the processor of a model that reads images, None for other models."""
-        vision = read_architecture(folder, trust_remote_code).vision
-        return None if vision is None else cls(folder, vision)
+        """Return the processor of a folder's model, None if it reads no images."""
+        return cls.of_model(folder, read_architecture(folder, trust_remote_code))
+
+    @classmethod
+    def of_model(cls, folder: str, architecture: Architecture) -> ImageProcessor | None:
+        """Return the processor of a model in a folder, None if it reads no images."""
+        tower = architecture.vision
+        return None if tower is None else cls(folder, tower)
 
     @cached_property
     def _processor(self) -> Any:

@@ -179,19 +179,18 @@ class MegatronEngine:
 
     def _route_keeper(self) -> RouterReplayBuffer | None:
         """Set up router replay for a policy that trains. Other models need no replay."""
-        experts = self.spec.architecture.experts
-        replay = self.spec.engine.routing_replay
+        architecture = self.spec.architecture
 
         if (
-            replay is RoutingReplay.off
-            or experts is None
+            self.spec.engine.routing_replay is RoutingReplay.off
+            or not routes_tokens(architecture)
             or self.spec.optim is None
             or self.spec.head != "lm"
         ):
             return None
 
         layers = [layer for model in self.models for layer in model.decoder.layers]
-        return RouterReplayBuffer(experts, self.groups, layers, self._device)
+        return RouterReplayBuffer(architecture, self.groups, layers, self._device)
 
     def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
         names = {parameter: name for model in self.models for name, parameter in model.canonical_parameters()}

@@ -7,6 +7,7 @@ this package because config, planners and models, which have the other facts abo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -22,7 +23,7 @@ from megarl.engine.norms import submodules_of
 from megarl.engine.rotary import attention_factor, set_local_rotation
 from megarl.models.architecture import Architecture
 from megarl.models.delta_net import DELTA_NET
-from megarl.models.experts import EXPERTS
+from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import has_dense_layers, routing_layers
 from megarl.models.part_kind import PartKind
@@ -79,8 +80,7 @@ def _expert_options(
     Megatron's own selection bias stays off, because it would be a buffer that Megatron changes in every step
     (see moe_router.py).
     """
-    experts = architecture.experts
-    assert experts is not None
+    experts = experts_of(architecture)
     groups = experts.groups
     sparse_layers = routing_layers(architecture)
     options: dict[str, Any] = {
@@ -134,14 +134,15 @@ def _set_experts(layer: ModuleSpec, architecture: Architecture, provider: Any) -
     }
 
 
-_ATTENTION = KindModules(set_rotation=_set_rotation)
-_OWN_ATTENTION = KindModules(set_modules=sinks.set_modules, set_rotation=_set_rotation)
+def _attention(set_modules: Callable[[ModuleSpec, Architecture, Any], Any] = _nothing) -> KindModules:
+    return KindModules(set_modules=set_modules, set_rotation=_set_rotation)
+
 
 # Of a layer with several kinds, the mixer's modules are set first.
 MODULES: dict[PartKind, KindModules] = {
-    ATTENTION: _ATTENTION,
-    SINK_ATTENTION: _OWN_ATTENTION,
-    WINDOWED_ATTENTION: _OWN_ATTENTION,
+    ATTENTION: _attention(),
+    SINK_ATTENTION: _attention(partial(sinks.set_modules, has_sinks=True)),
+    WINDOWED_ATTENTION: _attention(partial(sinks.set_modules, has_sinks=False)),
     LATENT_ATTENTION: KindModules(
         config_class=MLATransformerConfig,
         options=lambda architecture, *build: latent_attention.latent_options(architecture),

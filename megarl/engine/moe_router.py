@@ -32,6 +32,7 @@ from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
 from megarl.engine.vision import DeepstackLayer
 from megarl.models.architecture import Architecture, RouterScore
+from megarl.models.experts import experts_of
 
 _SMALLEST_SUM = 1e-20  # keeps a division finite if every sigmoid of a token is zero
 
@@ -87,8 +88,7 @@ class RouterStatistics:
         """
         num_layers = architecture.num_hidden_layers
         self._num_experts = architecture.num_experts
-        experts = architecture.experts
-        self._score = experts.score if experts else RouterScore.softmax
+        self._score = experts_of(architecture).score
         self.losses = losses
         self._shares = shares
         self.tokens = torch.zeros(num_layers, self._num_experts, dtype=torch.float64, device=device)
@@ -242,8 +242,7 @@ class BiasedExpertRouter(ExpertRouter):
 
 def router_class(architecture: Architecture) -> type[ExpertRouter]:
     """Return the class of the routers of a model."""
-    experts = architecture.experts
-    return BiasedExpertRouter if experts and experts.has_selection_bias else ExpertRouter
+    return BiasedExpertRouter if experts_of(architecture).has_selection_bias else ExpertRouter
 
 
 def selection_biases(model: torch.nn.Module) -> dict[int, Tensor]:

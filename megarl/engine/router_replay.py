@@ -28,7 +28,9 @@ from megarl.engine.micro_batch_layout import TokenPositions
 from megarl.engine.moe_router import ExpertRouter
 from megarl.engine.platform import to_device
 from megarl.machine.wording import counted
-from megarl.models.architecture import Experts
+from megarl.models.architecture import Architecture
+from megarl.models.layers import routing_layers
+from megarl.models.tensor_table import dimension_sizes
 
 
 class RouterReplay:
@@ -88,7 +90,7 @@ class RouterReplayBuffer:
     """
 
     def __init__(
-        self, experts: Experts, groups: ParallelGroups, layers: Sequence[Any], device: torch.device
+        self, architecture: Architecture, groups: ParallelGroups, layers: Sequence[Any], device: torch.device
     ) -> None:
         """Set up the replay of each router.
 
@@ -96,16 +98,16 @@ class RouterReplayBuffer:
             layers: Megatron's layers of all virtual stages of this rank.
         """
         # Routes are stored by a layer's number among those with experts.
-        numbers = {layer: number for number, layer in enumerate(sorted(experts.layers))}
+        numbers = {layer: number for number, layer in enumerate(routing_layers(architecture))}
         self._layers = []
-        self._dtype = route_dtype(experts.num_experts)
+        self._dtype = route_dtype(architecture.num_experts)
 
         for layer in layers:
             if layer.is_moe_layer:
                 self._layers.append(numbers[layer.layer_number - 1])
                 layer.mlp.router.router_replay = RouterReplay(self._layers[-1], layer.mlp.router, self._dtype)
 
-        self._shape = (len(experts.layers), experts.num_experts_per_tok)
+        self._shape = (len(numbers), dimension_sizes(architecture)["e"])
         self._groups = groups
         self._device = device
         self._kept: list[tuple[TokenPositions, MicroBatchRoutes]] = []

@@ -13,6 +13,13 @@ from megarl.models.part_kind import FEED_FORWARD, PartKind
 from megarl.models.tensor_part import TensorPart
 
 
+def experts_of(architecture: Architecture) -> Experts:
+    """Return the experts of a model that has some."""
+    experts = architecture.experts
+    assert experts is not None
+    return experts
+
+
 def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterator[tuple[str, str, float]]:
     yield "gate_proj and up_proj of an expert", "rows", sizes["M"] / expert_ranks
     yield "gate_proj and up_proj of shared experts", "rows", sizes["S"] / ranks
@@ -131,8 +138,8 @@ SELECTION_BIAS_ROW = MappingRow(
     place=StagePlacement.layer,
     cut=Cut.replicated,
     tensors=((HF_LAYER + "mlp.gate.e_score_correction_bias", "E"),),
-    applies=lambda architecture, layer: any(
-        experts.has_selection_bias for experts in _experts_of(architecture, layer)
+    applies=lambda architecture, layer: (
+        is_sparse(architecture, layer) and experts_of(architecture).has_selection_bias
     ),
     dtype="float32",
     trains=False,
@@ -140,14 +147,7 @@ SELECTION_BIAS_ROW = MappingRow(
 
 
 def _has_shared_expert(architecture: Architecture, layer: int | None) -> bool:
-    return any(experts.shared_intermediate_size > 0 for experts in _experts_of(architecture, layer))
-
-
-def _experts_of(architecture: Architecture, layer: int | None) -> Iterator[Experts]:
-    """Yield the experts of a layer, if it has some."""
-    experts = architecture.experts
-    if experts is not None and is_sparse(architecture, layer):
-        yield experts
+    return is_sparse(architecture, layer) and experts_of(architecture).shared_intermediate_size > 0
 
 
 def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
-from megarl.models.layers import pair_products, token_products
+from megarl.models.layers import pair_products, token_products, tower_of
 from megarl.models.tensor_part import TensorPart
 from megarl.models.tensor_table import tower_rows
 from megarl.models.vision import Vision
@@ -84,8 +84,7 @@ def tower_flops(architecture: Architecture, grids: Iterable[tuple[int, int, int]
         grids: The number of patches of each image in time, height and width.
         trains: Whether the tower is trained.
     """
-    vision = architecture.vision
-    assert vision is not None
+    vision = tower_of(architecture)
     per_patch, per_token = _tower_products(architecture)
     multiply_adds = 0
 

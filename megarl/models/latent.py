@@ -16,8 +16,9 @@ _NORM_EPS = 1e-6
 
 def latent_of(architecture: Architecture) -> LatentAttention:
     """Return the sizes of a model that has latent attention."""
-    assert architecture.latent is not None
-    return architecture.latent
+    latent = architecture.latent
+    assert latent is not None
+    return latent
 
 
 def megatron_sizes(architecture: Architecture) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megarl.models.part_kind import FEED_FORWARD, MIXER, TOWER, PartKind
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import block_of, dimension_sizes, entry_size, name_of, rows_of
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
+from megarl.models.vision import Vision
 
 VISION = PartKind(
     name="a vision tower",
@@ -169,6 +170,18 @@ def replaces_core(architecture: Architecture) -> bool:
 def reads_images(architecture: Architecture) -> bool:
     """Return whether the model turns images into tokens."""
     return any(kind.reads_images for kind in kinds_of(architecture))
+
+
+def tower_of(architecture: Architecture) -> Vision:
+    """Return the vision tower of a model that reads images."""
+    tower = architecture.vision
+    assert tower is not None
+    return tower
+
+
+def num_image_layers(architecture: Architecture) -> int:
+    """Return the number of first layers to whose outputs features of images are added."""
+    return len(tower_of(architecture).deepstack_blocks) if reads_images(architecture) else 0
 
 
 def has_dense_layers(architecture: Architecture) -> bool:

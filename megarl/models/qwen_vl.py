@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
-from megarl.models.experts import check_router_gradient, transposed_fused
+from megarl.models.experts import check_router_gradient, experts_of, transposed_fused
 from megarl.models.experts import sglang_differs as sglang_experts_differ
 from megarl.models.family import Family
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
@@ -73,11 +73,9 @@ def _read_qwen3_vl_moe(reader: ConfigReader) -> Architecture:
         _read_deepstack_tower,
         default_sections=Sections((24, 20, 20), is_interleaved=True),
     )
-    experts = architecture.experts
-    assert experts is not None
 
     # Folders have the matrices of experts transposed or not, and only the shapes tell which.
-    size = experts.intermediate_size
+    size = experts_of(architecture).intermediate_size
     if not reader.problems and architecture.hidden_size in (size, 2 * size):
         reader.problems.append(
             f"text_config: field 'moe_intermediate_size' is {size}, but must be neither the 'hidden_size' "

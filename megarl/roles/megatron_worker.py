@@ -203,8 +203,7 @@ class MegatronWorker(WeightExport):
         self._num_updates = 0
         self._probe: SpeedProbe | None = None
 
-        vision = spec.architecture.vision
-        self._images = None if vision is None else ImageProcessor(spec.path, vision)
+        self._images = ImageProcessor.of_model(spec.path, spec.architecture)
 
     def _make_engine(self) -> MegatronEngine:
         from megarl.engine.engine import MegatronEngine

@@ -21,6 +21,7 @@ from megarl.config.schema import (
 )
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, Experts
+from megarl.models.experts import experts_of
 from megarl.models.layers import routes_tokens
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
@@ -31,11 +32,10 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     """Check the layout of one role's model."""
     parallel = role.parallel
     keys = _Keys(role.parallel_key)
-    experts = architecture.experts
-
-    if experts is None:
+    if not routes_tokens(architecture):
         return
 
+    experts = experts_of(architecture)
     yield from _fit_router(role, architecture, experts)
     if architecture.linear_bias and parallel.expert_tensor_parallel_size > 1:
         yield Finding(
@@ -137,10 +137,9 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
     """Check that an engine's ranks can shard the experts and each expert's matrices."""
     expert_parallel = config.rollout.expert_parallel_size
     tensor = config.rollout.tensor_parallel_size
-    experts = policy.experts
     path = config.model.path
 
-    if experts is None:
+    if not routes_tokens(policy):
         return
 
     if not config.rollout.engine.needs.cuts_models:
@@ -175,6 +174,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
         )
         return
 
+    experts = experts_of(policy)
     for width, size, what in (
         (experts.num_experts, expert_parallel, "num_experts"),
         (experts.intermediate_size, tensor // expert_parallel, "the experts' intermediate size"),

@@ -9,13 +9,12 @@ from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.models.layers import reads_images, routes_tokens
+from megarl.models.layers import num_image_layers, reads_images, routes_tokens
 
 
 def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     """Check that the first stage has the layers that features of images are added to."""
-    vision = architecture.vision
-    if vision is None:
+    if not reads_images(architecture):
         return
 
     if role.lora is not None:
@@ -27,7 +26,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
 
     parallel = role.parallel
     num_stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
-    needed = len(vision.deepstack_blocks)
+    needed = num_image_layers(architecture)
     num_layers = architecture.num_hidden_layers // num_stages
 
     if 0 < num_layers < needed:

@@ -29,7 +29,7 @@ from megarl.config.schema import DType, PPOConfig, Recompute, RecomputeModule, R
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
-from megarl.models.layers import kinds_of, layers_of, replaces_core, routes_tokens
+from megarl.models.layers import kinds_of, layers_of, reads_images, replaces_core, routes_tokens, tower_of
 from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
 from megarl.plan.placement.activation_widths import (
     Kernels,
@@ -376,10 +376,10 @@ class _Work:
 
     def _tower(self, trains: bool) -> int:
         """Return the bytes of the vision tower, which runs before the layers."""
-        vision = self._architecture.vision
-        if vision is None or not self._is_first:
+        if not (self._is_first and reads_images(self._architecture)):
             return 0
-        return tower_bytes(self._role, vision, self._rows(trains), self._element, trains=trains)
+        tower = tower_of(self._architecture)
+        return tower_bytes(self._role, tower, self._rows(trains), self._element, trains=trains)
 
     def score(self) -> int:
         tokens = self._tokens(trains=False)

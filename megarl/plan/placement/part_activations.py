@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Activation, Architecture, QKNorm
 from megarl.models.delta_net import DELTA_NET
-from megarl.models.experts import EXPERTS
+from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.part_kind import PartKind
 from megarl.models.tensor_part import size_of
@@ -259,8 +259,7 @@ def _experts(inputs: PartInputs) -> PartMemory:
     """
     architecture = inputs.architecture
     parallel = inputs.parallel
-    experts = architecture.experts
-    assert experts is not None
+    experts = experts_of(architecture)
     hidden = architecture.hidden_size
     cut = parallel.expert_tensor_parallel_size
 

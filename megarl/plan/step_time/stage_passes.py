@@ -20,7 +20,7 @@ from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.flops import pairs_of_block, tower_matrices
-from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens
+from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens, tower_of
 from megarl.plan.placement.activation_widths import layers_of_stage
 from megarl.plan.step_time.counts import (
     IDLE,
@@ -240,8 +240,7 @@ def tower_work(
         edge: The hidden states of the language model.
         trains: Whether the tower is trained.
     """
-    vision = architecture.vision
-    assert vision is not None
+    vision = tower_of(architecture)
     sides = [isqrt(prompt) for prompt in batch.prompts]
     tokens = round(batch.share * sum(side**2 for side in sides))
     patches = tokens * vision.patches_per_token
