@@ -46,8 +46,7 @@ from megarl.plan.placement.fused_layers import (
     placeholder_elements,
     workspace_bytes,
 )
-from megarl.plan.placement.part_activations import ACTIVATIONS, PartInputs
-from megarl.plan.placement.vision_activations import tower_bytes
+from megarl.plan.placement.part_activations import ACTIVATIONS, PartInputs, tower_bytes
 
 _FLOAT32 = 4
 _ID = 4  # of a token, in batches
