@@ -1,4 +1,4 @@
-"""What Megatron builds for each kind of layer part: its options, modules and rotary embedding.
+"""The table of what Megatron builds for each kind of layer part: options, modules, rotary embedding.
 
 Kinds that are not in the table have Megatron's modules for attention or a dense feed-forward. The table is in
 this package because config, planners and models, which have the other facts about kinds, load no torch.
@@ -36,7 +36,7 @@ def _nothing(*inputs: Any) -> dict[str, Any]:
 
 
 class KindModules(NamedTuple):
-    """What a kind changes.
+    """The changes that a kind makes to a model of Megatron.
 
     Attributes:
         config_class: Megatron's class of configurations of models with the kind. None: the usual one.
@@ -138,7 +138,7 @@ def _attention(set_modules: Callable[[ModuleSpec, Architecture, Any], Any] = _no
     return KindModules(set_modules=set_modules, set_rotation=_set_rotation)
 
 
-# Of a layer with several kinds, the mixer's modules are set first.
+# The mixer of a layer sets its modules before the feed-forward does.
 MODULES: dict[PartKind, KindModules] = {
     ATTENTION: _attention(),
     SINK_ATTENTION: _attention(partial(sinks.set_modules, has_sinks=True)),
