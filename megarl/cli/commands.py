@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, Command] = {
         owns_processes=True,
     ),
     "sft": Command(
-        module="megarl.cli.run.sft",
+        module="megarl.cli.run.supervised",
         summary="supervised fine-tuning",
         arguments=(
             *RUN,

@@ -22,26 +22,26 @@ from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 
 
-class _SupervisedTrainer(ABC):
+class _SupervisedTrainer[Model: Actor | PairModel](ABC):
     """The loop over batches of rows, which are trained on as they are."""
 
     def __init__(
         self,
         config: SFTConfig | PreferenceConfig,
+        model: Model,
         batches: BatchLoader,
         validation: SFTDataset | PairDataset | None,
-        rows_per_step: int,
         monitor: Monitor,
         checkpoints: Checkpointer,
-        recovery: StepRecovery | NoRecovery | None,
+        recovery: StepRecovery | NoRecovery | None = None,
     ) -> None:
         self.config = config
+        self.model = model
         self.batches = batches
         self.validation = validation
         self.monitor = monitor
         self.checkpoints = checkpoints
         self.recovery = recovery or NoRecovery()
-        self._rows_per_step = rows_per_step
         self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class _SupervisedTrainer(ABC):
         with self.monitor.testing():
             parts = [
                 self._measure(batch, len(self.validation))
-                for batch in one_pass(self.validation, self._rows_per_step)
+                for batch in one_pass(self.validation, self.config.prompts_per_step)
             ]
 
         metrics = values_of(merge_metrics(parts))
@@ -101,55 +101,27 @@ class _SupervisedTrainer(ABC):
         """Return the part of these held-out rows, of `num_rows`, in the metrics of a validation."""
 
 
-class SFTTrainer(_SupervisedTrainer):
+class SFTTrainer(_SupervisedTrainer[Actor]):
     """Trainer of supervised fine-tuning: likelihood of the answers, with the prompts masked out.
 
     Validation reports `val/loss`, the mean negative log-likelihood per answer token over all held-out rows.
     """
 
-    def __init__(
-        self,
-        config: SFTConfig,
-        actor: Actor,
-        batches: BatchLoader,
-        validation: SFTDataset | None,
-        monitor: Monitor,
-        checkpoints: Checkpointer,
-        recovery: StepRecovery | NoRecovery | None = None,
-    ) -> None:
-        rows_per_step = config.trainer.samples_per_step
-        super().__init__(config, batches, validation, rows_per_step, monitor, checkpoints, recovery)
-        self.actor = actor
-
     def _train(self, batch: DataProto) -> Mapping[str, float]:
-        return self.actor.update_sft(batch).get()
+        return self.model.update_sft(batch).get()
 
     def _measure(self, batch: DataProto, num_rows: int) -> Mapping[str, Metric]:
-        log_probs = self.actor.log_probs(batch).get().ragged["old_log_probs"].flat()
+        log_probs = self.model.log_probs(batch).get().ragged["old_log_probs"].flat()
         # Batches are weighted by their token counts, since the last one may be smaller.
         return {"val/loss": Metric.mean(-log_probs, batch.ragged["response_mask"].flat())}
 
 
-class PreferenceTrainer(_SupervisedTrainer):
+class PreferenceTrainer(_SupervisedTrainer[PairModel]):
     """Trainer on pairs of answers, of a policy or of a reward model.
 
     Validation reports the metrics of the loss over all held-out pairs, such as `val/loss` and
     `val/accuracy`.
     """
-
-    def __init__(
-        self,
-        config: PreferenceConfig,
-        model: PairModel,
-        batches: BatchLoader,
-        validation: PairDataset | None,
-        monitor: Monitor,
-        checkpoints: Checkpointer,
-        recovery: StepRecovery | NoRecovery | None = None,
-    ) -> None:
-        rows_per_step = config.trainer.pairs_per_step
-        super().__init__(config, batches, validation, rows_per_step, monitor, checkpoints, recovery)
-        self.model = model
 
     def _train(self, batch: DataProto) -> Mapping[str, float]:
         return self.model.update(batch).get()

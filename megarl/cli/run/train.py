@@ -13,11 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.user_tools import load_agent
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
-from megarl.cli.run.preferences import train_on_pairs
 from megarl.cli.run.processes import refuse_launched_ranks
 from megarl.cli.run.resumption import is_complete, open_checkpoints, print_end, print_stopped, restore_models
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
-from megarl.cli.run.sft import train_on_chats
+from megarl.cli.run.supervised import train_on_answers
 from megarl.cli.tables.summary import title_of
 from megarl.config.roles import REWARD_MODEL, absent_teacher, model_roles
 from megarl.config.schema import PPOConfig, PreferenceConfig, RunConfig, SFTConfig
@@ -60,10 +59,8 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 
     def train(config: RunConfig) -> int:
         with run_context_of(config, verbose) as context:
-            if isinstance(config, SFTConfig):
-                return train_on_chats(config, context)
-            if isinstance(config, PreferenceConfig):
-                return train_on_pairs(config, context)
+            if isinstance(config, SFTConfig | PreferenceConfig):
+                return train_on_answers(config, context)
             assert isinstance(config, PPOConfig)
             return _run(config, context)
 
