@@ -396,7 +396,7 @@ WALL_CLOCK = {
     "endpoint/openai_responses": "a time to show",
     "machine/folder_lock": "a time to show",
     "machine/clock": "where spans are on the timeline",
-    "tracking/mlflow_service": "a time to show",
+    "tracking/services": "a time to show",
     "tracking/status": "a time to show",
     "trainers/monitor": "where a metric is on the timeline",
 }

@@ -5,6 +5,7 @@ A logger that fails warns once and never ends a run.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -17,9 +18,16 @@ from torch.utils.tensorboard import SummaryWriter
 from megarl.config.rules.machine import logger_problem
 from megarl.config.schema import LoggerKind
 from megarl.machine.strict_json import dump_readable
-from megarl.tracking.background import BackgroundLogger
 from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, check_run_folder, writing
 from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter
+from megarl.tracking.services import (
+    BackgroundLogger,
+    MlflowService,
+    Service,
+    SwanLabService,
+    WandbService,
+    end_wandb_process,
+)
 from megarl.tracking.timeline import Span
 from megarl.tracking.tracked_run import TrackedRun
 
@@ -156,22 +164,16 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-def _wandb(run: TrackedRun) -> Logger:
-    from megarl.tracking.wandb_service import WandbService, end_process
+def _service(
+    library: str, client: Callable[[TrackedRun], Service], abandon: Callable[[], None] = lambda: None
+) -> Callable[[TrackedRun], Logger]:
+    """Return what opens a service in the background. Its library is imported first, in the run's thread."""
 
-    return BackgroundLogger(lambda: WandbService(run), end_process)
+    def open_service(run: TrackedRun) -> Logger:
+        importlib.import_module(library)
+        return BackgroundLogger(partial(client, run), abandon)
 
-
-def _mlflow(run: TrackedRun) -> Logger:
-    from megarl.tracking.mlflow_service import MlflowService
-
-    return BackgroundLogger(lambda: MlflowService(run))
-
-
-def _swanlab(run: TrackedRun) -> Logger:
-    from megarl.tracking.swanlab_service import SwanLabService
-
-    return BackgroundLogger(lambda: SwanLabService(run))
+    return open_service
 
 
 def _prometheus(run: TrackedRun) -> Logger:
@@ -191,9 +193,9 @@ LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
     LoggerKind.console: ConsoleLogger,
     LoggerKind.jsonl: JsonlLogger,
     LoggerKind.tensorboard: TensorBoardLogger,
-    LoggerKind.wandb: _wandb,
-    LoggerKind.mlflow: _mlflow,
-    LoggerKind.swanlab: _swanlab,
+    LoggerKind.wandb: _service("wandb", WandbService, end_wandb_process),
+    LoggerKind.mlflow: _service("mlflow", MlflowService),
+    LoggerKind.swanlab: _service("swanlab", SwanLabService),
     LoggerKind.prometheus: _prometheus,
     LoggerKind.opentelemetry: _opentelemetry,
 }

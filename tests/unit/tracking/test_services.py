@@ -18,9 +18,9 @@ import pytest
 
 from megarl.config.load import dump_config
 from megarl.config.schema import LoggerKind, PPOConfig
-from megarl.tracking import background
-from megarl.tracking.background import BackgroundLogger, ServiceError
+from megarl.tracking import services
 from megarl.tracking.loggers import LOGGERS, Tracker
+from megarl.tracking.services import BackgroundLogger, ServiceError
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear
 from tests.unit.tracking.wandb_files import read_records
@@ -141,7 +141,7 @@ def test_services_that_never_answer_hold_up_neither_training_nor_the_end(tmp_pat
     command = [sys.executable, "-m", "tests.unit.tracking.unanswered", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     logging_s, closing_s = map(float, ended.stdout.split())
-    assert logging_s < 2 * background.FLUSH_LIMIT_S + 3
+    assert logging_s < 2 * services.FLUSH_LIMIT_S + 3
     assert closing_s < 2 * 1.0 + 5
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 100
     for name in ("wandb", "mlflow"):

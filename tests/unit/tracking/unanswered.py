@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.tracking import background
+from megarl.tracking import services
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.tracked_run import TrackedRun
 
@@ -25,7 +25,7 @@ if __name__ == "__main__":
         "WANDB_MODE": "online",
         "MLFLOW_TRACKING_URI": address,
     }
-    background.CLOSE_LIMIT_S = 1.0
+    services.CLOSE_LIMIT_S = 1.0
     tracker = Tracker(["wandb", "mlflow", "jsonl"], TrackedRun(output_dir=Path(sys.argv[1])))
     started_s = time.monotonic()
     for step in range(1, 101):
