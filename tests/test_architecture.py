@@ -612,7 +612,7 @@ def test_tests_use_no_more_private_names_than_are_listed() -> None:
     [
         "rollout._runner",
         "self.rollout._runner.stop()",
-        "from megarl.tracking.plot import _moving_average",
+        "from megarl.cli.inspect.plot import _moving_average",
         'monkeypatch.setattr(engine, "_score", None)',
         'monkeypatch.setattr("megarl.cli.tables.run._free_bytes", None)',
     ],

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from megarl.cli.parser import build_parser
+from megarl.cli.main import build_parser
 
 _WIDTH = "110"
 _HEAD = """# Command line

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from docs.generate.configuration import cell, reference
-from megarl.config.verl_names import Counterpart, verl_keys
+from megarl.config.migration import Counterpart, verl_keys
 
 _WRITTEN = Path(__file__).with_suffix(".md")
 _SECTIONS = (  # one table each; a key is listed in the first section that is its prefix

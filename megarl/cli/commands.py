@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.cli.command import Command, argument, group, overrides
-from megarl.cli.options import DRY_RUN, EVAL, GENERATE, MODEL, PLAN, RUN, RUN_DIR, TUNE, VERBOSE
+from megarl.cli.options import (
+    DRY_RUN,
+    EVAL,
+    GENERATE,
+    MODEL,
+    PLAN,
+    RUN,
+    RUN_DIR,
+    TUNE,
+    VERBOSE,
+    Command,
+    argument,
+    group,
+    overrides,
+)
 from megarl.cli.run.convert import add_commands, positive
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS

@@ -18,8 +18,8 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
+from megarl import __version__
 from megarl.cli.commands import COMMANDS
-from megarl.cli.parser import build_parser
 from megarl.cli.run.context import RunContext, RunFailedError
 from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
 from megarl.machine.errors import ConfigError
@@ -34,6 +34,12 @@ USER_ERROR = 2
 _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 # Overrides written as options, as other programs accept them.
 _OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")
+_EXAMPLES = """examples:
+  megarl quickstart                                        train a tiny model in minutes on two cores
+  megarl init my_run --model MODEL_DIR --data rows.jsonl   create the files of your own run
+  megarl check my_run/run.yaml                             report all configuration errors
+  megarl train my_run/run.yaml                             train; the same command resumes
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,3 +204,19 @@ def _is_of_a_framework(option: str) -> bool:
     from megarl.config.migration import is_argument  # reads tables, which few command lines need
 
     return is_argument(option.removeprefix("--").replace("-", "_"))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="megarl",
+        description="Reinforcement learning of large language models on Megatron-Core and Ray.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.add_to(commands, name)
+
+    return parser

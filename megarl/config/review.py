@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.migration import framework_of, of_other_kinds, synonym_hint
+from megarl.config.migration import MigrationProblem, framework_of, leaf_names, of_other_kinds, synonym_hint
 from megarl.config.schema import MISSING, SCHEMAS
 from megarl.config.schema.keys import InputKind, OutputFolder
 from megarl.config.sources import PATH, Layer
-from megarl.config.verl_names import MigrationProblem, leaf_names
 
 _log = logging.getLogger(__name__)
 

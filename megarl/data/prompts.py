@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.sandbox_images import image_problem
+from megarl.config.rules.agent import image_problem
 from megarl.config.schema import DataConfig, HarnessConfig, PromptColumnsConfig, SandboxProvider
 from megarl.data.files import DataError, open_file
 from megarl.data.images import (

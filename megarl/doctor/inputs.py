@@ -45,7 +45,7 @@ from megarl.data.turns import closing_token
 from megarl.data.whole_chat import spelled_special
 from megarl.doctor.agent_inputs import judge_agent
 from megarl.doctor.examined_run import ROWS, ExaminedRun
-from megarl.doctor.judges import judge_prompts
+from megarl.doctor.judges import judge_data_sources, judge_prompts, judge_teacher
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
     MOST_TRUTHS,
@@ -53,7 +53,6 @@ from megarl.doctor.reward_functions import (
     judge_compared_metrics,
     judge_rewards,
 )
-from megarl.doctor.teacher import judge_data_sources, judge_teacher
 from megarl.machine.errors import ConfigError
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError

@@ -295,7 +295,7 @@ class MegatronWorker(WeightExport):
         return metrics, _on_host(scores)
 
     def _measure_speed(self) -> None:
-        """Time the same work as all other ranks, as a phase of the call; see trainers/stragglers.py."""
+        """Time the same work as all other ranks, as a phase of the call; see trainers/step_observers.py."""
         if not self._spec.measures_speed:
             return
         if self._probe is None:

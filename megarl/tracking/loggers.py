@@ -1,6 +1,6 @@
 """Loggers for metrics: console, JSON lines, TensorBoard, services, Prometheus and OpenTelemetry.
 
-A logger that fails warns once and never ends a run.
+A logger that fails warns once and never ends a run. A run that resumes or starts over cuts their files.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.tensorboard import SummaryWriter
 
 from megarl.config.rules.machine import logger_problem
 from megarl.config.schema import LoggerKind
+from megarl.machine.files import parse_json, write_whole
 from megarl.machine.strict_json import dump_readable
-from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, check_run_folder, writing
-from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter
+from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, STATUS_FILE, check_run_folder, writing
+from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter, remove_samples
 from megarl.tracking.services import (
     BackgroundLogger,
     MlflowService,
@@ -29,11 +31,12 @@ from megarl.tracking.services import (
     end_wandb_process,
 )
 from megarl.tracking.timeline import Span
-from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.tracked_run import RUN_IDS, TrackedRun
 
 TENSORBOARD_FOLDER = "tensorboard"
 
 _log = logging.getLogger(__name__)
+_EVENT_FILES = "events.out.tfevents.*"
 
 
 class Logger(Protocol):
@@ -289,3 +292,51 @@ class Tracker:
             if name not in self._failed:
                 _log.warning("tracking: %s failed; calls that fail are skipped from now on: %r", name, error)
             self._failed.add(name)
+
+
+def cut_after(output_dir: Path, step: int) -> None:
+    """Remove everything logged after `step`, and a partial line left by a kill.
+
+    Each file is replaced atomically.
+
+    Raises:
+        ValueError: A file has a damaged line before its end.
+    """
+    for name in (METRICS_FILE, GENERATIONS_FILE):
+        if (path := output_dir / name).exists():
+            content = path.read_bytes()
+            kept = b"".join(_lines_until(path, content, step))
+            # Leave files without later steps untouched.
+            if kept != content:
+                write_whole(path, kept)
+    remove_samples(output_dir, after=step)
+
+
+def clear(output_dir: Path) -> None:
+    """Remove all logs of the run, which starts over. Services treat it as a new run."""
+    for name in (METRICS_FILE, GENERATIONS_FILE, STATUS_FILE):
+        (output_dir / name).unlink(missing_ok=True)
+    for path in (*(output_dir / TENSORBOARD_FOLDER).glob(_EVENT_FILES), *output_dir.glob(RUN_IDS)):
+        path.unlink()
+    remove_samples(output_dir, after=-1)
+
+
+def _lines_until(path: Path, content: bytes, step: int) -> Iterator[bytes]:
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        if line.endswith(b"\n") and _step_of(path, number, line) <= step:
+            yield line
+
+
+def _step_of(path: Path, number: int, line: bytes) -> int:
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error}); fix or delete that line") from error
+
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int):
+        raise ValueError(
+            f"{path}, line {number}: expected an object with an integer 'step', found {str(record)[:60]!r}; "
+            f"fix or delete that line"
+        )
+    return step

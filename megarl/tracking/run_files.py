@@ -1,15 +1,19 @@
-"""Names of the files in a run's folder, `trainer.output_dir`, and errors for writing them.
+"""Names of the files in a run's folder, `trainer.output_dir`, errors for writing them, and `scale.json`.
+
+`megarl scale` writes `scale.json` atomically; the run takes it between two steps.
 
 Files with their own format are named in the module that defines the format.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.machine.errors import UNWRITTEN, RunError
+from megarl.machine.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 GENERATIONS_FILE = "generations.jsonl"
@@ -19,6 +23,9 @@ FAILURE_FILE = "failure.txt"  # only of a run that failed
 STACKS_FOLDER = "stacks"  # what each rank was doing when a call hung
 STATUS_FILE = "status.json"  # current state of the run
 REPORT_FILE = "report.html"
+SCALE_FILE = "scale.json"
+_KEY = "num_replicas"
+MOST_REPLICAS = 10_000
 
 
 def check_run_folder(output_dir: Path) -> None:
@@ -46,3 +53,36 @@ def writing(output_dir: Path) -> Generator[None]:
         raise RunError(
             f"{error.filename or output_dir}: cannot be written: {error.strerror or error}", hint=UNWRITTEN
         ) from error
+
+
+def ask_for(run_dir: Path, num_replicas: int) -> None:
+    """Write the request, replacing an earlier one. Raises OSError."""
+    write_whole(run_dir / SCALE_FILE, json.dumps({_KEY: num_replicas}) + "\n")
+
+
+def take_request(run_dir: Path) -> int | None:
+    """Return the pending request and delete it, or return None if there is none.
+
+    Raises:
+        ValueError: The file is not a valid request.
+    """
+    path = run_dir / SCALE_FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+    # Delete the file before parsing it, so that a damaged request is reported once and not at every step.
+    path.unlink()
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON ({error}); `megarl scale` writes it") from error
+
+    number = values.get(_KEY) if isinstance(values, dict) else None
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_REPLICAS:
+        raise ValueError(
+            f"{path}: {_KEY} is {number!r}, but must be in [1, {MOST_REPLICAS}]; `megarl scale` writes it"
+        )
+
+    return number

@@ -10,11 +10,10 @@ from megarl.batch.serialization import MAGIC
 from megarl.checkpoints import role_folder, run_folder
 from megarl.config.json_schema import DRAFT
 from megarl.tracking import run_files, samples, status
-from megarl.tracking.scale_request import SCALE_FILE
+from megarl.tracking.run_files import SCALE_FILE
 from megarl.tracking.timeline import MAX_EVENTS, TIMELINE_FILE
 from megarl.trainers.driver_states import STATE_FILE
-from megarl.trainers.evaluation import ScoredSample
-from megarl.trainers.evaluation_results import PARTIAL_FILE, SAMPLES_FILE, SourceResult
+from megarl.trainers.evaluation import PARTIAL_FILE, SAMPLES_FILE, ScoredSample, SourceResult
 from megarl.trainers.sampling import SAMPLES_FILE as SAMPLES_AHEAD
 from tests.docs.pages import ROOT
 

@@ -17,9 +17,9 @@ from megarl.algorithms.sampling_metrics import mean_over_prompts
 from megarl.cli.main import main
 from megarl.cli.run import eval as evaluation
 from megarl.cli.run.context import RunContext
+from megarl.cli.run.eval import PassProgress
 from megarl.cli.run.named_model import find_model
 from megarl.cli.run.processes import RayProcesses
-from megarl.cli.tables.evaluation import PassProgress
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     AdvantageConfig,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.checkpoints.trace_comparison import compare_traces
+from megarl.cli.run.replay import recorded_step, replay
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     ActorConfig,
@@ -42,7 +43,6 @@ from megarl.config.schema import (
 from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.tokenizer import load_tokenizer
 from megarl.trainers.recorded_batches import RecordedBatches
-from megarl.trainers.replay import recorded_step, replay
 from tests.command import Command
 from tests.integration.tiny_run import (
     Finished,

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.trace_comparison import ComparedTensor, compare_traces
+from megarl.cli.run.replay import recorded_step, replay
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     CheckpointConfig,
@@ -21,7 +22,6 @@ from megarl.config.schema import (
     PPOConfig,
 )
 from megarl.tracking.run_files import CONFIG_FILE
-from megarl.trainers.replay import recorded_step, replay
 from tests.command import Command
 from tests.integration.tiny_run import Finished, placed_pools, run_ppo, save_inputs, tiny_config
 

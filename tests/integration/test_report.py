@@ -15,11 +15,11 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.report import make_run
+from megarl.cli.inspect.report import LiveReport
 from megarl.cli.main import main
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import PPOConfig, SFTConfig, TrackingConfig, TrainerConfig
 from megarl.config.shipped import CONFIGS_DIR
-from megarl.tracking.report.live import LiveReport
 from megarl.tracking.report.run_folder import open_runs
 from megarl.tracking.samples import SCHEMA, SampleTable, SampleWriter, read_samples, sample_files
 from megarl.tracking.timeline import Span, Timeline

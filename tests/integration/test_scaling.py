@@ -10,8 +10,7 @@ import pytest
 from megarl.config.load import dump_config
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, KLConfig, KLWhere
 from megarl.roles.start import PPORoles
-from megarl.tracking.run_files import CONFIG_FILE
-from megarl.tracking.scale_request import SCALE_FILE
+from megarl.tracking.run_files import CONFIG_FILE, SCALE_FILE
 from megarl.tracking.status import ENDED, read_status
 from tests.command import Command
 from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config

@@ -75,11 +75,10 @@ from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor, Position
-from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
 from megarl.trainers.reference import compute_reference, read_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
-from megarl.trainers.stragglers import Stragglers
+from megarl.trainers.step_observers import StepProfiler, Stragglers
 from megarl.trainers.supervised import PreferenceTrainer, SFTTrainer
 from megarl.trainers.uploads import Uploads
 

@@ -29,7 +29,7 @@ from megarl.agents.sandboxes.protocol import (
     end_of_output,
     write_input,
 )
-from megarl.config.sandbox_images import image_problem
+from megarl.config.rules.agent import image_problem
 from megarl.config.schema import SandboxConfig, SandboxProvider
 from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.orders import SEARCH_PATH, own_environment, start_order

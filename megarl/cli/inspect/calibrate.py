@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
-from megarl.cli.tables.console import output_console, print_line, table
-from megarl.cli.tables.progress import ProgressLine
+from megarl.cli.tables.console import ProgressLine, output_console, print_line, table
 from megarl.config.load import is_on_cuda, read_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig

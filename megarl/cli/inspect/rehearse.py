@@ -16,9 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables.console import output_console, table
+from megarl.cli.tables.console import ProgressLine, output_console, table
 from megarl.cli.tables.placement import print_absent
-from megarl.cli.tables.progress import ProgressLine
 from megarl.config.layers import simulated_layers
 from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles

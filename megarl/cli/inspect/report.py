@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import sys
+import threading
 from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,15 @@ from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.tracking.report.live import LiveReport
-from megarl.tracking.report.page import write_page
+from megarl.tracking.report.page import compressed_part, manifest, page, write_page
 from megarl.tracking.report.run_folder import RunFolder, RunFolderError, open_runs
 from megarl.tracking.run_files import REPORT_FILE
+
+_HOST = "127.0.0.1"
+_HTML = "text/html; charset=utf-8"
+_JSON = "application/json"
+_BYTES = "application/octet-stream"
+_TEXT = "text/plain; charset=utf-8"
 
 
 def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> int:
@@ -94,3 +104,103 @@ def _serve(runs: Sequence[RunFolder], port: int) -> None:
         report.serve()
     except KeyboardInterrupt:
         print("stopped")
+
+
+class LiveReport:
+    """Server of a live report. The page polls it for changes.
+
+    It listens from construction on, and `url` contains the key.
+
+    Args:
+        port: Port to listen on; 0 selects any free port.
+
+    Raises:
+        OSError: The port is in use.
+    """
+
+    def __init__(self, runs: Sequence[RunFolder], port: int = 0) -> None:
+        self._runs = runs
+        self._key = secrets.token_urlsafe(16)
+        self._known: dict[tuple[int, str], tuple[str, bytes]] = {}  # (run, part) -> version and content
+        self._lock = threading.Lock()
+        report = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+                status, kind, content = report.answer(self.path, self.headers.get("Host", ""))
+                self.send_response(status)
+
+                for name, value in (
+                    ("Content-Type", kind),
+                    ("Content-Length", str(len(content))),
+                    ("Cache-Control", "no-store"),
+                ):
+                    self.send_header(name, value)
+
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer((_HOST, port), Handler)
+        self._server.daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._address}/{self._key}/"
+
+    @property
+    def _address(self) -> str:
+        return f"{_HOST}:{self._server.server_port}"
+
+    def serve(self) -> None:
+        """Serve until `close` is called in another thread or an exception (such as Ctrl-C) is raised."""
+        try:
+            self._server.serve_forever()
+        finally:
+            self._server.server_close()
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+    def answer(self, path: str, host: str) -> tuple[HTTPStatus, str, bytes]:
+        """Return the status, content type and body for a request.
+
+        Args:
+            host: Host header. Host names that others have pointed at this machine are refused, since the page
+                was not opened by such a name.
+        """
+        _, key, *rest = (*path.split("/"), "")
+        # The key keeps out other users of the machine; the host check keeps out other sites (DNS rebinding).
+        if host != self._address or not secrets.compare_digest(key.encode(), self._key.encode()):
+            return (
+                HTTPStatus.FORBIDDEN,
+                _TEXT,
+                b"the address has no key or a wrong key: use the address printed by megarl report\n",
+            )
+
+        match rest[:-1]:
+            case [""]:
+                return HTTPStatus.OK, _HTML, page(self._runs, is_live=True)
+            case ["manifest"]:
+                return HTTPStatus.OK, _JSON, json.dumps(manifest(self._runs)).encode()
+            case ["part", number, *name] if number.isdecimal() and int(number) < len(self._runs):
+                return self._part(int(number), "/".join(name))
+
+        return HTTPStatus.NOT_FOUND, _TEXT, b"no such part\n"
+
+    def _part(self, number: int, name: str) -> tuple[HTTPStatus, str, bytes]:
+        run = self._runs[number]
+        version = run.versions().get(name)
+        if version is None:
+            return HTTPStatus.NOT_FOUND, _TEXT, b"no such part\n"
+
+        with self._lock:
+            # Compress a part once per version, not per request.
+            known = self._known.get((number, name))
+            if known is None or known[0] != version:
+                known = self._known[number, name] = (version, compressed_part(run, name))
+
+        return HTTPStatus.OK, _BYTES, known[1]

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from megarl.cli.inspect.plan import check_drawing
+from megarl.cli.inspect.plan import check_drawing, fit_table
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
-from megarl.cli.tables.step_time import fit_table
 from megarl.cli.tables.tuning import (
     clusters_table,
     print_configured,

@@ -26,8 +26,8 @@ from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import ModelSnapshots, model_snapshots
 from megarl.roles.saved_models import SavedModels
+from megarl.tracking.loggers import cut_after
 from megarl.tracking.run_files import CONFIG_FILE, SUMMARY_FILE, writing
-from megarl.tracking.truncate_logs import cut_after
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
 from megarl.trainers.driver_states import driver_states

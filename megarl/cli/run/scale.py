@@ -10,8 +10,7 @@ from megarl.config.schema import PPOConfig
 from megarl.machine.wording import counted
 from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.plan import plan_placement
-from megarl.tracking.run_files import CONFIG_FILE
-from megarl.tracking.scale_request import MOST_REPLICAS, ask_for
+from megarl.tracking.run_files import CONFIG_FILE, MOST_REPLICAS, ask_for
 from megarl.tracking.status import read_status
 
 

@@ -30,17 +30,14 @@ from megarl.machine.wording import counted
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import profile_of
 from megarl.rollout.driver.rollout import Rollout
-from megarl.tracking.loggers import Tracker
+from megarl.tracking.loggers import Tracker, clear
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, SUMMARY_FILE, writing
 from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
-from megarl.tracking.truncate_logs import clear
 from megarl.trainers.monitor import Monitor, Position
-from megarl.trainers.prediction import StepPrediction
-from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.resume import Resume, checkpoint_folder
-from megarl.trainers.stragglers import Stragglers
+from megarl.trainers.step_observers import StepPrediction, StepProfiler, Stragglers
 from megarl.weights.sync.sync import PUSHED_FOLDERS
 
 

@@ -36,6 +36,8 @@ from megarl.config.schema.algorithm import (
     CovarianceConfig,
     DistillationConfig,
     DistillationKL,
+    DPOLossConfig,
+    DPOLossKind,
     DynamicSamplingConfig,
     KLConfig,
     KLControllerConfig,
@@ -47,6 +49,7 @@ from megarl.config.schema.algorithm import (
     RejectionConfig,
     RejectionEstimator,
     RejectionLevel,
+    RewardModelLossConfig,
     RolloutCorrectionConfig,
     SAPOConfig,
     ValueLossConfig,
@@ -65,9 +68,7 @@ from megarl.config.schema.data import (
     RatedPreferenceDataConfig,
     SFTDataConfig,
 )
-from megarl.config.schema.judges import JudgeConfig, JudgeParseConfig
 from megarl.config.schema.keys import MISSING
-from megarl.config.schema.megatron import FrozenMegatronConfig, MegatronConfig, ReferenceMegatronConfig
 from megarl.config.schema.models import (
     ActorConfig,
     CriticConfig,
@@ -75,8 +76,10 @@ from megarl.config.schema.models import (
     Decay,
     DType,
     ExpertsConfig,
+    FrozenMegatronConfig,
     LoRAConfig,
     LoRASync,
+    MegatronConfig,
     MicroBatchConfig,
     ModelConfig,
     OnNonFinite,
@@ -88,15 +91,14 @@ from megarl.config.schema.models import (
     Recompute,
     RecomputeModule,
     ReferenceConfig,
+    ReferenceMegatronConfig,
     SourceTeacherConfig,
     TeacherConfig,
     TrainedModelConfig,
 )
-from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
-from megarl.config.schema.preferences import DPOLossConfig, DPOLossKind, RewardModelLossConfig
-from megarl.config.schema.profile import ProfileConfig
-from megarl.config.schema.recovery import RecoveryConfig
 from megarl.config.schema.reward import (
+    JudgeConfig,
+    JudgeParseConfig,
     OverlongConversation,
     RewardConfig,
     RewardFunctionConfig,
@@ -126,7 +128,12 @@ from megarl.config.schema.run import (
     KeepBestConfig,
     Layers,
     MetricMode,
+    OverBudget,
+    PlacementConfig,
+    PlacementStrategy,
     PreferenceTrainerConfig,
+    ProfileConfig,
+    RecoveryConfig,
     RoutingReplay,
     RunKind,
     SFTTrainerConfig,

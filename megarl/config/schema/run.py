@@ -11,6 +11,7 @@ from megarl.config.schema.keys import Reader, only_with, ranged, written
 # Values of `checkpoint.resume` besides the path of a checkpoint.
 RESUME_AUTO = "auto"
 RESUME_DISABLE = "disable"
+_ENABLED = Reader(".enabled", example="true")
 
 
 class RunKind(str, Enum):
@@ -244,3 +245,85 @@ class TrackingConfig:
     )
     # newest steps whose training batches are kept in `batches/`, for `megarl replay`; 0: none
     record_batches: int = ranged(0, at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Selects the steps, models and ranks that write a profiler trace to `profile/` of the run."""
+
+    steps: list[int] = field(default_factory=list)  # steps that are profiled, from 1; empty: none
+    # models, such as actor, critic or reference
+    roles: list[str] = only_with(field(default_factory=lambda: ["actor"]), Reader(".steps", example="[3]"))
+    # ranks of each of these models, from 0
+    ranks: list[int] = only_with(field(default_factory=lambda: [0]), Reader(".steps", example="[3]"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """How a run continues after it loses a process of a trained model.
+
+    The lost process and its peers are started again with a snapshot in host memory, and repeat the steps
+    since then. The result is bitwise identical to that of a run which lost nothing.
+    """
+
+    # restart lost trainer processes; false: the run ends, and the same command resumes from a checkpoint
+    enabled: bool = False
+    # steps between snapshots of the training state in host memory; the samples of these steps are kept, too
+    snapshot_every_steps: int = only_with(ranged(1, at_least=1), _ENABLED)
+    # recoveries within `window_steps` steps; one more ends the run
+    max_restarts: int = only_with(ranged(3, at_least=1), _ENABLED)
+    # how long a run that lost a node waits until the cluster has another free one, in seconds
+    wait_for_node_s: float = only_with(ranged(300.0, at_least=0), _ENABLED)
+    # when a node is lost and no other is free, continue with fewer data-parallel replicas instead of waiting;
+    # results then equal those of the undisturbed run only up to rounding
+    allow_fewer_replicas: bool = only_with(False, _ENABLED)
+    # steps over which `max_restarts` counts
+    window_steps: int = only_with(ranged(10, at_least=1), _ENABLED)
+    # optimizer steps between bitwise comparisons of weights that several ranks hold; a rank whose copy
+    # differs counts as lost; 0: never
+    check_replicas_every: int = ranged(0, at_least=0)
+    # a call of a model that takes longer than this multiple of the median of its earlier calls, and than
+    # 10 s, counts as hung; 0: only `trainer.phase_time_limit_s` applies
+    hang_factor: float = ranged(0.0, at_least=0)
+    # a rank that takes longer than this multiple of its peers' time for the same small computation, in each
+    # of eight updates in a row, is reported as slow; 0: never
+    straggler_factor: float = ranged(1.5, at_least=0)
+
+
+class PlacementStrategy(str, Enum):
+    # three pools of devices: actor and reference, critic and reward, rollout
+    split_collocate = "split_collocate"
+    hybrid = "hybrid"  # as split_collocate, but the rollout shares the actor's devices in time
+    fully_collocate = "fully_collocate"  # all roles share the same devices in time
+    stand_alone = "stand_alone"  # each role has its own devices
+    custom = "custom"  # as specified by `roles` and `pools`
+
+
+class OverBudget(str, Enum):
+    refuse = "refuse"  # the run does not start; the error names the device
+    warn = "warn"  # the run logs a warning and continues
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    strategy: PlacementStrategy = PlacementStrategy.split_collocate  # see Placements
+    num_nodes: int = ranged(1, at_least=1, at_most=10000)  # nodes over which the pools are spread
+    # devices of each node; null: as many as the roles need
+    devices_per_node: int | None = ranged(None, at_least=1, at_most=128)
+    # the pool of each role; the roles of a pool share its devices in time
+    roles: dict[str, str] = only_with(
+        field(default_factory=dict), Reader(".strategy", (PlacementStrategy.custom,)), is_refused=True
+    )
+    # the devices of each pool, as its number of devices on each node
+    pools: dict[str, list[int]] = only_with(
+        field(default_factory=dict), Reader(".strategy", (PlacementStrategy.custom,)), is_refused=True
+    )
+    # memory budget of one device, in 2**30 bytes; null: the plan's estimate is not checked
+    device_memory_gb: float | None = ranged(None, above=0)
+    # peak of one device, for `perf/mfu/*`; null: the bfloat16 peak of a known GPU
+    device_peak_tflops: float | None = ranged(None, above=0)
+    # kind of device, for predicted step times: a name in configs/devices, or a file of `megarl calibrate`,
+    # relative to the current folder; null: a run logs no prediction
+    device_profile: str | None = None
+    # how to handle a device whose estimate exceeds its memory
+    over_budget: OverBudget = only_with(OverBudget.refuse, Reader(".device_memory_gb", example="72"))

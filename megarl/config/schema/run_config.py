@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from megarl.config.kinds import AdvantageEstimator, RolloutEngineKind
 from megarl.config.schema.agent import AgentConfig
-from megarl.config.schema.algorithm import AlgorithmConfig, KLWhere
+from megarl.config.schema.algorithm import AlgorithmConfig, DPOLossConfig, KLWhere, RewardModelLossConfig
 from megarl.config.schema.data import (
     DataConfig,
     PreferenceDataConfig,
@@ -27,17 +27,16 @@ from megarl.config.schema.models import (
     TeacherConfig,
     TrainedModelConfig,
 )
-from megarl.config.schema.placement import PlacementConfig
-from megarl.config.schema.preferences import DPOLossConfig, RewardModelLossConfig
-from megarl.config.schema.profile import ProfileConfig
-from megarl.config.schema.recovery import RecoveryConfig
 from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.rollout import ReshardingConfig, RolloutConfig
 from megarl.config.schema.run import (
     CheckpointConfig,
     Device,
     EngineConfig,
+    PlacementConfig,
     PreferenceTrainerConfig,
+    ProfileConfig,
+    RecoveryConfig,
     RunKind,
     SFTTrainerConfig,
     TrackingConfig,

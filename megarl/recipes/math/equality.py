@@ -9,8 +9,15 @@ from fractions import Fraction
 from megarl.recipes.math import numbers
 from megarl.recipes.math.answers import Answer, Formula, Interval, Items, Relation, Union, Unread, Words
 from megarl.recipes.math.expression import Expression
-from megarl.recipes.math.formulas import is_rounded, points, same_value, sign_of_ratio, vanishes_with
-from megarl.recipes.math.names import is_asked_for, is_name
+from megarl.recipes.math.formulas import (
+    is_asked_for,
+    is_name,
+    is_rounded,
+    points,
+    same_value,
+    sign_of_ratio,
+    vanishes_with,
+)
 from megarl.recipes.math.notation import sides_of
 from megarl.recipes.math.numbers import NoNumberError, Number, context
 from megarl.recipes.math.reading import as_union

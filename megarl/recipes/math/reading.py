@@ -21,8 +21,7 @@ from megarl.recipes.math.answers import (
     Words,
 )
 from megarl.recipes.math.expression import Expression, is_at_least, parse
-from megarl.recipes.math.formulas import same_value
-from megarl.recipes.math.names import is_label, is_name, is_variable
+from megarl.recipes.math.formulas import is_label, is_name, is_variable, same_value
 from megarl.recipes.math.notation import (
     AND,
     APPROXIMATELY,

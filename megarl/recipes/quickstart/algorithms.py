@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.recipes.quickstart.run import OUTPUT_DIR as START_DIR
-from megarl.recipes.quickstart.stages import run_stages
+from megarl.recipes.quickstart.run import run_stages
 
 OUTPUT_DIR = Path("outputs/algorithms")
 ALGORITHMS = tuple(sorted(file.stem for file in (CONFIGS_DIR / "algorithm").glob("*.yaml")))

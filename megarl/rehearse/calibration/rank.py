@@ -60,7 +60,7 @@ def measure(
 def _measure(
     request: CalibrationRequest, active: Platform, rank: int, folder: Path, report: Callable[[str], None]
 ) -> RankMeasurements:
-    from megarl.rehearse.calibration import kernels, layers
+    from megarl.rehearse.calibration import kernels
 
     device = active.device
     memory_bytes = _memory_bytes(active, request.num_ranks)
@@ -87,7 +87,7 @@ def _measure(
     )
 
     report("layers of the training engine")
-    layer_times = layers.layer_times(request, memory_bytes)
+    layer_times = kernels.layer_times(request, memory_bytes)
 
     return RankMeasurements(
         device=torch.cuda.get_device_name(device) if request.is_cuda else processor_name(),

@@ -1,4 +1,4 @@
-"""Simulate one rank of a role on a fake device: build its engine, score, train, step, offload and restore.
+"""Simulate one rank of a role on a fake device: build its engine, score, train, step, offload, restore, push.
 
 The process must have loaded the guard (processes.py) and activated the fake device (`prepare`) before.
 """
@@ -6,7 +6,7 @@ The process must have loaded the guard (processes.py) and activated the fake dev
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -35,13 +36,25 @@ from megarl.plan.placement.activations import sharing_is_another_way
 from megarl.rehearse.rehearsal import delta_kernels, te_signature, te_stub
 from megarl.rehearse.rehearsal.built import check_engine
 from megarl.rehearse.rehearsal.device import FakeDevice
-from megarl.rehearse.rehearsal.ledger import Ledger, place_of
+from megarl.rehearse.rehearsal.ledger import Ledger, place, place_of
 from megarl.rehearse.rehearsal.prediction import SHARED, UNEVEN
-from megarl.rehearse.rehearsal.push import push_weights
-from megarl.rehearse.rehearsal.record import PhaseRecord, RankRecord, RankRequest, RehearsalError
+from megarl.rehearse.rehearsal.record import (
+    Collective,
+    PhaseRecord,
+    RankPush,
+    RankRecord,
+    RankRequest,
+    RehearsalError,
+)
 from megarl.rehearse.rehearsal.rows import RehearsedBatch, even_routes, make_rows, uneven_routes, with_loss
 from megarl.weights.load import check_parameters
+from megarl.weights.p2p import Message, P2PGroup, PendingMessages
+from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import shard_shapes
+from megarl.weights.shards import merged_shards
+from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transfer import Channel, PipelinedTransfer
 
 if TYPE_CHECKING:  # imports Megatron, which requires an active platform
     from megarl.engine.engine import MegatronEngine
@@ -320,3 +333,72 @@ def _described(error: Exception) -> str:
     if isinstance(error, RehearsalError):
         return str(error)
     return f"{type(error).__name__}: {str(error).strip()}, at {place_of(error)}"
+
+
+class _Sent(PendingMessages):
+    def is_done(self, patience_s: float) -> bool:
+        return True
+
+
+class _RecordedGroup(P2PGroup):
+    """Records what is sent. Engine ranks are numbered after those of the actor."""
+
+    def __init__(self, ledger: Ledger, rank: int, num_ranks: int) -> None:
+        self._ledger = ledger
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> PendingMessages:
+        for target, tensor in sends:
+            ranks = (self._rank, self._num_ranks + target)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._ledger.communicates(
+                Collective("send", "weights", ranks, dtype, tensor.numel(), tensor.nbytes, place())
+            )
+        return _Sent()
+
+
+def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: int) -> None:
+    """Run the sends of a weight sync.
+
+    Raises:
+        RehearsalError: The rank does not hold what the plan requires, or in another dtype. The message names
+            the tensor.
+    """
+    spec = engine.spec
+    plain = merged_shards(
+        engine.parameters(),
+        spec.architecture,
+        engine.layout,
+        spec.head,
+        keeps_adapters=spec.pushes_adapters,
+    )
+    ledger.look_again()  # the weights have just been restored
+    shards = QuantizedShards(plain, maximum_over_ranks) if spec.pushes_fp8 else plain
+    dtype = QuantizedShards.dtype if spec.pushes_fp8 else getattr(torch, spec.dtype.value)
+
+    # Check each part against the plan as it enters the send buffer.
+    def regions(part: Part) -> Iterator[Tensor]:
+        sent = f"a weight sync sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}"
+        held = 0
+        try:
+            for region in shards.regions(part):
+                held += region.numel()
+                if region.dtype != dtype:
+                    raise RehearsalError(f"{sent}, but this rank holds them as {region.dtype}")
+                yield region
+        except WeightTransferError as error:
+            raise RehearsalError(f"{sent}, but {error}") from error
+
+        if held != part.tensor_slice.volume:
+            raise RehearsalError(f"{sent}, but this rank holds {held:,} of them")
+
+    # Run the transfer's own code with a group that records the sends.
+    transfers = PeerTransfers(push.schedules)
+    buffers = torch.empty(2, transfers.largest, dtype=dtype, device=shards.device)
+    ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
+    channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), transfers)
+    is_done = PipelinedTransfer([channel], buffers, regions, are_computed=shards.are_computed).run()
+    assert is_done, "there are no peers to wait for"
+    # Keep the buffers until here, as in a run, so that the peak of the phase includes them.
+    del ipc_buffers

@@ -2,7 +2,7 @@
 
 Each function has the name, the arguments, the outputs and the checks of its counterpart in
 `transformer_engine_torch`, and allocates the outputs without computing them. Arguments after which the
-signature has a `/` have no names in the compiled module. Attention is in te_attention.py.
+signature has a `/` have no names in the compiled module. Attention is in te_stub.py.
 
 Workspaces that a kernel allocates while it runs are not counted: cuBLAS and cuDNN choose their sizes.
 """

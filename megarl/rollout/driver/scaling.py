@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.controller.resource_pool import InsufficientResourcesError, RayResourcePool, check_fits
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.tracking.scale_request import take_request
+from megarl.tracking.run_files import take_request
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.sync import WeightSync
 

@@ -40,7 +40,7 @@ time.sleep(600)
 STAGES = """
 import sys
 from megarl.machine.reaper import owned_processes
-from megarl.recipes.quickstart.stages import run_stages
+from megarl.recipes.quickstart.run import run_stages
 with owned_processes():
     sys.exit(run_stages([[sys.executable, file] for file in sys.argv[1:]]))
 """

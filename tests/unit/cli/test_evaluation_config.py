@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cli.main import commands_of, in_argparse_order
-from megarl.cli.parser import build_parser
+from megarl.cli.main import build_parser, commands_of, in_argparse_order
 from megarl.cli.run.eval import scored_by
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import find_model

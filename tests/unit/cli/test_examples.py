@@ -13,8 +13,7 @@ import pytest
 
 from megarl.cli.commands import COMMANDS
 from megarl.cli.inspect.tune import TuneOptions
-from megarl.cli.main import commands_of, in_argparse_order, main
-from megarl.cli.parser import build_parser
+from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
 
 EXAMPLES = {name: command.examples for name, command in COMMANDS.items()}
 LINES = [

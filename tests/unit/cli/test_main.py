@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from megarl.algorithms.scores import refuse_unusable
-from megarl.cli.main import commands_of, in_argparse_order, main
-from megarl.cli.parser import build_parser
+from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
 from megarl.cli.run.context import run_context_of
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError

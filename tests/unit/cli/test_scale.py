@@ -10,7 +10,7 @@ import pytest
 from megarl.cli.main import main
 from megarl.config.load import dump_config
 from megarl.config.schema import DataConfig, ModelConfig, PlacementConfig, PlacementStrategy, PPOConfig
-from megarl.tracking.scale_request import SCALE_FILE, take_request
+from megarl.tracking.run_files import SCALE_FILE, take_request
 from tests.unit.cli.test_status import write
 from tests.unit.tracking.test_status import STATUS
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config import verl_names
+from megarl.config import migration
 from megarl.config.load import load_config
+from megarl.config.migration import find_verl_key, verl_keys
 from megarl.config.review import schema_keys
 from megarl.config.schema import PPOConfig, SFTConfig
-from megarl.config.verl_names import find_verl_key, verl_keys
 from megarl.machine.errors import ConfigError
 
 # The leaves of verl's generated ppo_trainer and ppo_megatron_trainer configurations (commit 1dda039b9 of
@@ -47,7 +47,7 @@ def test_a_key_without_a_counterpart_says_why() -> None:
 
 
 def test_no_name_has_two_entries() -> None:
-    tree = yaml.compose(Path(verl_names.__file__).with_suffix(".yaml").read_text())
+    tree = yaml.compose(Path(migration.__file__).with_name("verl_names.yaml").read_text())
     assert [names for names in mappings(tree) if len(names) != len(set(names))] == []
 
 

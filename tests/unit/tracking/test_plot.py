@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megarl.cli.inspect import plot as command
+from megarl.cli.inspect.plot import moving_average, panels_with_data, plot_run
 from megarl.tracking.metrics_file import MetricsFileError, Points, read_metrics
-from megarl.tracking.plot import moving_average, panels_with_data, plot_run
 
 
 def _write(folder, *lines):

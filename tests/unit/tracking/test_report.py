@@ -27,10 +27,10 @@ import pytest
 import megarl
 from benchmarks.report import LARGEST_MB, make_run
 from megarl import rewards, workers
+from megarl.cli.inspect.report import LiveReport
 from megarl.cli.main import main
 from megarl.controller.worker import Worker, registered_methods
 from megarl.rollout import worker as rollout_workers
-from megarl.tracking.report.live import LiveReport
 from megarl.tracking.report.run_folder import RunFolder, open_runs
 from megarl.tracking.report.sample_part import sample_part
 from megarl.tracking.report.timeline_part import PHASE_NAMES, timeline_part

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.tracking.loggers import Tracker
+from megarl.tracking.loggers import Tracker, clear, cut_after
 from megarl.tracking.samples import (
     OF_EPISODES,
     SCHEMA,
@@ -21,7 +21,6 @@ from megarl.tracking.samples import (
     sample_files,
 )
 from megarl.tracking.tracked_run import TrackedRun
-from megarl.tracking.truncate_logs import clear, cut_after
 
 LARGE = 2**30
 ROW = {

@@ -19,10 +19,9 @@ import pytest
 from megarl.config.load import dump_config
 from megarl.config.schema import LoggerKind, PPOConfig
 from megarl.tracking import services
-from megarl.tracking.loggers import LOGGERS, Tracker
+from megarl.tracking.loggers import LOGGERS, Tracker, clear
 from megarl.tracking.services import BackgroundLogger, ServiceError
 from megarl.tracking.tracked_run import TrackedRun
-from megarl.tracking.truncate_logs import clear
 from tests.unit.tracking.wandb_files import read_records
 
 SECRET = "5ec2e7" * 7

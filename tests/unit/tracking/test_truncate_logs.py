@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.tracking.loggers import Tracker
+from megarl.tracking.loggers import Tracker, clear, cut_after
 from megarl.tracking.tracked_run import TrackedRun
-from megarl.tracking.truncate_logs import clear, cut_after
 
 
 def log(folder: Path, steps: range, resumed_after: int | None = None) -> None:

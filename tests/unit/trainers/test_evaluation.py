@@ -15,8 +15,16 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import PPOConfig, RewardConfig, RolloutConfig, SamplingConfig
 from megarl.config.validation_metrics import RewardKeys, source_metrics, validation_metrics
 from megarl.machine.errors import ConfigError
-from megarl.trainers.evaluation import Evaluation, ScoredSample, prompt_values
-from megarl.trainers.evaluation_results import compare, read_chat_time, read_samples, results_of, sample_lines
+from megarl.trainers.evaluation import (
+    Evaluation,
+    ScoredSample,
+    compare,
+    prompt_values,
+    read_chat_time,
+    read_samples,
+    results_of,
+    sample_lines,
+)
 
 SOURCES = ["sums", "sums", "words", "sums", "words"]
 

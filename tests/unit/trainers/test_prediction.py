@@ -14,7 +14,7 @@ from megarl.plan.step_time.device import load_device
 from megarl.plan.step_time.lengths import expected_lengths
 from megarl.plan.step_time.step import predict_step
 from megarl.tracking.metric_table import unknown_metrics
-from megarl.trainers.prediction import StepPrediction
+from megarl.trainers.step_observers import StepPrediction
 
 DEVICE = load_device("h100_80gb")
 

@@ -14,7 +14,7 @@ from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import CallFailure, FailureKind
-from megarl.trainers.profiling import StepProfiler
+from megarl.trainers.step_observers import StepProfiler
 
 BEGIN, END = "begin_profile", "end_profile"
 

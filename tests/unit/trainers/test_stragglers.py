@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from megarl.trainers.stragglers import NUM_UPDATES, SpeedHistory
+from megarl.trainers.step_observers import NUM_UPDATES, SpeedHistory
 
 FACTOR = 1.5
 # Times of the probe in 40 updates of four ranks on two cores with a load of 13, in units of 10 us. One rank took

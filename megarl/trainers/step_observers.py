@@ -1,19 +1,36 @@
-"""Find ranks whose device is persistently slower than those of their peers."""
+"""What observes the steps of a run: slow ranks, profiler traces, and predicted times.
+
+Each is called by the monitor (monitor.py).
+"""
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
+from megarl.config.schema import PPOConfig, ProfileConfig
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
+from megarl.models.architecture import Architecture
+from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.step_time.device import DeviceProfile
+from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import predict_step
+from megarl.roles.megatron_worker import MegatronWorker
 from megarl.tracking.timeline import Span
 
 _log = logging.getLogger(__name__)
 PROBE = "measure_speed"  # the phase of an update in which every rank does the same work
 NUM_UPDATES = 8  # in a row, before a rank counts as slow, or as fast again
+PROFILE_FOLDER = "profile"  # in `trainer.output_dir`
+_PROMPT = "prompt_length/mean"
+_RESPONSE = "response_length/mean"
 
 
 class SpeedHistory:
@@ -110,3 +127,104 @@ class Stragglers:
                     )
             metrics[f"perf/slowest_rank_ratio/{role}"] = history.largest_ratio(len(updates))
         return metrics
+
+
+class StepProfiler:
+    """Profiles the steps of `config` on its ranks.
+
+    Args:
+        config: The steps, roles and ranks.
+        groups: The processes of the run. Those without a chosen role are ignored.
+        output_dir: The folder of the run, which all nodes see.
+    """
+
+    def __init__(self, config: ProfileConfig, groups: Iterable[object], output_dir: Path) -> None:
+        self._steps = frozenset(config.steps)
+        self._folder = output_dir.absolute() / PROFILE_FOLDER
+        self._ranks = [
+            (group, rank)
+            for group in groups
+            if isinstance(group, RoleGroup) and group.role in config.roles
+            for rank in config.ranks
+            if rank < group.world_size
+        ]
+
+    @contextmanager
+    def step(self, number: int) -> Generator[None]:
+        """Profile the block if this step is chosen, and write the traces after it.
+
+        If an error ends the block, no trace is written. A rank that is lost before or after the block has no
+        trace: the next call of its model finds the loss again, where the run can recover from it.
+        """
+        if number not in self._steps:
+            yield
+            return
+
+        with _tolerates_losses():
+            gather(*(group.call_rank(rank, MegatronWorker.begin_profile) for group, rank in self._ranks))
+        yield
+        folder = self._folder / f"step_{number:08d}"
+        names: list[str] = []
+        with _tolerates_losses():
+            ended = [
+                group.call_rank(rank, MegatronWorker.end_profile, str(folder)) for group, rank in self._ranks
+            ]
+            names += [name for name in gather(*ended) if name is not None]
+        if names:
+            _log.info("profile of step %d: %s in %s", number, ", ".join(names), folder)
+        else:
+            _log.warning("step %d has no profile, because processes were lost meanwhile", number)
+
+
+@contextmanager
+def _tolerates_losses() -> Generator[None]:
+    """Log the loss of a rank instead of raising it."""
+    try:
+        yield
+    except PhaseTimeoutError as error:
+        _log.warning("a rank was lost as its profiler started or ended: %s", error.problem)
+    except WorkerError as error:
+        if not error.kind.is_loss:
+            raise
+        _log.warning("a rank was lost as its profiler started or ended: %s", str(error).partition("\n")[0])
+
+
+class StepPrediction:
+    """Predicts each step of a run from the mean lengths of its samples."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        plan: PlacementPlan,
+        architectures: Mapping[str, Architecture],
+        device: DeviceProfile,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._architectures = architectures
+        self._device = device
+
+    def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Return `perf/predicted_step_s` and `predicted_s/<phase>` of a step.
+
+        Args:
+            measured: The metrics of the step. Without lengths, because a step trained no samples, nothing is
+                predicted.
+        """
+        if _PROMPT not in measured or _RESPONSE not in measured:
+            return {}
+
+        # Episodes of agents may be longer than one response.
+        prompt = min(max(1.0, measured[_PROMPT]), self._config.longest_prompt)
+        response = min(max(1.0, measured[_RESPONSE]), self._config.longest_response)
+
+        step = predict_step(
+            self._config,
+            self._plan,
+            self._architectures,
+            self._device,
+            expected_lengths(self._config, prompt, response),
+        )
+
+        phases = {f"predicted_s/{name}": seconds for name, seconds in step.driver_s.items()}
+        return {"perf/predicted_step_s": step.seconds, **phases}
