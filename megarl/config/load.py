@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from omegaconf import OmegaConf
 from megarl.config.references import drop_missing, escaped, resolve
 from megarl.config.review import Review, each_text, item_section, key_types
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
-from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder, leaves
-from megarl.config.sources import Layer, is_hub_name, read_layers, source_name
+from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder, default_of, leaves
+from megarl.config.sources import GIVEN, Layer, is_hub_name, read_layers
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.processors import has_gpu
@@ -108,11 +107,61 @@ def read_config[Config](
         ConfigError: A file cannot be read, the run is of another kind, or a value refers to a key that does
             not exist.
     """
-    return _fit(
-        schema,
-        source_name(source),
-        [*read_layers(source, overrides), *([] if options is None else [options])],
-    )
+    path = GIVEN if isinstance(source, Mapping) else str(source)
+    layers = [*read_layers(source, overrides), *([] if options is None else [options])]
+    kind = _kind_of(layers)
+    if schema is RunConfig:
+        schema = typing.cast(type[Config], _schema_of_kind(kind) or PPOConfig)
+    # Nearly every key of another kind of run would be unknown, so this is reported alone.
+    if (meant := _schema_of_kind(kind) or schema) is not schema:
+        other = (
+            "use `megarl train`"
+            if meant is PPOConfig
+            else "give the configuration of a reinforcement learning run"
+        )
+        raise ConfigError(path, [f"{_KIND} is {kind!r}, which this command does not support; {other}"])
+
+    review = Review(schema)
+    values: dict[str, Any] = {}
+
+    # Merge the layers in order of precedence, each without the values that violate the schema.
+    for layer in layers:
+        # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
+        for section in layer.replaces:
+            _remove(values, section)
+        _merge_into(values, review.read(layer))
+
+    review.explain_unknown()
+
+    # What references stand for, and which values are still missing, is known once the layers are merged.
+    defaults = default_of(typing.cast(type, schema))
+    if unusable := dict(resolve(schema, values, contents_of(defaults))):
+        values = review.read(Layer(f"{path}, with its references", values))
+    unusable |= dict(drop_missing(schema, values))
+
+    problems = [*review.problems, *(problem for problem in unusable.values() if problem is not None)]
+    refused = review.refused | {key for key, problem in unusable.items() if problem is not None}
+
+    # Missing values are empty, so that the following checks can run.
+    missing: list[str] = []
+    config = _built(defaults, values, "", missing)
+    missing.sort()
+    problems += [
+        f"{key}: is required; set it in the file or as {key}=..." for key in missing if key not in refused
+    ]
+    refused.update(missing)
+
+    for key, problem in _unusable_texts(config):
+        refused.add(key)
+        problems.append(f"{key}: {problem}")
+
+    # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
+    is_ppo_by_default = schema is PPOConfig and kind is None
+    if problems and is_ppo_by_default and _has_no_problems(SFTConfig, source, overrides, options):
+        hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
+        raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
+
+    return Loaded(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
 
 
 def resolved[Config](config: Config) -> Config:
@@ -161,62 +210,6 @@ def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
     return next((schema for each, schema in SCHEMAS.items() if each == kind), None)
 
 
-def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Loaded[Config]:
-    kind = _kind_of(layers)
-    if schema is RunConfig:
-        schema = typing.cast(type[Config], _schema_of_kind(kind) or PPOConfig)
-    # Nearly every key of another kind of run would be unknown, so this is reported alone.
-    if (meant := _schema_of_kind(kind) or schema) is not schema:
-        other = (
-            "use `megarl train`"
-            if meant is PPOConfig
-            else "give the configuration of a reinforcement learning run"
-        )
-        raise ConfigError(path, [f"{_KIND} is {kind!r}, which this command does not support; {other}"])
-
-    review = Review(schema)
-    values: dict[str, Any] = {}
-
-    # Merge the layers in order of precedence, each without the values that violate the schema.
-    for layer in layers:
-        review.add(layer)
-        # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
-        for section in layer.replaces:
-            _remove(values, section)
-        _merge_into(values, review.fitting(schema, layer.values, "", layer))
-
-    review.explain_unknown()
-
-    # What references stand for, and which values are still missing, is known once the layers are merged.
-    defaults = _defaults(typing.cast(type, schema))
-    if unusable := dict(resolve(schema, values, contents_of(defaults))):
-        values = review.fitting(schema, values, "", Layer(f"{path}, with its references", values))
-    unusable |= dict(drop_missing(schema, values))
-
-    problems = [*review.problems, *(problem for problem in unusable.values() if problem is not None)]
-    refused = review.refused | {key for key, problem in unusable.items() if problem is not None}
-
-    # Missing values are empty, so that the following checks can run.
-    missing: list[str] = []
-    config = _built(defaults, values, "", missing)
-    missing.sort()
-    problems += [
-        f"{key}: is required; set it in the file or as {key}=..." for key in missing if key not in refused
-    ]
-    refused.update(missing)
-
-    for key, problem in _unusable_texts(config):
-        refused.add(key)
-        problems.append(f"{key}: {problem}")
-
-    # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
-    if problems and schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
-        hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
-        raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
-
-    return Loaded(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
-
-
 def _remove(values: dict[str, Any], section: str) -> None:
     """Remove a section, named by its dotted key, so that its keys have their defaults."""
     *outer, name = section.split(".")
@@ -232,11 +225,6 @@ def _merge_into(values: dict[str, Any], others: Mapping[str, Any]) -> None:
             _merge_into(values[name], value)
         else:
             values[name] = deepcopy(value)
-
-
-@cache
-def _defaults(section: Any) -> Any:
-    return section()
 
 
 def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[str]) -> Any:
@@ -256,7 +244,7 @@ def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[s
             given[name] = [] if key in _REQUIRED_LISTS else ""
         elif (item := item_section(hints[name])) and name in values and value is not None:
             given[name] = [
-                _built(_defaults(item), row, f"{key}[{index}].", missing) for index, row in enumerate(value)
+                _built(default_of(item), row, f"{key}[{index}].", missing) for index, row in enumerate(value)
             ]
         else:
             given[name] = deepcopy(value)
@@ -264,9 +252,11 @@ def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[s
     return replace(default, **given)
 
 
-def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:
+def _has_no_problems(
+    schema: type, source: str | Path | Mapping[str, Any], overrides: Sequence[str], options: Layer | None
+) -> bool:
     try:
-        return not _fit(schema, path, layers).problems
+        return not read_config(schema, source, overrides, options).problems
     except ConfigError:
         return False
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any
 
 from megarl.config.dotted import values_at
 from megarl.config.finding import Finding
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
-from megarl.config.schema.keys import OnlyWith, Reader, needs_of
+from megarl.config.schema.keys import OnlyWith, Reader, default_of, needs_of
 from megarl.machine.wording import written
 from megarl.models.architecture import Architecture
 
@@ -31,7 +30,7 @@ def unread_keys(
         refused: Whether to yield the keys that are refused, or those that the user is warned of.
     """
     found: dict[tuple[str, OnlyWith, str], list[tuple[str, Any]]] = {}
-    for key, value, needs in _changed(config, _default_of(type(config)), "", ()):
+    for key, value, needs in _changed(config, default_of(type(config)), "", ()):
         for prefix, needed in needs:
             role = _role_of(config, key)
             if not any(
@@ -70,12 +69,7 @@ def _changed(
         yield key, value, needs
         for index, item in enumerate(value if isinstance(value, list) else ()):
             if is_dataclass(item):
-                yield from _changed(item, _default_of(type(item)), f"{key}[{index}].", outer)
-
-
-@cache
-def _default_of(section: Any) -> Any:
-    return section()
+                yield from _changed(item, default_of(type(item)), f"{key}[{index}].", outer)
 
 
 def _whole(reader: Reader, prefix: str) -> Reader:

@@ -11,13 +11,12 @@ import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.review import expected, item_section, key_types
+from megarl.config.review import expected, item_section, key_types, texts_of
 from megarl.config.schema import MISSING
 from megarl.config.sources import HOW_TO_REFER, in_one_line
 
@@ -53,18 +52,6 @@ def _places(
                 yield from _places(item, row, f"{key}[{index}].", (*path, name, index))
         else:
             yield _Place(schema, values, name, key, (*path, name))
-
-
-def texts_of(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield each string in a value, with its dotted key, but no members of enumerations."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from texts_of(inner, f"{key}.{name}")
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from texts_of(inner, f"{key}[{index}]")
-    elif isinstance(value, str) and not isinstance(value, Enum):
-        yield key, value
 
 
 def resolve(

@@ -75,18 +75,18 @@ class Review:
     refused: set[str] = field(default_factory=set)  # full dotted keys
     unknown: list[_Unknown] = field(default_factory=list)
 
-    def add(self, layer: Layer) -> None:
-        """Add the choices and overrides of a layer that could not be read."""
-        for key, problem in layer.refused:
-            self.problems.append(f"{problem} [{layer.source}]")
-            if key is not None:
-                self.refused.add(key)
-
-    def fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
-        """Return `values` in the types of their keys, without schema violations.
+    def read(self, layer: Layer) -> dict[str, Any]:
+        """Return the values of a layer in the types of their keys, without schema violations.
 
         The search for problems can continue with them. Interpolations are not resolved.
         """
+        # The choices and overrides that could not be read.
+        for key, problem in layer.refused:
+            self._refuse(key, problem, layer)
+
+        return self._fitting(self.schema, layer.values, "", layer)
+
+    def _fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
         hints = key_types(section)
         good: dict[str, Any] = {}
         plain: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class Review:
                 if isinstance(value, str) and value != MISSING and PATH in key_types(hints[name]):
                     value = {PATH: value}
                 if isinstance(value, Mapping):
-                    good[name] = self.fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
+                    good[name] = self._fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
                 else:
                     self._refuse(
                         key,
@@ -119,7 +119,7 @@ class Review:
                 and all(isinstance(row, Mapping) for row in value)
             ):
                 good[name] = [
-                    self.fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)
+                    self._fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)
                 ]
             else:
                 if _without_null(hints[name]) in _OF_STRINGS:
@@ -132,7 +132,10 @@ class Review:
                     plain[name] = [value]
 
         # A missing value may come from a later layer, so it is judged when all are merged.
-        good |= {name: plain.pop(name) for name in [*plain] if has_missing(plain[name])}
+        # OmegaConf would take the marker for no value at all.
+        for name in [*plain]:
+            if any(text == MISSING for _, text in texts_of(plain[name], name)):
+                good[name] = plain.pop(name)
 
         # Paths are resolved here, because only the layer knows which file named them.
         outputs = {entry.name for entry in fields(section) if OutputFolder in entry.metadata}
@@ -200,18 +203,22 @@ class Review:
         self.problems += before[self.unknown[-1].place :]
         self.unknown = []
 
-    def _refuse(self, key: str, problem: str, layer: Layer) -> None:
-        self.refused.add(key)
+    def _refuse(self, key: str | None, problem: str, layer: Layer) -> None:
+        if key is not None:
+            self.refused.add(key)
         self.problems.append(f"{problem} [{layer.source}]")
 
 
-def has_missing(value: Any) -> bool:
-    """Whether a value is or contains `???`, which OmegaConf would take for no value at all."""
+def texts_of(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield each string in a value, with its dotted key, but no members of enumerations."""
     if isinstance(value, Mapping):
-        return any(map(has_missing, value.values()))
-    if isinstance(value, list):
-        return any(map(has_missing, value))
-    return isinstance(value, str) and value == MISSING
+        for name, inner in value.items():
+            yield from texts_of(inner, f"{key}.{name}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from texts_of(inner, f"{key}[{index}]")
+    elif isinstance(value, str) and not isinstance(value, Enum):
+        yield key, value
 
 
 def _unexpanded(paths: Any) -> str | None:

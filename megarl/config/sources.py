@@ -171,11 +171,6 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     return layers
 
 
-def source_name(source: str | Path | Mapping[str, Any]) -> str:
-    """Return the name of the source in errors."""
-    return GIVEN if isinstance(source, Mapping) else str(source)
-
-
 def _given_layers(values: Mapping[str, Any]) -> list[Layer]:
     own = copy.deepcopy(dict(values))  # _group_layers removes the preset's name
     return [*_group_layers(own, GIVEN, Path()), Layer(GIVEN, own)]

@@ -201,9 +201,23 @@ def load_for_plan[Run: RunConfig](
     )
 
 
-def findings_here[Run: RunConfig](loaded: Loaded[Run]) -> list[Finding]:
-    """Return the findings about values and files, for a run that starts on this machine."""
-    return _of_values(loaded, writes=True)
+def findings_here[Run: RunConfig](loaded: Loaded[Run], *, writes: bool = True) -> list[Finding]:
+    """Return the findings about values and files on this machine, without those about refused keys.
+
+    Args:
+        writes: Whether the run starts on this machine, so that its folders must be writable.
+    """
+    config = loaded.config
+    lines = {line.partition(":")[0] for line in loaded.absent}
+    # A model that was not fetched from the hub is already reported in its line.
+    explained = {role.path_key for role in model_roles(config) if role.path_key in lines}
+
+    return [
+        each
+        for each in [*validate(config), *validate_here(config, writes=writes)]
+        if not loaded.refuses(each.keys)
+        and not (each.absence is Absence.input and explained.issuperset(each.keys))
+    ]
 
 
 def divided_findings[Run: RunConfig](
@@ -217,7 +231,7 @@ def divided_findings[Run: RunConfig](
     Args:
         starts_elsewhere: Whether the run starts on another machine in any case.
     """
-    found = _of_values(loaded, writes=False)
+    found = findings_here(loaded, writes=False)
     # A machine without the run's files or GPUs is probably not the one that will run it.
     lacks_inputs = any(each.absence in (Absence.input, Absence.gpu) for each in found)
     if not (starts_elsewhere or loaded.absent or lacks_inputs):
@@ -238,21 +252,6 @@ def refuse(path: str, problems: Sequence[str]) -> None:
     """Raise ConfigError if there are problems."""
     if problems:
         raise ConfigError(path, problems)
-
-
-def _of_values[Run: RunConfig](loaded: Loaded[Run], *, writes: bool) -> list[Finding]:
-    """Return the findings about values and files, without those about refused keys."""
-    config = loaded.config
-    lines = {line.partition(":")[0] for line in loaded.absent}
-    # A model that was not fetched from the hub is already reported in its line.
-    explained = {role.path_key for role in model_roles(config) if role.path_key in lines}
-
-    return [
-        each
-        for each in [*validate(config), *validate_here(config, writes=writes)]
-        if not loaded.refuses(each.keys)
-        and not (each.absence is Absence.input and explained.issuperset(each.keys))
-    ]
 
 
 def _of_inputs[Run: RunConfig](loaded: Loaded[Run], found: Sequence[Finding], num_rows: int) -> list[Finding]:

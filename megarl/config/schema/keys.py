@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import Field, field, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -204,6 +205,12 @@ class Leaf(NamedTuple):
     range: Range
     is_prose: bool = False
     items: ItemRange | None = None
+
+
+@cache
+def default_of(section: Any) -> Any:
+    """Return a section with the defaults of all its keys."""
+    return section()
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:

@@ -2,7 +2,7 @@
 
 The data is compressed and base64-encoded, so that text written by a model cannot be parsed as HTML, and the
 script inserts text as text nodes. The content security policy allows only this script to run, and allows it
-to fetch nothing (or, for a live report, only from the server in live.py).
+to fetch nothing (or, for a live report, only from its server).
 """
 
 from __future__ import annotations
