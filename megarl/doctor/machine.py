@@ -13,7 +13,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -270,40 +269,29 @@ class _Timex(ctypes.Structure):
     )
 
 
-class Clock(NamedTuple):
-    """The state of the clock; None if the kernel does not report it.
-
-    Attributes:
-        max_error_s: The kernel's bound of the error.
-    """
-
-    synchronized: bool | None
-    max_error_s: float | None
-
-
 _STA_UNSYNC = 0x0040
 
 
-def probe_clock() -> Clock:
-    """Read the kernel's clock state without privileges.
+def probe_clock() -> tuple[bool | None, float | None]:
+    """Read whether the clock is synchronized, and the kernel's bound of its error in seconds.
 
-    Any NTP client sets it: chrony, ntpd or timesyncd.
+    No privileges are needed. Any NTP client sets it: chrony, ntpd or timesyncd.
     """
     timex = _Timex()
     if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex)) < 0:
-        return Clock(None, None)
-    return Clock(not timex.status & _STA_UNSYNC, timex.max_error / 1e6)
+        return None, None  # the kernel does not report them
+    return not timex.status & _STA_UNSYNC, timex.max_error / 1e6
 
 
 def clock(subject: ExaminedRun) -> Iterator[Finding]:
-    yield judge_clock(probe_clock(), 1 if subject.plan is None else subject.plan.num_nodes)
+    yield judge_clock(*probe_clock(), 1 if subject.plan is None else subject.plan.num_nodes)
 
 
-def judge_clock(found: Clock, num_nodes: int) -> Finding:
+def judge_clock(synchronized: bool | None, max_error_s: float | None, num_nodes: int) -> Finding:
     # The key in the JSON output keeps its spelling.
-    facts = {"synchronised": found.synchronized, "max_error_s": found.max_error_s}  # codespell:ignore
-    if found.synchronized:
-        return good("clock", f"synchronized by NTP within {1000 * (found.max_error_s or 0):,.0f} ms", **facts)
+    facts = {"synchronised": synchronized, "max_error_s": max_error_s}  # codespell:ignore
+    if synchronized:
+        return good("clock", f"synchronized by NTP within {1000 * (max_error_s or 0):,.0f} ms", **facts)
 
     if num_nodes == 1:
         return good(

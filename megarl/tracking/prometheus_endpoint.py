@@ -49,16 +49,16 @@ class RunCollector(Collector):
             values = dict(self._values)
             logged_step = self._step
             num_recoveries = self._num_recoveries
-        now = self._run.now()
+        running_step, running_phase = self._run.now()
         step = GaugeMetricFamily(f"{PREFIX}step", "The running step; between steps, the last one.")
-        step.add_metric((), logged_step if now.step is None else now.step)
+        step.add_metric((), logged_step if running_step is None else running_step)
         yield step
 
         phase = GaugeMetricFamily(
             f"{PREFIX}phase", "1 for the phase that the driver is in.", labels=("phase",)
         )
-        if now.phase is not None:
-            phase.add_metric((now.phase,), 1.0)
+        if running_phase is not None:
+            phase.add_metric((running_phase,), 1.0)
         yield phase
 
         recoveries = CounterMetricFamily(

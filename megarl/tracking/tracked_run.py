@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.config.compare import flat
 from megarl.machine.files import write_whole
 
 RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
-
-
-class Moment(NamedTuple):
-    """The step of a run, None outside of steps, and the driver's innermost phase, if it is in one."""
-
-    step: int | None
-    phase: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +23,7 @@ class TrackedRun:
         total_steps: Last step of the run, if known.
         resumed_after: Last step of the checkpoint from which this process resumed. Log entries of an earlier
             process for later steps are discarded.
-        now: Returns what the run does now. Thread-safe.
+        now: Returns the step, None outside of steps, and the driver's innermost phase. Thread-safe.
         prometheus_host: Address of the endpoint for Prometheus.
         prometheus_port: Its port; 0: a free one.
         otlp_endpoint: Address of the collector for traces; None: by OpenTelemetry's variables.
@@ -42,7 +35,7 @@ class TrackedRun:
     config: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
     resumed_after: int | None = None
-    now: Callable[[], Moment] = lambda: Moment(None, None)
+    now: Callable[[], tuple[int | None, str | None]] = lambda: (None, None)
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int = 0
     otlp_endpoint: str | None = None

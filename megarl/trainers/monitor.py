@@ -22,7 +22,6 @@ from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.samples import SampleTable
 from megarl.tracking.timeline import Span, Timeline
-from megarl.tracking.tracked_run import Moment
 
 WAIT = "gen"  # phase in which the driver waits for the samples of its step
 _DRIVER = "driver"
@@ -41,10 +40,10 @@ class Position:
     begun: list[Began] = field(default_factory=list)  # start of each of these phases
     spent_s: dict[str, float] = field(default_factory=dict)  # seconds in completed phases, by name
 
-    def now(self) -> Moment:
+    def now(self) -> tuple[int | None, str | None]:
         """Return the step and the innermost phase. Thread-safe."""
         phases = self.phases.copy()
-        return Moment(self.step, phases[-1] if phases else None)
+        return self.step, phases[-1] if phases else None
 
     def seconds_in(self, name: str) -> float:
         """Return the seconds spent in phases of this name, including a running one. Thread-safe."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from itertools import zip_longest
-from typing import NamedTuple
 
 from megarl.config.schema import PPOConfig
 from megarl.roles.start import PPORoles
@@ -19,12 +18,6 @@ from megarl.trainers.recovery import NoRecovery, StepRecovery
 _MOST_SHOWN = 10
 _WINDOW = round(60 / EVERY_S)  # number of samples over which shares and rates are averaged
 _STALLED_SHARE = 0.25  # share of the limit after which a replica is considered hung
-
-
-class _Moment(NamedTuple):
-    now_s: float
-    scheduler: SchedulerTotals
-    waited_s: float  # by the trainer, waiting for samples
 
 
 class StatusReader:
@@ -50,12 +43,11 @@ class StatusReader:
         self._recovery = recovery
         self._checkpoints = checkpoints
         self._position = monitor.position
-        self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
+        self._moments: deque[tuple[float, SchedulerTotals, float]] = deque([self._moment()], maxlen=_WINDOW)
 
-    def _moment(self) -> _Moment:
-        return _Moment(
-            time.monotonic(), self._roles.rollout.scheduler.totals(), self._position.seconds_in(WAIT)
-        )
+    def _moment(self) -> tuple[float, SchedulerTotals, float]:
+        """Return the time, what the scheduler has done, and how long the trainer has waited for samples."""
+        return time.monotonic(), self._roles.rollout.scheduler.totals(), self._position.seconds_in(WAIT)
 
     def snapshot(self) -> RunStatus:
         rollout = self._roles.rollout
@@ -64,17 +56,16 @@ class StatusReader:
         recovery = self._recovery.totals
 
         # Rates are averages over a sliding window of about a minute.
-        first = self._moments[0]
-        now = self._moment()
-        self._moments.append(now)
-        seconds = max(now.now_s - first.now_s, 1e-9)
+        first_s, first, first_waited_s = self._moments[0]
+        self._moments.append(self._moment())
+        now_s, now, waited_s = self._moments[-1]
+        seconds = max(now_s - first_s, 1e-9)
 
         # Replicas may have joined or left within the window.
         num_tokens = [
-            last - before
-            for before, last in zip_longest(first.scheduler.num_tokens, now.scheduler.num_tokens, fillvalue=0)
+            last - before for before, last in zip_longest(first.num_tokens, now.num_tokens, fillvalue=0)
         ]
-        busy_s = sum(now.scheduler.busy_s) - sum(first.scheduler.busy_s)
+        busy_s = sum(now.busy_s) - sum(first.busy_s)
 
         # Copy the list, because the trainer's thread changes it.
         begun = position.begun.copy()
@@ -116,7 +107,7 @@ class StatusReader:
             goodput=recovery.goodput(self._checkpoints.seconds),
             excluded_nodes=list(recovery.excluded_nodes),
             tokens_per_s=sum(num_tokens) / seconds,
-            trainer_idle=_share(now.waited_s - first.waited_s, seconds),
+            trainer_idle=_share(waited_s - first_waited_s, seconds),
             engines_idle=1 - _share(busy_s, seconds * len(replicas)),
             stalled=self._stalled(requests, replicas),
         )

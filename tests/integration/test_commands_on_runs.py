@@ -33,9 +33,9 @@ from megarl.cli.main import main
 from megarl.cli.run import eval as evaluation
 from megarl.cli.run import replay, session
 from megarl.cli.run.context import RunContext
-from megarl.cli.run.processes import RayProcesses
 from megarl.config.load import dump_config
 from megarl.config.schema import Device, DPOConfig, RewardModelRunConfig
+from megarl.controller.resource_pool import ResourcePoolManager
 from tests.integration.test_preferences import pair_config, save_pairs
 from tests.integration.tiny_run import (
     SYMBOLS,
@@ -203,9 +203,9 @@ def on_the_ray_that_is_there(ray_cluster: None) -> Iterator[None]:
     """Use the current Ray cluster instead of starting one per command."""
 
     @contextmanager
-    def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesses]:
+    def ray_processes(context: RunContext, console: Console) -> Iterator[tuple[Device, ResourcePoolManager]]:
         with placed_pools(context.config) as pools:
-            yield RayProcesses(device=Device.cpu, pools=pools)
+            yield Device.cpu, pools
 
     with pytest.MonkeyPatch.context() as patched:
         for module in (evaluation, replay, session):

@@ -19,7 +19,6 @@ from megarl.cli.run import eval as evaluation
 from megarl.cli.run.context import RunContext
 from megarl.cli.run.eval import PassProgress
 from megarl.cli.run.named_model import find_model
-from megarl.cli.run.processes import RayProcesses
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     AdvantageConfig,
@@ -33,6 +32,7 @@ from megarl.config.schema import (
     RewardFunctionConfig,
     SamplingConfig,
 )
+from megarl.controller.resource_pool import ResourcePoolManager
 from tests.integration.tiny_run import Finished, placed_pools, run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -77,9 +77,9 @@ def on_the_ray_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the current Ray cluster instead of starting one per command."""
 
     @contextmanager
-    def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesses]:
+    def ray_processes(context: RunContext, console: Console) -> Iterator[tuple[Device, ResourcePoolManager]]:
         with placed_pools(context.config) as pools:
-            yield RayProcesses(device=Device.cpu, pools=pools)
+            yield Device.cpu, pools
 
     monkeypatch.setattr(evaluation, "ray_processes", ray_processes)
 

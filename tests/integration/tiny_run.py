@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from megarl.checkpoints.object_storage import ObjectStorage
-from megarl.cli.run.processes import RayProcesses
 from megarl.cli.run.session import Session
 from megarl.cli.run.termination import Termination
 from megarl.cli.run.train import build_ppo, read_inputs
@@ -413,7 +412,7 @@ def _session(config: RunConfig, pools: ResourcePoolManager, position: Position) 
     with ExitStack() as at_last, ExitStack() as at_end:
         yield Session(
             output_dir=output_dir,
-            processes=RayProcesses(device=Device.cpu, pools=pools),
+            processes=(Device.cpu, pools),
             console=Console(),
             termination=Termination(print),
             position=position,

@@ -97,7 +97,7 @@ class Watch:
             _say(self._reached(wanted))
 
     def _is_step(self, number: int) -> bool:
-        step = self._position.now().step
+        step, _ = self._position.now()
         return step is not None and step >= number
 
     def _reached(self, wanted: Wanted) -> Moment:
@@ -112,9 +112,9 @@ class Watch:
             time.sleep(_LOOK_S)
 
     def _now(self, with_ranks: bool) -> Moment:
-        now = self._position.now()
+        step, phase = self._position.now()
         processes = self._processes if with_ranks else ()
-        return Moment(now.step, now.phase, [rank for each in processes for rank in self._ranks(each)])
+        return Moment(step, phase, [rank for each in processes for rank in self._ranks(each)])
 
     def _ranks(self, processes: RayWorkerGroup) -> list[RankMoment]:
         return [

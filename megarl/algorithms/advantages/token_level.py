@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +47,7 @@ def gae(
     same recursion with one pass fewer.
     """
     advantages, returns = (empty_like(token_level_rewards, token_level_rewards.dtype) for _ in range(2))
-    for block in _episodes(response_mask, token_level_rewards, values):
-        (steps, kept_values), slots = block.columns, block.slots
+    for rows, slots, (steps, kept_values) in _episodes(response_mask, token_level_rewards, values):
         next_values = kept_values
         # Move valid tokens to the front, so that the recursion skips gaps in the mask.
         if slots is not None:
@@ -60,8 +58,8 @@ def gae(
             steps[:, :-1].add_(next_values[:, 1:], alpha=gamma * (1.0 - lam))
         sums = discounted_suffix_sums(steps, gamma * lam)
         sums = sums if slots is None else from_front(sums, slots)
-        returns[block.rows] = sums
-        advantages[block.rows] = sums - kept_values
+        returns[rows] = sums
+        advantages[rows] = sums - kept_values
 
     return Advantages(of_form(advantages, response_mask), of_form(returns, response_mask))
 
@@ -175,8 +173,8 @@ def _of_whole_groups(
 def rewards_to_go(token_level_rewards: Column, response_mask: Column, gamma: float) -> Column:
     """Return sum_k gamma^k r_{t+k} over the valid tokens from t on, (B, R); 0 in masked slots."""
     returns = empty_like(token_level_rewards, token_level_rewards.dtype)
-    for block in _episodes(response_mask, token_level_rewards):
-        returns[block.rows] = _rewards_to_go(block.columns[0], block.slots, gamma)
+    for rows, slots, (rewards,) in _episodes(response_mask, token_level_rewards):
+        returns[rows] = _rewards_to_go(rewards, slots, gamma)
     return of_form(returns, response_mask)
 
 
@@ -187,22 +185,14 @@ def _rewards_to_go(rewards: Tensor, slots: Tensor | None, gamma: float) -> Tenso
     return from_front(discounted_suffix_sums(to_front(rewards, slots), gamma), slots)
 
 
-class _Episodes(NamedTuple):
-    """A block of rows of a batch.
+def _episodes(
+    response_mask: Column, *columns: Column
+) -> Iterator[tuple[Tensor, Tensor | None, list[Tensor]]]:
+    """Yield all rows of the columns (B, R), in blocks that fit the cache.
 
-    Attributes:
-        rows: (b,), their numbers in the batch.
-        slots: See front_slots.
-        columns: (b, r) each, 0 in masked slots.
+    A block is the numbers of its rows in the batch (b,), their front_slots if there are gaps, and their
+    columns (b, r), which are 0 in masked slots.
     """
-
-    rows: Tensor
-    slots: Tensor | None
-    columns: list[Tensor]
-
-
-def _episodes(response_mask: Column, *columns: Column) -> Iterator[_Episodes]:
-    """Yield all rows of the columns (B, R), in blocks that fit the cache."""
     rows_of_mask = as_rows(response_mask)
     rows_of_columns = rows_like(response_mask, columns)
     all_count = leaves_nothing_out(response_mask)
@@ -211,10 +201,10 @@ def _episodes(response_mask: Column, *columns: Column) -> Iterator[_Episodes]:
         padded = [column[rows] for column in rows_of_columns]  # padded with 0
         # Without gaps, valid tokens are at the front already.
         if all_count:
-            yield _Episodes(rows, None, padded)
+            yield rows, None, padded
         else:
             mask = rows_of_mask[rows]
-            yield _Episodes(rows, front_slots(mask), [masked(column, mask) for column in padded])
+            yield rows, front_slots(mask), [masked(column, mask) for column in padded]
 
 
 def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:

@@ -115,9 +115,7 @@ def run(**options: Any) -> int:
     ):
         rules = token_rules(config, tokenizer)
         weights = FolderWeights(folder, manifest)
-        rollout, reward = start_evaluation(
-            config, architectures, weights, rules, processes.device, processes.pools
-        )
+        rollout, reward = start_evaluation(config, architectures, weights, rules, *processes)
         samples = _samples(config, data, rollout, reward, output / PARTIAL_FILE, console)
 
     # Compute the metrics, and compare them with those of the other evaluation.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.run.context import RunContext
@@ -29,6 +28,7 @@ _NUM_HINT_LINES = 9
 _NUM_CHARACTERS = 400  # limit of one line of a message
 _WIDTH = 78
 _LABEL = 8
+_Entry = tuple[str, Sequence[str]]  # a label, and lines
 _FILES = (CONFIG_FILE, METRICS_FILE, GENERATIONS_FILE, SAMPLES_FOLDER, TIMELINE_FILE)
 
 
@@ -50,29 +50,24 @@ def print_failure(error: Exception, command: str, context: RunContext | None) ->
 def last_page(error: Exception, command: str, context: RunContext | None) -> str:
     """Return the last page of the report, at most 30 lines."""
     cause = _cause(error)
-    entries: list[_Entry] = [_Entry("what", cause.message)]
+    entries: list[_Entry] = [("what", cause.message)]
     entries += _place(error)
     if when := _when(error, None if context is None else context.position):
-        entries.append(_Entry("when", [when]))
+        entries.append(("when", [when]))
     entries += _rows(error)
     entries += _others(error)
     if hint := hint_for(cause, None if context is None else context.config):
-        entries.append(_Entry("try", hint[:_NUM_HINT_LINES]))
+        entries.append(("try", hint[:_NUM_HINT_LINES]))
     if context is not None:
-        entries.append(_Entry("logs", _logs(error, context)))
+        entries.append(("logs", _logs(error, context)))
     lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]
 
     # Format the entries in two columns, with the label on the first line only.
-    for entry in entries:
-        for index, line in enumerate(entry.lines):
-            lines.append(f"{entry.label if index == 0 else '':{_LABEL}}{line}")
+    for label, told in entries:
+        for index, line in enumerate(told):
+            lines.append(f"{label if index == 0 else '':{_LABEL}}{line}")
 
     return "\n".join([*lines[: _NUM_LINES - 1], "=" * _WIDTH])
-
-
-class _Entry(NamedTuple):
-    label: str
-    lines: Sequence[str]
 
 
 # ---- the first cause
@@ -138,12 +133,10 @@ def _place(error: Exception) -> list[_Entry]:
     call = _failed_call(error)
     if isinstance(call, WorkerError):
         process = f"pid {call.pid}" if call.pid is not None else "pid unknown"
-        return [
-            _Entry("where", [f"{call.role} rank {call.rank}, node {call.node}, {process}, in {call.method}"])
-        ]
+        return [("where", [f"{call.role} rank {call.rank}, node {call.node}, {process}, in {call.method}"])]
 
     if isinstance(call, PhaseTimeoutError):
-        return [_Entry("where", [f"{call.role}, in {call.method}"])]
+        return [("where", [f"{call.role}, in {call.method}"])]
     return []
 
 
@@ -163,7 +156,7 @@ def _when(error: Exception, position: Position | None) -> str:
 
 def _rows(error: Exception) -> list[_Entry]:
     call = _failed_call(error)
-    return [_Entry("rows", [call.rows.describe()])] if call is not None and call.rows is not None else []
+    return [("rows", [call.rows.describe()])] if call is not None and call.rows is not None else []
 
 
 def _others(error: Exception) -> list[_Entry]:
@@ -175,7 +168,7 @@ def _others(error: Exception) -> list[_Entry]:
     )
 
     return [
-        _Entry(
+        (
             "after",
             [f"{len(call.others)} more failed after it: {ranks}{' ...' if len(call.others) > 8 else ''}"],
         )

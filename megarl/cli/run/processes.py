@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -52,15 +51,11 @@ def refuse_launched_ranks(command: str) -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayProcesses:
-    device: Device  # resolved: cpu or cuda
-    pools: ResourcePoolManager
-
-
 @contextmanager
-def ray_processes(context: RunContext, console: Console) -> Generator[RayProcesses]:
+def ray_processes(context: RunContext, console: Console) -> Generator[tuple[Device, ResourcePoolManager]]:
     """Start or join Ray, and reserve the pools. Everything that was started ends with the block.
+
+    Yields the device of the run, which is cpu or cuda, and the pools.
 
     Raises:
         InsufficientResourcesError: The cluster does not have the resources of the pools.
@@ -97,7 +92,7 @@ def ray_processes(context: RunContext, console: Console) -> Generator[RayProcess
         if device is Device.cpu and config.model.dtype is DType.bfloat16 and is_on_cuda(config.device):
             print_line(console, f"warning: {BFLOAT16_ON_A_CPU}", style="yellow")
         pools.create_resource_pool()
-        yield RayProcesses(device=device, pools=pools)
+        yield device, pools
     except RunError as error:
         # An error of ranks or engines that Ray has taken with it does not name the cause.
         if not isinstance(error, RayEndedError) and (daemon := await_ended_daemon()):

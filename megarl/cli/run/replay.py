@@ -69,8 +69,8 @@ def run(
     console = output_console()
 
     def repeat(with_config: RunConfig, name: str) -> dict[str, float]:
-        with ray_processes(RunContext(with_config), console) as started:
-            return replay(with_config, recorded, folder / name, started.device, started.pools, num_rows)
+        with ray_processes(RunContext(with_config), console) as (device, pools):
+            return replay(with_config, recorded, folder / name, device, pools, num_rows)
 
     first = folder / "original" if against is None else Path(against)
     good = True

@@ -14,16 +14,17 @@ from rich.console import Console
 
 from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.cli.run.context import RunContext
-from megarl.cli.run.processes import RayProcesses, ray_processes
+from megarl.cli.run.processes import ray_processes
 from megarl.cli.run.termination import Termination
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.run import print_run
 from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
-from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.schema import Device, PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.controller.group import RoleGroup
+from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.data.loader import TrainingRows
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
@@ -44,7 +45,7 @@ from megarl.weights.sync.sync import PUSHED_FOLDERS
 @dataclass(frozen=True, kw_only=True)
 class Session:
     output_dir: Path
-    processes: RayProcesses
+    processes: tuple[Device, ResourcePoolManager]  # the device, cpu or cuda, and the pools
     console: Console
     termination: Termination
     position: Position

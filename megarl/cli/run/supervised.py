@@ -80,8 +80,7 @@ def train_on_answers(config: SFTConfig | PreferenceConfig, context: RunContext) 
         report_filtered(session.console, data_sets)
         # What differs between the kinds: how the model starts, what is saved, and the trainer's class.
         if isinstance(config, SFTConfig):
-            processes = session.processes
-            model = start_sft(config, architectures["actor"], processes.device, processes.pools)
+            model = start_sft(config, architectures["actor"], *session.processes)
             saved = sft_models(config, model)
             trainer = partial(SFTTrainer, config, model)
         else:
@@ -132,20 +131,19 @@ def _start_on_pairs(
     Args:
         step: The last step that the run has made.
     """
-    place = session.processes.device, session.processes.pools
     reference = None
     if isinstance(config, DPOConfig):
         numbers = loader.upcoming((config.trainer.total_steps - step) * config.prompts_per_step)
         reference = _Reference(config, session, data_sets, numbers)
         # A reference with a model of its own leaves the devices before the policy starts.
         if "reference" in architectures and reference.is_incomplete:
-            scorer = start_pair_reference(config, architectures["reference"], *place)
+            scorer = start_pair_reference(config, architectures["reference"], *session.processes)
             try:
                 reference.compute(scorer)
             finally:
                 scorer.shutdown()
 
-    model = start_preferences(config, architectures["actor"], *place)
+    model = start_preferences(config, architectures["actor"], *session.processes)
     # Otherwise it is the initial policy, so its log-probs come before a checkpoint is loaded.
     if reference is not None and reference.is_incomplete:
         assert isinstance(model, PairPolicy)

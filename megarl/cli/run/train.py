@@ -146,7 +146,7 @@ def build_ppo(
     """
     report_filtered(session.console, data_sets)
     # Start the roles, then restore models, run files and trainer from the checkpoint.
-    roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
+    roles = start_ppo(config, models, rules, *session.processes)
     saved = ppo_models(config, roles)
     snapshots = restore_models(session, config, saved, resume)
     monitor = open_monitor(session, config, roles.groups, resume)
