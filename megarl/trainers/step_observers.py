@@ -1,4 +1,4 @@
-"""What observes the steps of a run: slow ranks, profiler traces, and predicted times.
+"""Observe the steps of a run: slow ranks, profiler traces, and predicted times.
 
 Each is called by the monitor (monitor.py).
 """

@@ -180,7 +180,7 @@ def draft_checksums(draft: Any, policy: DestinationPlan) -> dict[str, int]:
         draft: SGLang's draft model on this rank.
         policy: The plan of the policy on this rank, as recorded last.
     """
-    shared = {place.storage for place in policy.places}
+    shared = {storage for storage, *_ in policy.places}
     return {
         name: checksum(parameter.detach().reshape(-1).view(torch.uint8))
         for name, parameter in draft.named_parameters()
