@@ -69,7 +69,7 @@ WITHOUT_LOSSES = (
     "megarl.rollout",
     "megarl.rewards",
     "megarl.roles.megatron_worker",
-    "megarl.roles.reward_model",
+    "megarl.roles.reward_model_worker",
 )
 
 

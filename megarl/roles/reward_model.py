@@ -1,156 +1,17 @@
-"""The reward model, a frozen Megatron model that scores conversations: its worker and the driver's handle."""
+"""Handle of the driver to a reward model, which scores conversations for the reward role."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-import torch
-
 from megarl.batch.data_proto import DataProto
-from megarl.config.batch_arithmetic import max_conversation_tokens
 from megarl.config.roles import REWARD_MODEL
-from megarl.config.schema import MicroBatchConfig, OverlongConversation, ParallelConfig, PPOConfig
-from megarl.controller.dispatch import Dispatch
+from megarl.config.schema import ParallelConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
-from megarl.controller.worker import register
-from megarl.data.chat_clock import set_chat_time
-from megarl.data.conversations import Conversation, ConversationEncoder, conversation_batch
 from megarl.data.packing import plan_micro_batches
-from megarl.data.tokenizer import decode_rows, load_tokenizer
-from megarl.engine.spec import ModelSpec
-from megarl.models.architecture import Architecture
-from megarl.models.families import read_fields
-from megarl.roles.megatron_worker import MegatronWorker
 from megarl.roles.offload_schedule import OffloadSchedule
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Rules for building conversations.
-
-    The policy's tokenizer decodes answers, and the reward model's tokenizer encodes them.
-
-    Attributes:
-        max_length: Maximum tokens of a conversation.
-        micro_batch: How a replica's conversations are split.
-    """
-
-    policy_path: str
-    trust_remote_code: bool
-    max_length: int
-    overlong: OverlongConversation
-    micro_batch: MicroBatchConfig
-    chat_time: datetime | None = None
-
-    @classmethod
-    def of(cls, config: PPOConfig, architecture: Architecture, chat_time: datetime | None) -> Reading:
-        """Build the rules.
-
-        Args:
-            architecture: Architecture of the reward model.
-            chat_time: See TokenRules.
-        """
-        model = config.reward.model
-        return cls(
-            policy_path=config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-            max_length=max_conversation_tokens(model, architecture),
-            overlong=model.overlong,
-            micro_batch=model.micro_batch,
-            chat_time=chat_time,
-        )
-
-
-def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> ConversationEncoder:
-    """Return the conversation encoder of the reward model in the folder `path`.
-
-    Raises:
-        ValueError: The folder lacks a tokenizer or a chat template.
-    """
-    tokenizer = load_tokenizer(path, reading.trust_remote_code, key="reward.model.path")
-    set_chat_time(tokenizer, reading.chat_time)
-    return ConversationEncoder(
-        tokenizer,
-        vocab_size=vocab_size,
-        pad_token_id=read_fields(path).get("pad_token_id"),
-        max_length=reading.max_length,
-        overlong=reading.overlong,
-    )
-
-
-class RewardModelWorker(MegatronWorker):
-    """One rank of the reward model.
-
-    Every rank of a replica encodes the same conversations and computes the same plan, so they need not
-    communicate.
-    """
-
-    def __init__(self, spec: ModelSpec, reading: Reading) -> None:
-        super().__init__(spec)
-        self._reading = reading
-        self._policy_tokenizer = load_tokenizer(reading.policy_path, reading.trust_remote_code)
-        self._encoder = conversation_encoder(spec.path, spec.architecture.vocab_size, reading)
-
-    @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def score_conversations(self, part: DataProto) -> DataProto:
-        """Score conversations.
-
-        Returns:
-            `reward_model_scores` (b,) float32 and the bools (b,) `reward_model_truncated`,
-            `reward_model_spells_special`. The result is empty on ranks without the last pipeline stage.
-
-        Raises:
-            ConversationError: A conversation cannot be built.
-        """
-        conversations = self._conversations(part)
-        scores = self._scores(conversations)
-
-        # Ranks of earlier pipeline stages have no scores to return.
-        if scores is None:
-            return DataProto()
-
-        return DataProto.from_dict(
-            {
-                "reward_model_scores": scores,
-                "reward_model_truncated": torch.tensor(
-                    [conversation.is_truncated for conversation in conversations]
-                ),
-                "reward_model_spells_special": torch.tensor(
-                    [conversation.spells_special for conversation in conversations]
-                ),
-            }
-        )
-
-    def _conversations(self, part: DataProto) -> list[Conversation]:
-        # The two models may have different vocabularies, so the answer is converted to text.
-        arrays = part.non_tensor_batch
-        answers = decode_rows(self._policy_tokenizer, part.ragged["responses"], part.ragged["response_mask"])
-        return [
-            self._encoder.encode(str(uid), messages, answer)
-            for uid, messages, answer in zip(arrays["uid"], arrays["messages"], answers, strict=True)
-        ]
-
-    def _scores(self, conversations: list[Conversation]) -> torch.Tensor | None:
-        """Return the scores (b,) on the last stage, None elsewhere."""
-        parallel = self._spec.parallel
-
-        # The driver cannot plan this: the lengths are known only after encoding.
-        plan = plan_micro_batches(
-            [len(conversation.token_ids) for conversation in conversations],
-            dp_size=1,  # the size of this replica
-            sequences=self._reading.micro_batch.sequences,
-            max_tokens=self._reading.micro_batch.max_tokens,
-            multiple_of=parallel.micro_batch_multiple,
-            context_parallel_size=parallel.context_parallel_size,
-        )
-        (rank,) = plan.ranks
-        outputs = self._engine.forward(conversation_batch(conversations, rank.rows), rank.local_micro_batches)
-        if outputs is None:
-            return None
-        return outputs["values"].flat().cpu()[plan.restore_order()]
+from megarl.roles.reward_model_worker import RewardModelWorker
 
 
 class RewardModel:

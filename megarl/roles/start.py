@@ -43,7 +43,8 @@ from megarl.roles.megatron_worker import ActorWorker, BaseWorker, CriticWorker, 
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
-from megarl.roles.reward_model import Reading, RewardModel, RewardModelWorker
+from megarl.roles.reward_model import RewardModel
+from megarl.roles.reward_model_worker import Reading, RewardModelWorker
 from megarl.roles.teachers import Teachers
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights

@@ -63,7 +63,7 @@ def _import_for_training() -> None:
         "megarl.rollout.hf.engine",
         "megarl.roles.megatron_worker",
         "megarl.rewards.reward_worker",
-        "megarl.roles.reward_model",
+        "megarl.roles.reward_model_worker",
         "megarl.rollout.worker.rollout_worker",
         "megatron.core.models.mimo",  # by the first optimizer
         "pyarrow.parquet",

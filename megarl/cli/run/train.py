@@ -32,7 +32,7 @@ from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import ppo_recovery
-from megarl.roles.reward_model import Reading, conversation_encoder
+from megarl.roles.reward_model_worker import Reading, conversation_encoder
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
 from megarl.rollout.driver.rollout import TokenRules

@@ -30,7 +30,8 @@ from megarl.controller.worker import RemoteMethod
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.roles.megatron_worker import megatron_mesh
-from megarl.roles.reward_model import Reading, RewardModel, RewardModelWorker
+from megarl.roles.reward_model import RewardModel
+from megarl.roles.reward_model_worker import Reading, RewardModelWorker
 from tests.ranks import RankPool
 from tests.unit.data.chats import character_tokenizer, user
 from tests.unit.engine.rank_side import ALL_LAYOUTS

@@ -18,7 +18,7 @@ from megarl.machine import clock as clock_module
 from megarl.machine.errors import RunError
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.roles.megatron_worker import ActorWorker, CriticWorker, PolicyWorker
-from megarl.roles.reward_model import RewardModelWorker
+from megarl.roles.reward_model_worker import RewardModelWorker
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.loggers import LOGGERS, JsonlLogger, Tracker
 from megarl.tracking.progress import ProgressBar
