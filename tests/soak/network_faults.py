@@ -44,6 +44,7 @@ _BEFORE = 12  # steps before the fault
 _LIMIT_S = 300.0
 _RANK_BYTES = 300 * 2**20
 _RANK_START_S = 5.0
+_START_LIMIT_S = 60.0
 _ROUNDING = 1e-3  # the rounding errors of another number of replicas, which Adam amplifies in each step
 _NUM_CPUS = (0, 2, 2, 2)  # none on the node of the driver, so that the ranks are on others
 
@@ -109,10 +110,11 @@ def _kill_raylet(scene: Scene) -> None:
 
 
 def _kill_rank_twice(scene: Scene) -> None:
-    """Kill the rank on a node, and the next one that starts there."""
-    for _ in range(2):
-        _rank_on(scene).kill()
+    """Kill the rank on a node, and the next one that starts there. A run that the first has ended starts none."""
+    _rank_on(scene).kill()
+    with suppress(TimeoutError):
         time.sleep(_RANK_START_S)
+        _rank_on(scene).kill()
 
 
 def _kill_rank(scene: Scene) -> None:
@@ -124,12 +126,18 @@ def _exhaust_memory(scene: Scene) -> None:
 
 
 def _rank_on(scene: Scene) -> psutil.Process:
-    """Wait for the rank on the second node, which has more memory than other processes of Ray."""
-    while True:
+    """Wait for the rank on the second node, which has more memory than other processes of Ray.
+
+    Raises:
+        TimeoutError: None has started.
+    """
+    end_s = time.monotonic() + _START_LIMIT_S
+    while time.monotonic() < end_s:
         sizes = _sizes_of_workers(scene.net.nodes[scene.trainers[1]])
         if sizes and max(sizes.values()) > _RANK_BYTES:
             return max(sizes, key=lambda process: sizes[process])
         time.sleep(0.05)
+    raise TimeoutError
 
 
 def _sizes_of_workers(node: Node) -> dict[psutil.Process, int]:

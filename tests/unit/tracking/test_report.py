@@ -26,7 +26,7 @@ import pytest
 
 import megarl
 from benchmarks.report import LARGEST_MB, make_run
-from megarl import rewards, workers
+from megarl import rewards, roles
 from megarl.cli.inspect.report import LiveReport
 from megarl.cli.main import main
 from megarl.controller.worker import Worker, registered_methods
@@ -132,7 +132,7 @@ def test_every_phase_and_call_of_megarl_has_a_readable_name() -> None:
     phases = set(re.findall(r"""with [^\n]*\bphase\("(\w+)"\)""", source))
     modules = [
         import_module(f"{package.__name__}.{module.name}")
-        for package in (workers, rollout_workers, rewards)
+        for package in (roles, rollout_workers, rewards)
         for module in iter_modules(package.__path__)
     ]
     classes = [
