@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megarl.algorithms.scores import refuse_unusable
+from megarl.cli.commands import COMMANDS
 from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
 from megarl.cli.run.context import run_context_of
 from megarl.config.schema import PPOConfig
@@ -27,8 +28,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int
     """Replaces a subcommand's module with a stub."""
 
     def install(name: str, run: Callable[..., int]) -> None:
-        home = "run" if name in ("train", "sft") else "inspect"
-        module = ModuleType(f"megarl.cli.{home}.{name}")
+        module = ModuleType(COMMANDS[name].module)
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
