@@ -7,7 +7,6 @@ import asyncio
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -176,10 +175,8 @@ open(sys.argv[1], "w").write(str(child.pid))
 time.sleep(60)
 """
     file = tmp_path / "child"
-    started_s = time.monotonic()
-    ended, _ = played(command(program, str(file), time_limit_s=3.0))
-    assert time.monotonic() - started_s < 20
-    assert (ended.trajectory.failure, "time_limit_s=3" in ended.why) == ("timed_out", True)
+    ended, _ = played(command(program, str(file), time_limit_s=10.0))
+    assert (ended.trajectory.failure, "time_limit_s=10" in ended.why) == ("timed_out", True)
     pid = int(file.read_text())
     assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
 
@@ -191,7 +188,7 @@ try:
 except OSError:
     time.sleep(60)
 """
-    ended, engine = played(command(program, time_limit_s=4.0), is_silent=True)
+    ended, engine = played(command(program, time_limit_s=10.0), is_silent=True)
     assert ended.trajectory.failure == "disconnected"
     assert engine.dropped == [0]
 

@@ -233,7 +233,7 @@ def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str
             outputs = scores_of(logits / case.spec.get("temperature", 1.0), batch)
         loss = sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in case.keys)
         routers = {}
-        if "experts" in case.spec and case.spec["experts"].aux_loss_coefficient:
+        if "routers" in case.spec and case.spec["routers"].aux_loss_coefficient:
             losses = router_losses(recorded, read_architecture(folders[case.folder]))
             loss = loss + len(recorded) * (AUX_COEFFICIENT * losses.aux_loss + Z_COEFFICIENT * losses.z_loss)
             routers = {
