@@ -109,6 +109,11 @@ def read_config[Config](
     """
     path = GIVEN if isinstance(source, Mapping) else str(source)
     layers = [*read_layers(source, overrides), *([] if options is None else [options])]
+    return _loaded(schema, path, layers)
+
+
+def _loaded[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Loaded[Config]:
+    """Merge the layers of a configuration, and collect what violates the schema. Raises as `read_config`."""
     kind = _kind_of(layers)
     if schema is RunConfig:
         schema = typing.cast(type[Config], _schema_of_kind(kind) or PPOConfig)
@@ -157,7 +162,7 @@ def read_config[Config](
 
     # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
     is_ppo_by_default = schema is PPOConfig and kind is None
-    if problems and is_ppo_by_default and _has_no_problems(SFTConfig, source, overrides, options):
+    if problems and is_ppo_by_default and _has_no_problems(SFTConfig, path, layers):
         hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
 
@@ -252,11 +257,9 @@ def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[s
     return replace(default, **given)
 
 
-def _has_no_problems(
-    schema: type, source: str | Path | Mapping[str, Any], overrides: Sequence[str], options: Layer | None
-) -> bool:
+def _has_no_problems(schema: type, path: str, layers: Sequence[Layer]) -> bool:
     try:
-        return not read_config(schema, source, overrides, options).problems
+        return not _loaded(schema, path, layers).problems
     except ConfigError:
         return False
 

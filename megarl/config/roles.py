@@ -124,7 +124,7 @@ class ModelRole:
         path_key: The configuration key that gives the folder.
         optim: Its optimizer. None for a frozen model.
         recomputation: What is recomputed in the backward pass.
-        routers: How the routers of a mixture-of-experts model are trained.
+        routers: How the routers of a mixture-of-experts model are trained (the section `experts`).
         lora: The adapters that train instead of its weights, if any.
         lora_path: The folder of the adapters to start from. None: new adapters.
         serves_adapters: Whether engines get the adapters separately, not merged.

@@ -267,13 +267,13 @@ class ActorSet:
 class Relays:
     """The relays of a large group (relay.py). Each has some consecutive ranks.
 
-    A call of an actor takes the driver half a millisecond of processor time, so it calls one for many ranks.
+    A call of an actor takes the driver half a millisecond of processor time, so the driver calls one relay
+    for many ranks.
 
     Args:
         handles: The processes by rank.
         construction: The construction of each of them.
-        bundles: Where they are.
-        ranks_per_relay: The number of ranks of a relay.
+        bundles: The places of the processes, by rank.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Relays:
         self._actors = [
             _start_relay(handles, construction, ranks, bundles[ranks[0]]) for ranks in self._ranks
         ]
-        self._next_numbers = [0] * len(self._actors)
+        self._numbers = [itertools.count() for _ in self._actors]
 
     def start(
         self,
@@ -305,9 +305,6 @@ class Relays:
         """Start a call by one message to each relay that has some of its ranks, and return it by rank.
 
         Args:
-            processes: The group's processes.
-            role: The role.
-            method: The method.
             plan: Which rank receives what.
             shared: The arguments of each part, with references of all that is not small.
             on_record: What is called when a rank has ended.
@@ -320,8 +317,7 @@ class Relays:
         calls = {}
         for index, own in part_of.items():
             actor = self._actors[index]
-            number = self._next_numbers[index]
-            self._next_numbers[index] += 1
+            number = next(self._numbers[index])  # one step, so that two threads never get the same
             # Send only the parts that ranks of this relay receive.
             parts = list(dict.fromkeys(own.values()))
             call = RelayedCall(

@@ -1,13 +1,12 @@
 """The table of what Megatron builds for each kind of layer part: options, modules, rotary embedding.
 
-Kinds that are not in the table have Megatron's modules for attention or a dense feed-forward. The table is in
-this package because config, planners and models, which have the other facts about kinds, load no torch.
+A row without entries leaves Megatron's modules. The table is in this package because config, planners and
+models, which have the other facts about kinds, load no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -25,9 +24,9 @@ from megarl.models.architecture import Architecture
 from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
-from megarl.models.layers import has_dense_layers, routing_layers
+from megarl.models.layers import VISION, has_dense_layers, routing_layers
 from megarl.models.part_kind import PartKind
-from megarl.models.trunk import ATTENTION, SINK_ATTENTION, WINDOWED_ATTENTION
+from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 
 
 def _nothing(*inputs: Any) -> dict[str, Any]:
@@ -45,7 +44,7 @@ class KindModules(NamedTuple):
         set_modules: Changes the specification of a layer with the kind. Takes Megatron's provider of
             Transformer Engine's classes, None for local layers.
         set_rotation: Replaces the rotary frequencies of a chunk, (rotary_dim / 2,) float32, and sets the
-            factor of cosine and sine.
+            factor of cosine and sine. It is called once for a chunk whose kinds share it.
     """
 
     config_class: type[TransformerConfig] | None = None
@@ -105,13 +104,12 @@ def _expert_options(
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
     }
 
-    # The CPU's fused activation is another one.
     if experts.clamp is not None:
         options |= {
             "activation_func": quick_gelu,
             "activation_func_clamp_value": experts.clamp,
             "glu_linear_offset": 1.0,
-            "bias_activation_fusion": not on_cpu,
+            "bias_activation_fusion": not on_cpu,  # the CPU's fused activation is another one
         }
     return options
 
@@ -141,8 +139,8 @@ def _attention(set_modules: Callable[[ModuleSpec, Architecture, Any], Any] = _no
 # The mixer of a layer sets its modules before the feed-forward does.
 MODULES: dict[PartKind, KindModules] = {
     ATTENTION: _attention(),
-    SINK_ATTENTION: _attention(partial(sinks.set_modules, has_sinks=True)),
-    WINDOWED_ATTENTION: _attention(partial(sinks.set_modules, has_sinks=False)),
+    SINK_ATTENTION: _attention(sinks.set_modules),
+    WINDOWED_ATTENTION: _attention(sinks.set_modules),
     LATENT_ATTENTION: KindModules(
         config_class=MLATransformerConfig,
         options=lambda architecture, *build: latent_attention.latent_options(architecture),
@@ -153,10 +151,7 @@ MODULES: dict[PartKind, KindModules] = {
         options=lambda architecture, *build: delta_net.delta_options(architecture),
         set_modules=delta_net.set_modules,
     ),
+    MLP: KindModules(),
     EXPERTS: KindModules(options=_expert_options, set_modules=_set_experts),
+    VISION: KindModules(),
 }
-
-
-def modules_of(kind: PartKind) -> KindModules:
-    """Return what Megatron builds for a kind."""
-    return MODULES.get(kind, KindModules())

@@ -1,7 +1,8 @@
 """Choose the modules of a decoder: Transformer Engine's, or Megatron's with the local layers of `layers`.
 
-Transformer Engine's modules hold some parameters in other places. Only this file knows that: everywhere else
-a parameter has the name that it has in the local layers.
+Transformer Engine's modules hold some parameters in other places. Only this file and the
+modules of kinds (layer_kinds.py) know that: everywhere else a parameter has the name that it has in the local
+layers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
-from megarl.engine.layer_kinds import modules_of
+from megarl.engine.layer_kinds import MODULES
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedDeepstackLayer, RoutedLayer
 from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms, submodules_of
@@ -125,7 +126,7 @@ def _specs_of_kinds(
     for kinds in dict.fromkeys(map(_kinds, layers_of(architecture))):
         spec = make(config, any(kind.routes_tokens for kind in kinds))
         for kind in kinds:
-            modules_of(kind).set_modules(spec, architecture, provider)
+            MODULES[kind].set_modules(spec, architecture, provider)
         set_norms(spec, architecture, norm)
         if not architecture.norms.before:
             drop_norms_before_blocks(spec, _column_parallel_linear(layers))
@@ -179,7 +180,7 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     attention = modules.self_attention.submodules
     attention.core_attention = AttentionCore
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
+    if config.qk_layernorm and not config.multi_latent_attention:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
 
     return layer

@@ -23,7 +23,7 @@ from torch import Tensor
 from megarl.config.schema import CPCommType, Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from megarl.engine.expert_biases import finish as finish_expert_biases
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.layer_kinds import modules_of
+from megarl.engine.layer_kinds import MODULES
 from megarl.engine.layer_specs import (
     block_spec,
     canonical_name,
@@ -72,7 +72,7 @@ def transformer_config(
     )
 
     # What kinds of layers change comes last.
-    kinds = [modules_of(kind) for kind in kinds_of(architecture)]
+    kinds = [MODULES[kind] for kind in kinds_of(architecture)]
     for kind in kinds:
         own |= kind.options(architecture, parallel, layers, on_cpu)
     config_class = next(filter(None, (kind.config_class for kind in kinds)), TransformerConfig)
@@ -148,7 +148,7 @@ def _fusion_options(architecture: Architecture, layers: Layers, on_cpu: bool) ->
 
 
 def _activation(architecture: Architecture, *, on_cpu: bool) -> Callable[[Tensor], Tensor]:
-    """Return the activation of a gate.
+    """Return the activation of a gate, unless a kind of layer replaces it (experts with a clamp).
 
     Megatron computes the tanh approximation if GELU is fused with the product of gate and up.
     """
@@ -255,8 +255,9 @@ class ModelChunk(GPTModel):
         frequencies = inverse_frequencies(
             architecture.rotary_dim, architecture.rope_theta, architecture.rope_scaling
         )
-        for kind in kinds_of(architecture):
-            modules_of(kind).set_rotation(self, architecture, frequencies)
+        # Kinds of attention share one function, which sets the whole chunk.
+        for set_rotation in dict.fromkeys(MODULES[kind].set_rotation for kind in kinds_of(architecture)):
+            set_rotation(self, architecture, frequencies)
         if self.pre_process and architecture.embedding_scale != 1:
             scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
             self.embedding.register_forward_hook(lambda module, inputs, output: output * scale)

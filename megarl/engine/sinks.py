@@ -41,7 +41,6 @@ class SinkAttention(torch.nn.Module):
         layer_number: int,
         *unused_arguments: Any,
         architecture: Architecture,
-        has_sinks: bool,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
         **unused: Any,
@@ -56,7 +55,7 @@ class SinkAttention(torch.nn.Module):
         self.tensor_group = pg_collection.tp
         self.softmax_offset: torch.nn.Parameter | None = None
 
-        if has_sinks:
+        if architecture.has_sinks:
             heads = config.num_attention_heads // self.tensor_group.size()
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
@@ -119,10 +118,10 @@ class SinkAttention(torch.nn.Module):
         )
 
 
-def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any, *, has_sinks: bool) -> None:
+def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) -> None:
     """Replace the core of attention: no other one has sinks and windows for shared prompts."""
     attention = submodules_of(layer).self_attention.submodules
-    attention.core_attention = partial(SinkAttention, architecture=architecture, has_sinks=has_sinks)
+    attention.core_attention = partial(SinkAttention, architecture=architecture)
 
 
 def _equal_sequences(count: int, length: int, device: torch.device) -> Sequences:

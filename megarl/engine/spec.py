@@ -39,6 +39,7 @@ class ModelSpec:
         optim: The optimizer. None: the model is frozen.
         total_optimizer_steps: The end of the learning-rate decay.
         recomputation: What is recomputed in the backward pass.
+        routers: How the routers of a mixture-of-experts model are trained (the section `experts`).
         lora_path: The folder of the adapters to start from, in PEFT's format. None: new adapters.
         runs_base: Whether the model also runs without its adapters, as another role.
         pushes_adapters: Whether engines get the adapters separately, not merged.

@@ -233,9 +233,10 @@ class StartedProgram:
 
     def finished(self, said: Said, status: int) -> Finished:
         """Build the result. Raises SandboxError if the program did not begin."""
+        everything, complaints, ended = said
         room = self._limits.output_kb * 1024
-        output, errors = (stream[:room].decode(errors="replace") for stream in said[:2])
-        finished = Finished(output, errors, status, said[2])
+        output, errors = (stream[:room].decode(errors="replace") for stream in (everything, complaints))
+        finished = Finished(output, errors, status, ended)
 
         if not self._has_begun:
             raise SandboxError(

@@ -139,7 +139,7 @@ class FirstRatioCheck:
     """
 
     def __init__(self, dtype: DType) -> None:
-        self._of_mean, self._of_extreme = _TOLERANCES[dtype]
+        self._mean_tolerance, self._token_tolerance = _TOLERANCES[dtype]  # in nats
         self._passed = False
 
     def __call__(self, metrics: Mapping[str, float]) -> None:
@@ -157,14 +157,14 @@ class FirstRatioCheck:
         low = metrics["actor/ratio_min"]
         high = metrics["actor/ratio_max"]
         mean = metrics["actor/approx_kl"]
-        limit = math.exp(self._of_extreme)
+        limit = math.exp(self._token_tolerance)
         near = 1 / limit <= low and high <= limit
 
-        if not (near and abs(mean) <= self._of_mean):  # rejects NaN as well
+        if not (near and abs(mean) <= self._mean_tolerance):  # rejects NaN as well
             raise FirstRatioError(
                 f"the first update's ratios of new to old probabilities are {low:.6g} to {high:.6g}, mean "
                 f"log-prob difference {mean:.3g}, but the policy has not changed since it was scored: they "
-                f"must be in [{1 / limit:.4g}, {limit:.4g}], the mean within {self._of_mean:g} of 0. "
+                f"must be in [{1 / limit:.4g}, {limit:.4g}], the mean within {self._mean_tolerance:g} of 0. "
                 "Likely causes:" + "".join(f"\n  - {cause}" for cause in _CAUSES_OF_RATIOS)
             )
 

@@ -240,7 +240,6 @@ class MegatronWorker(WeightExport):
 
         Args:
             part: This replica's rows.
-            loss: The loss.
             with_scores: Also return the model's outputs for the rows before the step; otherwise the scores
                 are empty.
 

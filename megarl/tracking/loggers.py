@@ -1,6 +1,7 @@
 """Loggers for metrics: console, JSON lines, TensorBoard, services, Prometheus and OpenTelemetry.
 
-A logger that fails warns once and never ends a run. A run that resumes or starts over cuts their files.
+A logger that fails warns once and never ends a run. A run that resumes cuts the
+logs after its checkpoint (`cut_after`).
 """
 
 from __future__ import annotations
@@ -297,7 +298,8 @@ class Tracker:
 def cut_after(output_dir: Path, step: int) -> None:
     """Remove everything logged after `step`, and a partial line left by a kill.
 
-    Each file is replaced atomically.
+    Each file is replaced atomically. Event files of TensorBoard stay: the next one names the step from which
+    it replaces them (`TrackedRun.resumed_after`).
 
     Raises:
         ValueError: A file has a damaged line before its end.

@@ -1,6 +1,6 @@
 """Observe the steps of a run: slow ranks, profiler traces, and predicted times.
 
-Each is called by the monitor (monitor.py).
+megarl/cli/run/session.py passes their methods to the monitor (monitor.py), which calls them in each step.
 """
 
 from __future__ import annotations

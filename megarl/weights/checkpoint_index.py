@@ -42,7 +42,7 @@ class TensorInFile:
         shape: The shape of the tensor.
         dtype: The dtype as the format names it, such as BF16.
         packing: The format of a packed tensor, whose shape and dtype are those that it is read with.
-        scales: The scales of a packed tensor.
+        scales: The scales of a packed tensor. None exactly if `packing` is.
     """
 
     file: Path
@@ -174,6 +174,7 @@ def _packed(
 
 def _stored_names(name: str, stored: TensorInFile) -> tuple[str, str]:
     """Return the names of the values and of the scales of a packed tensor."""
+    assert stored.packing is not None
     if stored.packing is Packing.mxfp4:
         return name + BLOCKS, name + SCALES
     return name, scale_name(name)

@@ -102,14 +102,14 @@ class RankExport(NamedTuple):
     Attributes:
         sends: What it sends, by other ranks.
         receives: What it receives, by source rank. It may be a source itself.
-        writes: The windows of the files that it writes, in order.
+        file_windows: The windows of the files that it writes, in order.
         num_rounds: The number of rounds of the export.
         dtype: The dtype of the messages and of most tensors.
     """
 
     sends: TransferSchedules
     receives: TransferSchedules
-    writes: tuple[Window, ...]
+    file_windows: tuple[Window, ...]
     num_rounds: int
     dtype: torch.dtype
 
@@ -120,13 +120,13 @@ class ExportPlan:
 
     Attributes:
         files: The files of the folder.
-        writes: The windows of the files, by the rank that writes them.
+        file_windows: The windows of the files, by the rank that writes them.
         transfer: What ranks send to each other; sources and targets are ranks.
         dtype: The dtype of the messages and of most tensors.
     """
 
     files: tuple[FilePlan, ...]
-    writes: Mapping[int, tuple[Window, ...]]
+    file_windows: Mapping[int, tuple[Window, ...]]
     transfer: TransferPlan
     dtype: torch.dtype
 
@@ -137,7 +137,7 @@ class ExportPlan:
         return RankExport(
             sends,
             self.transfer.of_target(rank),
-            self.writes.get(rank, ()),
+            self.file_windows.get(rank, ()),
             self.transfer.num_rounds,
             self.dtype,
         )

@@ -402,8 +402,7 @@ def pack(regions: Iterable[torch.Tensor], flat: torch.Tensor, are_computed: bool
     """Copy regions to flat memory, one after another.
 
     Args:
-        regions: The elements.
-        flat: Where they are copied to; it has at least as many elements.
+        flat: Memory of at least as many elements.
         are_computed: Whether regions are computed when they are asked for, so that each is freed before the
             next one.
     """

@@ -110,7 +110,7 @@ def _kill_raylet(scene: Scene) -> None:
 
 
 def _kill_rank_twice(scene: Scene) -> None:
-    """Kill the rank on a node, and the next one that starts there. A run that the first has ended starts none."""
+    """Kill the rank on a node, and the next one that starts there, unless the first loss has ended the run."""
     _rank_on(scene).kill()
     with suppress(TimeoutError):
         time.sleep(_RANK_START_S)

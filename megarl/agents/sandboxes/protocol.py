@@ -100,8 +100,9 @@ class Sandbox(ABC):
             ValueError: It does not exist, is no file, or is larger than FILE_BYTES.
         """
 
+    @abstractmethod
     async def close(self) -> None:
-        """End all processes and remove all files. May be called again."""
+        """End all processes and remove all files. May be called again. This part closes the relay."""
         if self._relay is not None:
             await self._relay.close()
 

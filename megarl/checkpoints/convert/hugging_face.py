@@ -137,13 +137,13 @@ def _stored_pieces(
                 continue
             open_whole = _opener(index, starts, read.tensors[number])
             dtypes[piece.hf_name] = TORCH_DTYPES[index.tensors[stored_piece.hf_name].dtype]
-            for shard, stored in stored_piece.matches(common):
+            for shard, source in stored_piece.matches(common):
                 ((_, place),) = piece.matches(shard)
                 pieces.setdefault(piece.hf_name, []).append(
                     StoredPiece(
                         place=place,
                         open=partial(
-                            _open_other, open_whole, stored_piece, stored, shard.shape, piece, place
+                            _open_other, open_whole, stored_piece, source, shard.shape, piece, place
                         ),
                     )
                 )
@@ -204,13 +204,13 @@ def _open_unpacked(
 def _open_other(
     open_whole: Callable[[], Elements],
     stored_piece: Piece,
-    stored: TensorSlice,
+    source: TensorSlice,
     shape: tuple[int, ...],
     piece: Piece,
     place: TensorSlice,
 ) -> torch.Tensor:
-    """Read elements, which are the slice `stored` in the file and have `shape` in the parameter."""
-    elements = open_whole()[stored.index]
+    """Read elements, which are the slice `source` in the file and have `shape` in the parameter."""
+    elements = open_whole()[source.index]
     if stored_piece.rearrangement is not None:
         elements = elements.permute(stored_piece.rearrangement.order).reshape(shape)
     return piece.in_hf_order(elements, place)

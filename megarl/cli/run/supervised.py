@@ -41,7 +41,7 @@ _HELD_OUT = "data.val_files"
 
 
 def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
-    """Train on conversations, and return 0 at the end or 143 after SIGTERM.
+    """Run `megarl sft`: train on conversations, and return 0 at the end or 143 after SIGTERM.
 
     Raises:
         ValueError: The configuration, model or data is invalid. Raised before any process is started.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from typing import Literal
 
 from megarl.config.schema import Transport
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
@@ -327,7 +328,7 @@ class TransferSession:
         call = self._source.group.call_rank
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, list[WorkerFuture[None]]] = {}
-        transport = "delta" if self.sends_changes else "group"
+        transport: Literal["delta", "group"] = "delta" if self.sends_changes else "group"
 
         for number, replica in replicas.items():
             # The first sender is rank 0 of the process group and reserves the port where all members meet.

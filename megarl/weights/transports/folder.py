@@ -64,7 +64,7 @@ class FolderTransfer(PipelinedTransfer):
         self.peak = PeakMemory(shards.device)
         self._output = _Output(folder, durable)
         receive_buffer = (
-            _FolderReceiveBuffer(rank, part, self._output, shards.device) if part.writes else None
+            _FolderReceiveBuffer(rank, part, self._output, shards.device) if part.file_windows else None
         )
         sends = PeerTransfers(part.sends)
 
@@ -87,17 +87,17 @@ class _FolderReceiveBuffer(ReceiveBuffer):
     def __init__(self, rank: int, part: RankExport, output: _Output, device: torch.device) -> None:
         self.sources = PeerTransfers(part.receives)
         self.own = rank if rank in self.sources.schedules else None
-        self._windows = part.writes
+        self._windows = part.file_windows
         self._output = output
         self._round_buffers = torch.empty(2, self.sources.largest, dtype=part.dtype, device=device)
         self._buffers = torch.empty(
-            NUM_WINDOWS, max(window.numel for window in part.writes), dtype=part.dtype, device=device
+            NUM_WINDOWS, max(window.numel for window in part.file_windows), dtype=part.dtype, device=device
         )
         self.nbytes = self._round_buffers.nbytes + self._buffers.nbytes
 
         # The number of elements before each round.
         self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))
-        self._ends = list(accumulate(window.numel for window in part.writes))
+        self._ends = list(accumulate(window.numel for window in part.file_windows))
         self._writes: deque[Future[None]] = deque()
         self._num_written = 0
         self._failure: BaseException | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ class Endpoint(NamedTuple):
         device: The name of an engine rank's device in the plan, if it reads IPC buffers.
     """
 
-    transport: str
+    transport: Literal["device", "group", "delta", "patch_folder"]
     address: P2PAddress | IPCAddress | None = None
     rank: int = 0
     device: str = ""

@@ -170,9 +170,9 @@ def test_a_command_that_fails_has_no_reward(kind: str) -> None:
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     program = """
 import subprocess
-child = subprocess.Popen(["sleep", "60"])
+child = subprocess.Popen(["sleep", "600"])
 open(sys.argv[1], "w").write(str(child.pid))
-time.sleep(60)
+time.sleep(600)
 """
     file = tmp_path / "child"
     ended, _ = played(command(program, str(file), time_limit_s=10.0))

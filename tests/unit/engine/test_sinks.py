@@ -73,7 +73,6 @@ def attended(window: int, is_padded: bool) -> float:
         ),  # type: ignore[arg-type]
         layer_number=1,
         architecture=replace(example_architecture("gpt_oss"), windows=(window,)),
-        has_sinks=True,
         softmax_scale=SCALE,
         pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
     )

@@ -68,10 +68,10 @@ def test_each_writer_gets_its_windows_one_after_another(name: str) -> None:
     for export in exports_of(LAYOUTS[name]):
         plan = export.plan()
         max_numel = export.message_bytes // export.dtype.itemsize
-        assert sum(window.numel for windows in plan.writes.values() for window in windows) == sum(
+        assert sum(window.numel for windows in plan.file_windows.values() for window in windows) == sum(
             prod(meta.shape) for file in plan.files for meta in file.manifest.values()
         )
-        for writer, windows in plan.writes.items():
+        for writer, windows in plan.file_windows.items():
             check_windows(plan, writer)
             assert max(window.numel for window in windows) <= max_numel
         for rank in range(export.cut.num_ranks):
@@ -83,7 +83,7 @@ def test_each_writer_gets_its_windows_one_after_another(name: str) -> None:
 def check_windows(plan: ExportPlan, writer: int) -> None:
     """Check that each round's elements tile the slices of one window after another."""
     number = 0
-    for window in plan.writes[writer]:
+    for window in plan.file_windows[writer]:
         arrived: dict[str, list[TensorSlice]] = defaultdict(list)
         while (
             sum(tensor_slice.volume for slices in arrived.values() for tensor_slice in slices) < window.numel
@@ -110,7 +110,9 @@ def test_the_ranks_of_the_first_copy_of_a_stage_write_in_turns() -> None:
     """Ranks are ordered tensor, data, pipeline: the first copies of the two stages are ranks 0, 1 and 4, 5."""
     export = Export(Cut(tensor=2, data=2, pipeline=2), "llama", False, 700, max_file_bytes=15_000)
     plan = export.plan()
-    writers = {window.file.name: writer for writer, windows in plan.writes.items() for window in windows}
+    writers = {
+        window.file.name: writer for writer, windows in plan.file_windows.items() for window in windows
+    }
     of_stages = [[writers[file.name] for file in plan.files if file.stage == stage] for stage in (0, 1)]
     assert of_stages == [[0, 1, 0, 1], [4, 5, 4, 5]]
 
