@@ -24,8 +24,8 @@ STACKS_FOLDER = "stacks"  # what each rank was doing when a call hung
 STATUS_FILE = "status.json"  # current state of the run
 REPORT_FILE = "report.html"
 SCALE_FILE = "scale.json"  # how many replicas `megarl scale` asks for
-_REPLICAS = "num_replicas"
-MOST_REPLICAS = 10_000
+_COUNT = "num_replicas"
+MOST_COUNT = 10_000
 
 
 def check_run_folder(output_dir: Path) -> None:
@@ -57,7 +57,7 @@ def writing(output_dir: Path) -> Generator[None]:
 
 def ask_for(run_dir: Path, num_replicas: int) -> None:
     """Write the request, replacing an earlier one. Raises OSError."""
-    write_whole(run_dir / SCALE_FILE, json.dumps({_REPLICAS: num_replicas}) + "\n")
+    write_whole(run_dir / SCALE_FILE, json.dumps({_COUNT: num_replicas}) + "\n")
 
 
 def take_request(run_dir: Path) -> int | None:
@@ -79,10 +79,10 @@ def take_request(run_dir: Path) -> int | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error}); `megarl scale` writes it") from error
 
-    number = values.get(_REPLICAS) if isinstance(values, dict) else None
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_REPLICAS:
+    number = values.get(_COUNT) if isinstance(values, dict) else None
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_COUNT:
         raise ValueError(
-            f"{path}: {_REPLICAS} is {number!r}, but must be in [1, {MOST_REPLICAS}]; `megarl scale` writes it"
+            f"{path}: {_COUNT} is {number!r}, but must be in [1, {MOST_COUNT}]; `megarl scale` writes it"
         )
 
     return number
