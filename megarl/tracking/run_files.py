@@ -25,7 +25,7 @@ STATUS_FILE = "status.json"  # current state of the run
 REPORT_FILE = "report.html"
 SCALE_FILE = "scale.json"  # how many replicas `megarl scale` asks for
 _COUNT = "num_replicas"
-MOST_COUNT = 10_000
+MOST_REPLICAS = 10_000
 
 
 def check_run_folder(output_dir: Path) -> None:
@@ -80,9 +80,9 @@ def take_request(run_dir: Path) -> int | None:
         raise ValueError(f"{path}: is not JSON ({error}); `megarl scale` writes it") from error
 
     number = values.get(_COUNT) if isinstance(values, dict) else None
-    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_COUNT:
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_REPLICAS:
         raise ValueError(
-            f"{path}: {_COUNT} is {number!r}, but must be in [1, {MOST_COUNT}]; `megarl scale` writes it"
+            f"{path}: {_COUNT} is {number!r}, but must be in [1, {MOST_REPLICAS}]; `megarl scale` writes it"
         )
 
     return number
