@@ -80,15 +80,15 @@ def _expert_options(
     (see moe_router.py).
     """
     experts = experts_of(architecture)
-    groups = experts.groups
+    num_groups, num_selected_groups = experts.groups or (None, None)
     sparse_layers = routing_layers(architecture)
     options: dict[str, Any] = {
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.num_experts_per_tok,
         "moe_router_score_function": experts.score.value,
         "moe_router_pre_softmax": not experts.norm_topk_prob,
-        "moe_router_num_groups": groups.num_groups if groups else None,
-        "moe_router_group_topk": groups.num_selected if groups else None,
+        "moe_router_num_groups": num_groups,
+        "moe_router_group_topk": num_selected_groups,
         "moe_router_topk_scaling_factor": experts.scaling_factor if experts.scaling_factor != 1 else None,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",

@@ -35,7 +35,7 @@ from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norm
 from megarl.engine.vision import DeepstackLayer
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.models.layers import KINDS, LayerPart, layers_of, num_image_layers, routes_tokens
+from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
 from megarl.models.mapping import EXPERT
 from megarl.models.part_kind import NORM_BEFORE, PartKind
 
@@ -92,7 +92,7 @@ def block_spec(
     layer_specs = [specs[_kinds(every[layer])] for layer in held]
 
     # The first layers add features of images to their outputs, which the first stage has.
-    num_deepstack = num_image_layers(architecture)
+    num_deepstack = architecture.num_image_layers
     if num_deepstack and first == 0 and len(held) < num_deepstack:
         raise ValueError(
             f"the first (virtual) pipeline stage has {counted(len(held), 'layer')}, but features of images "

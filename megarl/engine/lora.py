@@ -95,14 +95,14 @@ class LinearAdapters(torch.nn.Module):
         self._parts: list[tuple[str | None, int]] = []  # (adapter, outputs of this rank) of each projection
 
         for tensor in weight.tensors:
-            names = parameter_names(weight.megatron_name, tensor.name)
+            a, b = parameter_names(weight.megatron_name, tensor.name)
             has_all_outputs = self._shards_inputs or self._is_replicated
             outputs = tensor.shape[0] // (1 if has_all_outputs else self._size)
-            if names.a not in shapes:
+            if a not in shapes:
                 self._parts.append((None, outputs))
                 continue
-            name = names.a.split(".")[-2]
-            adapter = ProjectionAdapter(shapes[names.a], shapes[names.b], linear.weight.detach())
+            name = a.split(".")[-2]
+            adapter = ProjectionAdapter(shapes[a], shapes[b], linear.weight.detach())
             self._mark(adapter, linear.weight)
             self.add_module(name, adapter)
             self._parts.append((name, outputs))
@@ -198,7 +198,7 @@ def add_adapters(
 
 
 def _has_adapters(weight: Weight, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    return any(parameter_names(weight.megatron_name, tensor.name).a in shapes for tensor in weight.tensors)
+    return any(parameter_names(weight.megatron_name, tensor.name)[0] in shapes for tensor in weight.tensors)
 
 
 def _adding(switch: AdapterSwitch) -> Callable[..., tuple[Tensor, Any]]:

@@ -209,13 +209,13 @@ def set_local_rotation(layers: Iterable[Any], architecture: Architecture, like: 
     """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    local = architecture.local_rope
-    assert local is not None
+    assert architecture.local_rope is not None
+    theta, scaling = architecture.local_rope
     on_cpu = like.inv_freq.device.type == "cpu"
     rotation = RotaryEmbedding(
         architecture.rotary_dim, rotary_percent=1.0, use_cpu_initialization=on_cpu, cp_group=like.cp_group
     )
-    frequencies = inverse_frequencies(architecture.rotary_dim, local.theta, local.scaling)
+    frequencies = inverse_frequencies(architecture.rotary_dim, theta, scaling)
     rotation.inv_freq = frequencies.to(like.inv_freq.device)
 
     def with_local_angles(
@@ -229,7 +229,7 @@ def set_local_rotation(layers: Iterable[Any], architecture: Architecture, like: 
     for layer in layers:
         if window_of(architecture, layer.layer_number - 1):
             attention = layer.self_attention
-            attention._yarn_concentration_factor = attention_factor(local.scaling)
+            attention._yarn_concentration_factor = attention_factor(scaling)
             attention.register_forward_pre_hook(with_local_angles, with_kwargs=True)
 
 

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from megarl.models.architecture import Architecture, LoRA
 from megarl.models.mapping import Cut, MappingRow
@@ -39,17 +38,10 @@ OUTPUT_MODULE = "lm_head"
 SAVED_MODULES = (EMBEDDING_MODULE, OUTPUT_MODULE)
 
 
-class AdapterNames(NamedTuple):
-    """The Hugging Face names of the two matrices of a projection's adapter."""
-
-    a: str
-    b: str
-
-
-def adapter_names(projection: str) -> AdapterNames:
-    """Return the names of the adapter of a projection's weight, such as `....q_proj.weight`."""
+def adapter_names(projection: str) -> tuple[str, str]:
+    """Return the names of A and B for the name of a projection's weight, such as `....q_proj.weight`."""
     stem = projection.removesuffix(_SUFFIX)
-    return AdapterNames(f"{stem}.lora_A{_SUFFIX}", f"{stem}.lora_B{_SUFFIX}")
+    return f"{stem}.lora_A{_SUFFIX}", f"{stem}.lora_B{_SUFFIX}"
 
 
 def is_adapter(name: str) -> bool:
@@ -57,8 +49,8 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".lora_A{_SUFFIX}", f".lora_B{_SUFFIX}"))
 
 
-def parameter_names(linear: str, projection: str) -> AdapterNames:
-    """Return the Megatron names of the adapter of a projection.
+def parameter_names(linear: str, projection: str) -> tuple[str, str]:
+    """Return the Megatron names of A and B of the adapter of a projection.
 
     Args:
         linear: The Megatron name of the linear layer's weight.
@@ -66,7 +58,7 @@ def parameter_names(linear: str, projection: str) -> AdapterNames:
     """
     module = projection.removesuffix(_SUFFIX).rpartition(".")[2]
     prefix = f"{linear.removesuffix(_SUFFIX)}{ADAPTER}{module}"
-    return AdapterNames(f"{prefix}.a", f"{prefix}.b")
+    return f"{prefix}.a", f"{prefix}.b"
 
 
 @lru_cache(maxsize=64)
@@ -115,24 +107,24 @@ def module_of(name: str) -> str:
 
 def _pair(row: MappingRow, name: str, dims: str) -> tuple[MappingRow, MappingRow]:
     outputs, inputs = dims.split()
-    megatron = parameter_names(row.megatron, name)
-    stored = adapter_names(name)
+    megatron_a, megatron_b = parameter_names(row.megatron, name)
+    stored_a, stored_b = adapter_names(name)
 
     # The product B A is split as its weight is: by outputs in B, or by inputs in A. All ranks have the other
     # factor.
     has_sharded_outputs = row.cut in _WITH_SHARDED_OUTPUTS
     a = MappingRow(
-        megatron=megatron.a,
+        megatron=megatron_a,
         place=row.place,
         cut=Cut.replicated if has_sharded_outputs else row.cut,
-        tensors=((stored.a, f"r {inputs}"),),
+        tensors=((stored_a, f"r {inputs}"),),
         applies=row.applies,
     )
     b = MappingRow(
-        megatron=megatron.b,
+        megatron=megatron_b,
         place=row.place,
         cut=Cut.column if has_sharded_outputs else Cut.replicated,
-        tensors=((stored.b, f"{outputs} r"),),
+        tensors=((stored_b, f"{outputs} r"),),
         applies=row.applies,
     )
 

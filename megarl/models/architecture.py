@@ -38,22 +38,6 @@ class RouterScore(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertGroups:
-    """Group-limited selection: a token first selects groups of experts, then experts of these groups.
-
-    The score of a group is the sum of its two best experts (DeepSeek-AI 2024, arXiv 2412.19437, section
-    2.1.2).
-
-    Attributes:
-        num_groups: The number of groups of equal size, in the order of the experts.
-        num_selected: The number of groups that a token selects.
-    """
-
-    num_groups: int
-    num_selected: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class YarnScaling:
     """YaRN (`rope_type: yarn`, Peng et al. 2023).
 
@@ -98,7 +82,9 @@ class Experts:
         score: How a router scores experts.
         has_selection_bias: Whether a float32 bias of each expert is added to its score when experts are
             selected. The weights of selected experts are computed from the scores without it.
-        groups: The groups of a group-limited selection, None if all experts compete.
+        groups: The number of groups of equal size, in the order of the experts, and how many of them a token
+            selects before it selects experts of these groups; None if all experts compete. The score of a
+            group is the sum of its two best experts (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
         scaling_factor: Multiplies the weights of the selected experts.
         has_shared_gate: Whether a learned gate scales the output of the shared expert.
         clamp: The limit L of the activation min(g, L) sigmoid(1.702 min(g, L)) (clamp(u, -L, L) + 1) of gate
@@ -113,7 +99,7 @@ class Experts:
     layers: tuple[int, ...]
     score: RouterScore = RouterScore.softmax
     has_selection_bias: bool = False
-    groups: ExpertGroups | None = None
+    groups: tuple[int, int] | None = None
     scaling_factor: float = 1.0
     has_shared_gate: bool = False
     clamp: float | None = None
@@ -192,14 +178,6 @@ class QKNorm(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalRope:
-    """The rotary embedding of layers with a sliding window, if it differs from that of the other layers."""
-
-    theta: float
-    scaling: RopeScaling | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeltaNet:
     """Gated delta nets, which replace the attention of some layers (Yang et al. 2025, arXiv 2412.06464).
 
@@ -231,6 +209,24 @@ class DeltaNet:
     def value_dim(self) -> int:
         """The size of all values."""
         return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> list[int]:
+        """The sizes of queries, keys and values, which the convolution sees."""
+        return [self.key_dim, self.key_dim, self.value_dim]
+
+    @property
+    def parts(self) -> list[int]:
+        """The parts of the input projection: queries, keys, values, gates, and twice the value heads."""
+        return [*self.channels, self.value_dim, self.num_value_heads, self.num_value_heads]
+
+    def over(self, ranks: int) -> DeltaNet:
+        """Return the sizes of one of several ranks among which the heads are distributed."""
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // ranks,
+            num_value_heads=self.num_value_heads // ranks,
+        )
 
     def letters(self, num_heads: int) -> dict[str, int]:
         return {
@@ -297,7 +293,8 @@ class Architecture:
     with the queries. The norm inside a gated delta net is never zero-centered.
     `qk_norm_kind` has no effect without `qk_norm`. `softmax_scale` multiplies the products of queries and
     keys; None: one over the square root of `head_dim`. `embedding_scale` multiplies embedded tokens, rounded
-    to the dtype of the model. Layers of `layers_without_rope` do not rotate queries and keys.
+    to the dtype of the model. Layers of `layers_without_rope` do not rotate queries and keys. `local_rope` is
+    the base frequency and the scaling of layers with a sliding window, if those of other layers differ.
 
     With `index_topk`, attention is sparse: a token attends to that many keys, which an indexer selects
     (DeepSeek-AI 2025, DeepSeek-V3.2). megarl has no indexers, so rows must have at most that many tokens, all
@@ -336,7 +333,7 @@ class Architecture:
     has_output_gate: bool = False
     norms: BlockNorms = BlockNorms()
     qk_norm_kind: QKNorm = QKNorm.head
-    local_rope: LocalRope | None = None
+    local_rope: tuple[float, RopeScaling | None] | None = None
     layers_without_rope: tuple[int, ...] = ()
     embedding_scale: float = 1.0
     softmax_scale: float | None = None
@@ -363,6 +360,11 @@ class Architecture:
         return (
             positions if self.index_topk is None else min(positions, RowLimit(self.index_topk, "index_topk"))
         )
+
+    @property
+    def num_image_layers(self) -> int:
+        """The number of first layers to whose outputs features of images are added."""
+        return len(self.vision.deepstack_blocks) if self.vision else 0
 
     @property
     def value_dim(self) -> int:

@@ -24,8 +24,7 @@ class ParameterCount(NamedTuple):
         dense: All parameters except experts, including routers and shared experts.
         of_experts: The parameters of the experts that a router selects from.
         replicated: The part of `dense` in the layers and after them that each tensor-parallel rank has a copy
-            of, such as norms, routers and the down projections of latent attention. It is 0 if the whole
-            model is counted.
+            of, such as norms, routers and the down projections of latent attention.
     """
 
     dense: int
@@ -94,8 +93,9 @@ def rank_parameters(
     expert_tensor_parallel_size: int,
     with_value_head: bool = False,
     trained_only: bool = False,
+    pads_vocabulary: bool = True,
 ) -> ParameterCount:
-    """Count the parameters that one rank of a pipeline stage holds, including vocabulary padding rows.
+    """Count the parameters that one rank of a pipeline stage holds.
 
     Args:
         architecture: The model. The sizes below must divide it.
@@ -107,9 +107,11 @@ def rank_parameters(
         expert_tensor_parallel_size: The number of ranks that shard each expert.
         with_value_head: Whether the output layer is a value head.
         trained_only: Whether to leave out parameters that are frozen.
+        pads_vocabulary: Whether to include the rows that pad the vocabulary.
     """
-    vocab_size = padded_vocab_size(architecture.vocab_size, tensor_parallel_size)
-    sizes = dimension_sizes(architecture) | {"V": vocab_size}
+    sizes = dimension_sizes(architecture)
+    if pads_vocabulary:
+        sizes = sizes | {"V": padded_vocab_size(architecture.vocab_size, tensor_parallel_size)}
     num_experts = architecture.num_experts // expert_parallel_size
     dense = 0
     of_experts = 0
@@ -139,24 +141,20 @@ def rank_parameters(
     return ParameterCount(dense, of_experts, replicated)
 
 
-@lru_cache(maxsize=64)
 def _whole(architecture: Architecture, with_value_head: bool, trained_only: bool) -> ParameterCount:
     """Count the parameters of the whole model, without padding."""
-    sizes = dimension_sizes(architecture)
-    layers = range(architecture.num_hidden_layers)
-    dense = 0
-    of_experts = 0
-
-    for row in _counted(architecture, with_value_head, trained_only):
-        size = _row_size(row, sizes)
-        if row.place is StagePlacement.expert:
-            of_experts += size * architecture.num_experts * _num_layers(row, architecture, layers)
-        elif row.place is StagePlacement.layer:
-            dense += size * _num_layers(row, architecture, layers)
-        elif not row.is_copy:
-            dense += size
-
-    return ParameterCount(dense, of_experts)
+    return rank_parameters(
+        architecture,
+        layers=tuple(range(architecture.num_hidden_layers)),
+        is_first_stage=True,
+        is_last_stage=True,
+        tensor_parallel_size=1,
+        expert_parallel_size=1,
+        expert_tensor_parallel_size=1,
+        with_value_head=with_value_head,
+        trained_only=trained_only,
+        pads_vocabulary=False,
+    )
 
 
 def _counted(architecture: Architecture, with_value_head: bool, trained_only: bool) -> Iterator[MappingRow]:

@@ -1,31 +1,39 @@
-"""DeepSeek-V3, R1 and V3.1, and models published as that class: Kimi-K2 and Moonlight."""
+"""DeepSeek-V3, R1 and V3.1, models published as that class (Kimi-K2 and Moonlight), DeepSeek-V3.2 and GLM-5.
+
+The last two have sparse attention: an indexer selects `index_topk` keys for each token. In a row of at most
+that many tokens it selects all of them, so that the layers are those of DeepSeek-V3, and megarl trains on
+such rows only (`Architecture.row_limit`). Indexers are kept as they are. SGLang serves the model without
+them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from megarl.models.architecture import Architecture, YarnScaling
 from megarl.models.config_reader import ConfigReader
 from megarl.models.experts import SELECTION_BIAS_ROW, expert_rows, read_sigmoid_experts, shared_expert_rows
 from megarl.models.family import Family, SGLangStages
 from megarl.models.latent import LATENT_ROWS, read_latent
+from megarl.models.mapping import HF_LAYER, is_sparse
 from megarl.models.trunk import EXAMPLE, read_trunk, trunk_rows
 
 _MODEL_TYPE = "deepseek_v3"
 
 # Fields of the published model code that select variants, with the one that this family computes.
-FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 # Fields of DeepSeek's own training and serving.
 _HARMLESS = ("aux_loss_alpha", "ep_size", "seq_aux")
+_LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # transformers' names, newer and older
+# How an indexer computes its scores, and in which layers it reuses the selection of an earlier layer.
+_FLAGS_OF_INDEXERS = ("indexer_rope_interleave", "index_share_for_mtp_iteration")
+_SHARING = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern", "indexer_types")
 
 
-def read_deepseek(reader: ConfigReader) -> Architecture:
+def _read_layers(reader: ConfigReader) -> Architecture:
     """Read a model with the layers of DeepSeek-V3."""
-    for name, supported in FIXED.items():
-        if reader.take(name) not in (None, supported):
-            reader.refuse(name, f"only {supported!r} is supported")
+    for name, supported in _FIXED.items():
+        reader.require(name, supported, f"only {supported!r} is supported")
     for name in _HARMLESS:
         reader.take(name)
 
@@ -34,34 +42,81 @@ def read_deepseek(reader: ConfigReader) -> Architecture:
 
 def _read(reader: ConfigReader) -> Architecture:
     # Kimi-K2 has a name of its own.
-    return replace(read_deepseek(reader), model_type=_MODEL_TYPE)
+    return replace(_read_layers(reader), model_type=_MODEL_TYPE)
 
 
-def sglang_differs(architecture: Architecture) -> Iterator[str]:
-    """Yield what SGLang's class would compute differently."""
-    if architecture.tie_word_embeddings:
-        yield "a tied embedding"
-    if not isinstance(architecture.rope_scaling, YarnScaling | None):
-        yield "a RoPE scaling other than yarn"
+def _read_sparse(reader: ConfigReader) -> Architecture:
+    """Read a model with indexers (DSA, DeepSeek-AI 2025)."""
+    index_topk = reader.number("index_topk", int)
+    for name in ("index_n_heads", "index_head_dim"):
+        reader.number(name, int)
+    for name in _FLAGS_OF_INDEXERS:
+        reader.flag(name)
+    for name in _SHARING:
+        reader.take(name)
+    reader.require("moe_router_dtype", "float32", "only 'float32' is supported")
+
+    # transformers' classes have no other rotation, and no queries without a latent vector.
+    if reader.fields.get("rope_interleave") is False:
+        reader.refuse("rope_interleave", "only true is supported")
+    if reader.fields.get("q_lora_rank", 1) is None:
+        reader.refuse("q_lora_rank", "only models with a latent vector of queries are supported")
+
+    # The size of a head follows from others in transformers, and GLM-5.2 has another one in this field.
+    inner = {name: value for name, value in reader.fields.items() if name not in ("layer_types", "head_dim")}
+    if inner.get("rope_interleave") is None:
+        inner["rope_interleave"] = True
+    reader.take("head_dim")
+    architecture = replace(_read_layers(replace(reader, fields=inner)), index_topk=index_topk)
+    _check_types_of_layers(reader, architecture)
+    return architecture
 
 
-def _example() -> dict[str, Any]:
-    """Return a tiny DeepSeek-V3: YaRN, and experts in two groups, of which a token selects one."""
-    rope_scaling = {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-        "original_max_position_embeddings": 32,
-    }
-    return EXAMPLE | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": _MODEL_TYPE,
+def _check_types_of_layers(reader: ConfigReader, architecture: Architecture) -> None:
+    """Refuse lists that contradict the fields that Megatron and SGLang read."""
+    layers = range(architecture.num_hidden_layers)
+    kinds = reader.take("layer_types")
+    if kinds is not None and kinds not in [[kind for _ in layers] for kind in _LAYER_TYPES]:
+        reader.conflict(
+            f"field 'layer_types' is {kinds!r}; only {_LAYER_TYPES[0]!r} in every layer is supported",
+            "num_hidden_layers",
+        )
+
+    feed_forwards = reader.take("mlp_layer_types")
+    expected = ["sparse" if is_sparse(architecture, layer) else "dense" for layer in layers]
+    if feed_forwards is not None and feed_forwards != expected:
+        reader.conflict(
+            f"field 'mlp_layer_types' is {feed_forwards!r}; must be dense in the first "
+            "'first_k_dense_replace' layers, and sparse after them",
+            "num_hidden_layers",
+            "first_k_dense_replace",
+        )
+
+
+# The example is a tiny model with YaRN, and experts in two groups, of which a token selects one.
+DEEPSEEK_V3 = Family(
+    model_type=_MODEL_TYPE,
+    class_prefix="DeepseekV3",
+    read=_read,
+    rows=(
+        *trunk_rows(LATENT_ROWS),
+        *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        SELECTION_BIAS_ROW,
+        *shared_expert_rows("mlp.shared_experts"),
+    ),
+    example_fields=EXAMPLE
+    | {
         "num_key_value_heads": 8,
         "rope_theta": 1e4,
-        "rope_scaling": rope_scaling,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 32,
+        },
         "rope_interleave": True,
         "q_lora_rank": 24,
         "kv_lora_rank": 20,
@@ -78,25 +133,39 @@ def _example() -> dict[str, Any]:
         "n_group": 2,
         "topk_group": 1,
         "num_nextn_predict_layers": 1,
-    }
-
-
-DEEPSEEK_ROWS = (
-    *trunk_rows(LATENT_ROWS),
-    *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    SELECTION_BIAS_ROW,
-    *shared_expert_rows("mlp.shared_experts"),
-)
-
-DEEPSEEK_V3 = Family(
-    model_type=_MODEL_TYPE,
-    class_prefix="DeepseekV3",
-    read=_read,
-    rows=DEEPSEEK_ROWS,
-    example=_example,
+    },
     sglang_stages=SGLangStages(),
-    sglang_fields=FIXED,
-    sglang_differs=sglang_differs,
+    sglang_fields=_FIXED,
+    sglang_differences={
+        "a tied embedding": lambda architecture: architecture.tie_word_embeddings,
+        "a RoPE scaling other than yarn": lambda architecture: (
+            not isinstance(architecture.rope_scaling, YarnScaling | None)
+        ),
+    },
     models="DeepSeek-V3, R1 and V3.1, Kimi-K2 (`kimi_k2`), Moonlight",
     limits=("layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",),
+)
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    class_prefix="DeepseekV32",
+    read=_read_sparse,
+    example_fields=DEEPSEEK_V3.example_fields | {"index_topk": 128, "index_n_heads": 4, "index_head_dim": 16},
+    kept={f"{HF_LAYER}self_attn.indexer.": "the indexers of sparse attention"},
+    # SGLang's classes of models with sparse attention differ from it in nothing but their indexers.
+    sglang_policy_class="DeepseekV2ForCausalLM",
+    models="DeepSeek-V3.2 and V3.2-Exp",
+    limits=(
+        "rows of at most `index_topk` (2,048) tokens, in which sparse attention is dense; indexers are not "
+        "trained, but [kept](moe.md#sparse-attention)",
+        *DEEPSEEK_V3.limits,
+    ),
+)
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    class_prefix="GlmMoeDsa",
+    example_fields=DEEPSEEK_V32.example_fields
+    | {"rope_theta": 1e6, "rope_scaling": None, "rms_norm_eps": 1e-5, "n_group": 1, "n_shared_experts": 1},
+    models="GLM-5 and its later versions of the same class",
 )

@@ -5,20 +5,19 @@ Their attention layers have an output gate, and all norms but that of a gated de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
 from megarl.models.part_kind import MIXER, PartKind
 from megarl.models.tensor_part import TensorPart
 from megarl.models.trunk import ATTENTION_ROWS
+from megarl.models.windows import read_layer_types
 
 _LINEAR = "linear_attention"
-_FULL = "full_attention"
 _HF = HF_LAYER + "linear_attn."
 _MEGATRON = MEGATRON_LAYER + MIXER
 MTP = {"mtp.": "the layers that predict further tokens"}
@@ -155,21 +154,12 @@ def read_delta_net(reader: ConfigReader, num_hidden_layers: int) -> DeltaNet:
 def _read_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
     """Return the layers without attention: those of `layer_types`, or all but every fourth one."""
     interval = reader.number("full_attention_interval", int, 4)
-    kinds = reader.take("layer_types")
-    if kinds is None:
-        kinds = [_LINEAR if number % interval else _FULL for number in range(1, num_hidden_layers + 1)]
-
-    is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
-    if not is_list or not all(kind in (_LINEAR, _FULL) for kind in kinds):
-        needed = f"must name {_LINEAR} or {_FULL} for each of {counted(num_hidden_layers, 'layer')}"
-        reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
-        return ()
+    kinds = read_layer_types(reader, num_hidden_layers, _LINEAR, full_every=interval)
     if len(set(kinds)) == 1 and num_hidden_layers > 1:
         reader.conflict(
             f"field 'layer_types' has {kinds[0]} only; models of this family have layers of both kinds",
             "full_attention_interval",
         )
-
     return tuple(number for number, kind in enumerate(kinds) if kind == _LINEAR)
 
 
@@ -187,12 +177,11 @@ def sglang_derived(architecture: Architecture) -> Mapping[str, Any]:
     return {"full_attention_interval": _interval(architecture)}
 
 
-def sglang_layers_differ(architecture: Architecture) -> Iterator[str]:
-    """Yield what SGLang's classes would compute differently: they have attention in every n-th layer."""
+def has_irregular_layers(architecture: Architecture) -> bool:
+    """Return whether other layers than every n-th one have attention, which SGLang's classes assume."""
     interval = _interval(architecture)
     numbers = range(architecture.num_hidden_layers)
-    if any(has_delta_net(architecture, layer) != bool((layer + 1) % interval) for layer in numbers):
-        yield "attention in other layers than every n-th one"
+    return any(has_delta_net(architecture, layer) != bool((layer + 1) % interval) for layer in numbers)
 
 
 def _interval(architecture: Architecture) -> int:

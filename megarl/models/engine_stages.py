@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters, rank_parameters
 from megarl.models.families import FAMILIES
 
 
-class EngineStage(NamedTuple):
-    """One pipeline stage of an engine.
-
-    Attributes:
-        layers: The global numbers of its layers.
-        is_first: Whether it has the embedding.
-        is_last: Whether it has the last norm.
-        has_head: Whether it has an output layer, which only the last stage uses.
-    """
-
-    layers: range
-    is_first: bool
-    is_last: bool
-    has_head: bool
-
-
-def engine_stages(architecture: Architecture, num_stages: int) -> tuple[EngineStage, ...]:
+def engine_stages(architecture: Architecture, num_stages: int) -> tuple[tuple[range, bool, bool, bool], ...]:
     """Return the stages, in the order of the forward pass.
+
+    Each is (the global numbers of its layers, whether it has the embedding, whether it has the last norm,
+    whether it has an output layer, which only the last stage uses).
 
     If the layers do not divide evenly, the last stages have one more each
     (`sglang.srt.distributed.utils.get_pp_indices`).
@@ -44,7 +30,7 @@ def engine_stages(architecture: Architecture, num_stages: int) -> tuple[EngineSt
     for number in range(num_stages):
         stop = first + each + (number >= num_stages - larger)
         is_last = number == num_stages - 1
-        stages.append(EngineStage(range(first, stop), number == 0, is_last, is_last or on_every))
+        stages.append((range(first, stop), number == 0, is_last, is_last or on_every))
         first = stop
     return tuple(stages)
 
@@ -59,16 +45,16 @@ def stage_shares(architecture: Architecture, num_stages: int) -> tuple[float, ..
         return (1.0,)
     head = architecture.vocab_size * architecture.hidden_size
     shares = []
-    for stage in engine_stages(architecture, num_stages):
+    for layers, is_first, is_last, has_head in engine_stages(architecture, num_stages):
         held = rank_parameters(
             architecture,
-            layers=tuple(stage.layers),
-            is_first_stage=stage.is_first,
-            is_last_stage=stage.is_last,
+            layers=tuple(layers),
+            is_first_stage=is_first,
+            is_last_stage=is_last,
             tensor_parallel_size=1,
             expert_parallel_size=1,
             expert_tensor_parallel_size=1,
         ).total
-        held += head * (stage.has_head and not stage.is_last)
+        held += head * (has_head and not is_last)
         shares.append(held / num_parameters(architecture))
     return tuple(shares)

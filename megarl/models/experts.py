@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from megarl.machine.wording import counted
-from megarl.models.architecture import Architecture, ExpertGroups, Experts, RouterScore
+from megarl.models.architecture import Architecture, Experts, RouterScore
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
 from megarl.models.part_kind import FEED_FORWARD, PartKind
@@ -189,8 +189,8 @@ def _layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[i
     return tuple(range(num_dense, num_hidden_layers))
 
 
-def _read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> ExpertGroups | None:
-    """Read the groups of a group-limited selection.
+def _read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> tuple[int, int] | None:
+    """Read the groups of a group-limited selection: how many there are, and how many a token selects.
 
     transformers scores a group by its two best experts. Megatron scores it by as many experts as a token
     selects of each group, so the two must agree.
@@ -213,7 +213,33 @@ def _read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> ExpertG
         needed = "twice 'topk_group' (or one more)"
         reader.conflict(f"{said} with 'num_experts_per_tok' {chosen}: only {needed} is supported", *names)
 
-    return ExpertGroups(num_groups=num_groups, num_selected=num_selected)
+    return num_groups, num_selected
+
+
+def read_softmax_experts(
+    reader: ConfigReader,
+    num_hidden_layers: int,
+    *,
+    size_field: str = "moe_intermediate_size",
+    shared_size_field: str | None = None,
+) -> Experts:
+    """Read the experts of a model without dense layers, whose routers normalize the selected weights.
+
+    Args:
+        size_field: The field with the feed-forward size of an expert.
+        shared_size_field: The field with that of a shared expert with a gate; None: there is none.
+    """
+    num_experts, num_experts_per_tok = read_num_experts(reader)
+    check_router_gradient(reader, num_experts_per_tok, norm_topk_prob=True)
+    return Experts(
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        intermediate_size=reader.number(size_field, int),
+        shared_intermediate_size=reader.number(shared_size_field, int) if shared_size_field else 0,
+        norm_topk_prob=True,
+        layers=tuple(range(num_hidden_layers)),
+        has_shared_gate=shared_size_field is not None,
+    )
 
 
 def read_num_experts(reader: ConfigReader) -> tuple[int, int]:
@@ -254,10 +280,14 @@ def check_router_gradient(reader: ConfigReader, num_experts_per_tok: int, norm_t
         )
 
 
-def sglang_differs(architecture: Architecture) -> Iterator[str]:
-    """Yield what SGLang's mixture-of-experts classes, if a model has experts, would compute differently."""
-    are_sparse = {is_sparse(architecture, layer) for layer in range(architecture.num_hidden_layers)}
-    if are_sparse == {False, True}:
-        yield "dense layers between its sparse ones"
-    if True in are_sparse and architecture.tie_word_embeddings:
-        yield "a tied embedding"
+def _are_sparse(architecture: Architecture) -> set[bool]:
+    return {is_sparse(architecture, layer) for layer in range(architecture.num_hidden_layers)}
+
+
+# What SGLang's mixture-of-experts classes, if a model has experts, would compute differently.
+SGLANG_DIFFERENCES: Mapping[str, Callable[[Architecture], bool]] = {
+    "dense layers between its sparse ones": lambda architecture: _are_sparse(architecture) == {False, True},
+    "a tied embedding": lambda architecture: (
+        True in _are_sparse(architecture) and architecture.tie_word_embeddings
+    ),
+}

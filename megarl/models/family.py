@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,18 +12,6 @@ from megarl.models.class_defaults import CLASS_DEFAULTS
 from megarl.models.config_reader import ConfigReader
 from megarl.models.mapping import MappingRow, layer_of
 from megarl.models.vision import Vision
-
-
-def _computes_the_same(architecture: Architecture) -> Iterator[str]:
-    yield from ()
-
-
-def _nothing(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {}
-
-
-def _no_fields(architecture: Architecture) -> Mapping[str, Any]:
-    return {}
 
 
 def stored_name(name: str, prefixes: Mapping[str, str]) -> str:
@@ -62,16 +51,18 @@ class Family:
         tower_rows: The rows of a vision tower, for families that read images.
         module_prefixes: Prefixes of the parameters of transformers' class, with those of the tensors in
             folders, where they differ.
-        example: Returns a tiny `config.json`, from which the tests of every family are generated.
+        example_fields: The fields of a tiny `config.json`, without those that name the family.
         sglang_class: Whether SGLang has a class of the family.
         sglang_stages: How SGLang distributes a model over pipeline stages, None if it cannot, or if megarl
             has no test of it.
         sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
             their values. SGLang gets them if the folder lacks them.
-        sglang_derived: Returns further such fields, whose values follow from the architecture.
+        sglang_derived: Returns further such fields, whose values follow from the architecture; None if there
+            are none.
         sglang_replaced: Returns fields that SGLang gets with other values, from those of the folder.
         sglang_policy_class: The class with which SGLang serves a policy; None: the one that the folder names.
-        sglang_differs: Yields what SGLang's class of the family would compute differently.
+        sglang_differences: What SGLang's class of the family would compute differently, each with the
+            condition on the architecture.
         models: The names of the family's models, for docs/models.md.
         limits: What the family does not support, for docs/models.md. The code that refuses it says why.
     """
@@ -80,7 +71,7 @@ class Family:
     class_prefix: str
     read: Callable[[ConfigReader], Architecture]
     rows: tuple[MappingRow, ...]
-    example: Callable[[], dict[str, Any]]
+    example_fields: dict[str, Any]
     kept: Mapping[str, str] = field(default_factory=dict)
     lm_class: str = "ForCausalLM"
     tower_rows: Callable[[Vision], tuple[MappingRow, ...]] | None = None
@@ -88,12 +79,21 @@ class Family:
     sglang_class: bool = True
     sglang_stages: SGLangStages | None = None
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
-    sglang_derived: Callable[[Architecture], Mapping[str, Any]] = _no_fields
-    sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _nothing
+    sglang_derived: Callable[[Architecture], Mapping[str, Any]] | None = None
+    sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     sglang_policy_class: str | None = None
-    sglang_differs: Callable[[Architecture], Iterator[str]] = _computes_the_same
+    sglang_differences: Mapping[str, Callable[[Architecture], bool]] = field(default_factory=dict)
     models: str = ""
     limits: tuple[str, ...] = ()
+
+    def example(self) -> dict[str, Any]:
+        """Return a tiny `config.json`, from which the tests of every family are generated."""
+        names = {"architectures": [self.class_prefix + self.lm_class], "model_type": self.model_type}
+        return deepcopy({**self.example_fields, **names})
+
+    def sglang_differs(self, architecture: Architecture) -> list[str]:
+        """Return what SGLang's class of the family would compute differently."""
+        return [name for name, is_so in self.sglang_differences.items() if is_so(architecture)]
 
     def reader(self, fields: Mapping[str, Any]) -> ConfigReader:
         """Return a reader of a `config.json` of the family."""
@@ -112,7 +112,7 @@ class Family:
             is_policy: Whether it serves a policy, to which a trainer sends weights.
         """
         required = dict(self.sglang_fields)
-        if self.sglang_derived is not _no_fields:
+        if self.sglang_derived is not None:
             required |= self.sglang_derived(self.read(self.reader(config)))
         missing = {name: value for name, value in required.items() if name not in config}
         if is_policy and self.sglang_policy_class is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Architecture
@@ -100,33 +99,20 @@ def tower_flops(architecture: Architecture, grids: Iterable[tuple[int, int, int]
     return (3 if trains else 1) * 2 * multiply_adds
 
 
-class TowerMatrix(NamedTuple):
-    """A matrix of a vision tower.
-
-    Attributes:
-        outputs: The numbers that it computes.
-        inputs: The numbers that each of them is computed from.
-        per_token: Whether it multiplies each image token instead of each patch.
-        in_block: Whether it belongs to a block.
-    """
-
-    outputs: int
-    inputs: int
-    per_token: bool
-    in_block: bool
-
-
 @lru_cache(maxsize=32)
-def tower_matrices(architecture: Architecture) -> tuple[TowerMatrix, ...]:
-    """Return the matrices of a model's vision tower."""
+def tower_matrices(architecture: Architecture) -> tuple[tuple[int, int, bool, bool], ...]:
+    """Return the matrices of a model's vision tower.
+
+    Each is (outputs, inputs, whether it multiplies each image token instead of each patch, whether it belongs
+    to a block).
+    """
     found = []
     for row in tower_rows(architecture):
         (entry,) = row.tensors
         assert not isinstance(entry, TensorPart), "tensors of towers are whole"
         outputs, *inputs = (int(size) for size in entry[1].split())
         if inputs and "pos_embed" not in row.megatron:
-            matrix = TowerMatrix(outputs, prod(inputs), "merger" in row.megatron, ".blocks." in row.megatron)
-            found.append(matrix)
+            found.append((outputs, prod(inputs), "merger" in row.megatron, ".blocks." in row.megatron))
 
     return tuple(found)
 
@@ -135,8 +121,8 @@ def tower_matrices(architecture: Architecture) -> tuple[TowerMatrix, ...]:
 def _tower_products(architecture: Architecture) -> tuple[int, int]:
     """Return the elements of the tower's matrices that multiply each patch, and each image token."""
     sizes = {True: 0, False: 0}
-    for matrix in tower_matrices(architecture):
-        sizes[matrix.per_token] += matrix.outputs * matrix.inputs
+    for outputs, inputs, per_token, _ in tower_matrices(architecture):
+        sizes[per_token] += outputs * inputs
     return sizes[False], sizes[True]
 
 

@@ -5,35 +5,28 @@ Five of six layers have a sliding window and a rotary embedding of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from megarl.models.architecture import Activation, Architecture, BlockNorms
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.family import Family
-from megarl.models.trunk import ATTENTION_ROWS, EXAMPLE, NormNames, read_trunk, trunk_rows
+from megarl.models.trunk import ATTENTION_ROWS, EXAMPLE, read_trunk, trunk_rows
 from megarl.models.windows import read_windows
 
 _ROWS = trunk_rows(
     ATTENTION_ROWS,
-    NormNames(
-        before_attention="input_layernorm",
-        after_attention="post_attention_layernorm",
-        before_feed_forward="pre_feedforward_layernorm",
-        after_feed_forward="post_feedforward_layernorm",
-    ),
+    after_attention="post_attention_layernorm",
+    before_feed_forward="pre_feedforward_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
 )
 _ACTIVATION = "gelu_pytorch_tanh"
 _PATTERN = 6  # without the field, each sixth layer has full attention
 
 
 def _read(reader: ConfigReader) -> Architecture:
-    if reader.take("hidden_activation") not in (None, _ACTIVATION):
-        reader.refuse("hidden_activation", f"only {_ACTIVATION} is supported")
+    reader.require("hidden_activation", _ACTIVATION, f"only {_ACTIVATION} is supported")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if reader.take(name) is not None:
-            reader.refuse(name, "capped logits are not supported")
+        reader.require(name, None, "capped logits are not supported")
     if reader.flag("use_bidirectional_attention"):
         reader.refuse("use_bidirectional_attention", "only false is supported")
     reader.take("cache_implementation")  # of generation
@@ -60,21 +53,14 @@ def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ..
     return read_windows(reader, num_hidden_layers, full_every=pattern)
 
 
-def _sglang_differs(architecture: Architecture) -> Iterator[str]:
-    if not architecture.tie_word_embeddings:
-        yield "an output layer of its own"
-    if architecture.rope_scaling is not None:
-        yield "a RoPE scaling"
-    local = architecture.local_rope
-    if local is not None and local.scaling is not None:
-        yield "a RoPE scaling of layers with a window"
-
-
-def _example() -> dict[str, Any]:
-    """Return a model whose windows are shorter than the rows of the tests."""
-    fields = EXAMPLE | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
+# The windows of the example are shorter than the rows of the tests.
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    class_prefix="Gemma3",
+    read=_read,
+    rows=_ROWS,
+    example_fields={name: value for name, value in EXAMPLE.items() if name != "hidden_act"}
+    | {
         "head_dim": 32,
         "rope_local_base_freq": 1e4,
         "sliding_window": 4,
@@ -82,17 +68,13 @@ def _example() -> dict[str, Any]:
         "query_pre_attn_scalar": 24,
         "tie_word_embeddings": True,
         "hidden_activation": _ACTIVATION,
-    }
-    del fields["hidden_act"]
-    return fields
-
-
-GEMMA3_TEXT = Family(
-    model_type="gemma3_text",
-    class_prefix="Gemma3",
-    read=_read,
-    rows=_ROWS,
-    example=_example,
-    sglang_differs=_sglang_differs,
+    },
+    sglang_differences={
+        "an output layer of its own": lambda architecture: not architecture.tie_word_embeddings,
+        "a RoPE scaling": lambda architecture: architecture.rope_scaling is not None,
+        "a RoPE scaling of layers with a window": lambda architecture: (
+            architecture.local_rope is not None and architecture.local_rope[1] is not None
+        ),
+    },
     models="Gemma 3 270M and 1B",
 )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.experts import SELECTION_BIAS_ROW, expert_rows, read_sigmoid_experts, shared_expert_rows
@@ -23,15 +20,18 @@ def _read(reader: ConfigReader) -> Architecture:
     )
 
 
-def _sglang_differs(architecture: Architecture) -> Iterator[str]:
-    if architecture.tie_word_embeddings:
-        yield "a tied embedding"
-
-
-def _example() -> dict[str, Any]:
-    return EXAMPLE | {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    class_prefix="Glm4Moe",
+    read=_read,
+    rows=(
+        *TRUNK_ROWS,
+        *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        SELECTION_BIAS_ROW,
+        *shared_expert_rows("mlp.shared_experts"),
+    ),
+    example_fields=EXAMPLE
+    | {
         "head_dim": 32,
         "attention_bias": True,
         "use_qk_norm": True,
@@ -47,22 +47,9 @@ def _example() -> dict[str, Any]:
         "n_group": 1,
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
-    }
-
-
-GLM4_MOE = Family(
-    model_type="glm4_moe",
-    class_prefix="Glm4Moe",
-    read=_read,
-    rows=(
-        *TRUNK_ROWS,
-        *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        SELECTION_BIAS_ROW,
-        *shared_expert_rows("mlp.shared_experts"),
-    ),
-    example=_example,
+    },
     sglang_stages=SGLangStages(head_on_every=True),
-    sglang_differs=_sglang_differs,
+    sglang_differences={"a tied embedding": lambda architecture: architecture.tie_word_embeddings},
     models="GLM-4.5, 4.6 and 4.7 and their Air models",
     limits=("layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",),
 )

@@ -6,7 +6,7 @@ The experts of a layer are two tensors whose matrices are transposed. Gate and u
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
@@ -74,18 +74,17 @@ _ROWS = (
 
 
 def _read(reader: ConfigReader) -> Architecture:
-    if reader.take("attention_bias") not in (None, True):
-        reader.refuse("attention_bias", "only true is supported")
+    reader.require("attention_bias", True, "only true is supported")
     is_packed = _read_packing(reader)
     reader.take("initial_context_length")  # that of the scaling, which is read there
-    if reader.take("swiglu_alpha") not in (None, _ALPHA):
-        reader.refuse("swiglu_alpha", f"only {_ALPHA} is supported")
+    reader.require("swiglu_alpha", _ALPHA, f"only {_ALPHA} is supported")
 
     architecture = read_trunk(
         reader,
         qkv_bias=True,
         read_experts=_read_experts,
-        read_windows=_read_windows,
+        # Without `layer_types`, every other layer has a window, the first included.
+        read_windows=partial(read_windows, full_every=2),
     )
     return replace(architecture, linear_bias=True, has_sinks=True, is_packed=is_packed)
 
@@ -124,16 +123,14 @@ def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     )
 
 
-def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
-    # Without `layer_types`, every other layer has a window, the first included.
-    return read_windows(reader, num_hidden_layers, full_every=2)
-
-
-def _example() -> dict[str, Any]:
-    """Return a model whose windows are shorter than the rows of the tests."""
-    return EXAMPLE | {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
+# The windows of the example are shorter than the rows of the tests.
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    class_prefix="GptOss",
+    read=_read,
+    rows=_ROWS,
+    example_fields=EXAMPLE
+    | {
         "head_dim": 32,
         "intermediate_size": 32,
         "num_local_experts": 8,
@@ -151,15 +148,7 @@ def _example() -> dict[str, Any]:
         "rope_theta": 150000.0,
         "attention_bias": True,
         "swiglu_limit": 7.0,
-    }
-
-
-GPT_OSS = Family(
-    model_type="gpt_oss",
-    class_prefix="GptOss",
-    read=_read,
-    rows=_ROWS,
-    example=_example,
+    },
     models="gpt-oss-20b and 120b",
     limits=(
         "folders in MXFP4 are read; SGLang requires one in bfloat16, which `megarl convert` writes",

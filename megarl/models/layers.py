@@ -179,11 +179,6 @@ def tower_of(architecture: Architecture) -> Vision:
     return tower
 
 
-def num_image_layers(architecture: Architecture) -> int:
-    """Return the number of first layers to whose outputs features of images are added."""
-    return len(tower_of(architecture).deepstack_blocks) if reads_images(architecture) else 0
-
-
 def has_dense_layers(architecture: Architecture) -> bool:
     """Return whether some layers have a feed-forward that sees every token."""
     feed_forwards = (kind for kind in kinds_of(architecture) if kind.prefix == FEED_FORWARD)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from megarl.models.architecture import Architecture, Experts
+from megarl.models.architecture import Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import (
+    SGLANG_DIFFERENCES,
     check_router_gradient,
     expert_rows,
     read_num_experts,
-    sglang_differs,
     shared_expert_rows,
 )
 from megarl.models.family import Family, SGLangStages
@@ -31,26 +31,9 @@ SHARED_EXPERT_ROWS = (
 )
 
 
-def _read_qwen2(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, qkv_bias=True)
-
-
-def _read_qwen3(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, qk_norm=True)
-
-
-def _read_qwen2_moe(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, qkv_bias=True, read_experts=read_experts_with_shared)
-
-
-def _read_qwen3_moe(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, qk_norm=True, read_experts=read_experts)
-
-
 def read_experts_with_shared(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     """Read the experts of a model whose layers also have a shared expert with a gate."""
-    if reader.take("qkv_bias") not in (None, True):
-        reader.refuse("qkv_bias", "only true is supported")
+    reader.require("qkv_bias", True, "only true is supported")
     shared_intermediate_size = reader.number("shared_expert_intermediate_size", int)
     return read_experts(reader, num_hidden_layers, shared_intermediate_size)
 
@@ -100,69 +83,43 @@ def _sparse_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, .
 EXPERTS_OF_EXAMPLE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def _qwen2_example() -> dict[str, Any]:
-    return EXAMPLE | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-
-
-def _qwen3_example() -> dict[str, Any]:
-    return EXAMPLE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
-
-
-def _qwen2_moe_example() -> dict[str, Any]:
-    return EXAMPLE | {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 48,
-        "mlp_only_layers": [],
-        **EXPERTS_OF_EXAMPLE,
-    }
-
-
-def _qwen3_moe_example() -> dict[str, Any]:
-    return EXAMPLE | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "head_dim": 32,
-        "norm_topk_prob": True,
-        **EXPERTS_OF_EXAMPLE,
-    }
-
-
 QWEN2 = Family(
     model_type="qwen2",
     class_prefix="Qwen2",
-    read=_read_qwen2,
+    read=partial(read_trunk, qkv_bias=True),
     rows=TRUNK_ROWS,
-    example=_qwen2_example,
+    example_fields=EXAMPLE,
     sglang_stages=SGLangStages(ties=True),
     models="Qwen2 and Qwen2.5",
 )
 QWEN3 = Family(
     model_type="qwen3",
     class_prefix="Qwen3",
-    read=_read_qwen3,
+    read=partial(read_trunk, qk_norm=True),
     rows=TRUNK_ROWS,
-    example=_qwen3_example,
+    example_fields=EXAMPLE | {"head_dim": 32},
     sglang_stages=SGLangStages(ties=True),
     models="Qwen3",
 )
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     class_prefix="Qwen2Moe",
-    read=_read_qwen2_moe,
+    read=partial(read_trunk, qkv_bias=True, read_experts=read_experts_with_shared),
     rows=(*TRUNK_ROWS, *SPARSE_ROWS, *SHARED_EXPERT_ROWS),
-    example=_qwen2_moe_example,
+    example_fields=EXAMPLE
+    | EXPERTS_OF_EXAMPLE
+    | {"shared_expert_intermediate_size": 48, "mlp_only_layers": []},
     sglang_stages=SGLangStages(head_on_every=True),
-    sglang_differs=sglang_differs,
+    sglang_differences=SGLANG_DIFFERENCES,
     models="Qwen1.5-MoE, Qwen2-57B-A14B",
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     class_prefix="Qwen3Moe",
-    read=_read_qwen3_moe,
+    read=partial(read_trunk, qk_norm=True, read_experts=read_experts),
     rows=(*TRUNK_ROWS, *SPARSE_ROWS),
-    example=_qwen3_moe_example,
+    example_fields=EXAMPLE | EXPERTS_OF_EXAMPLE | {"head_dim": 32, "norm_topk_prob": True},
     sglang_stages=SGLangStages(head_on_every=True),
-    sglang_differs=sglang_differs,
+    sglang_differences=SGLANG_DIFFERENCES,
     models="Qwen3-30B-A3B, Qwen3-235B-A22B and their later versions",
 )

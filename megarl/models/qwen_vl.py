@@ -5,15 +5,15 @@ Qwen3-VL is dense or has the experts of Qwen 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
-from megarl.models.experts import check_router_gradient, experts_of, transposed_fused
-from megarl.models.experts import sglang_differs as sglang_experts_differ
+from megarl.models.experts import SGLANG_DIFFERENCES, check_router_gradient, experts_of, transposed_fused
 from megarl.models.family import Family
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
 from megarl.models.part_kind import TOWER
@@ -48,31 +48,19 @@ class Sections(NamedTuple):
         return tuple(axes)
 
 
-def _read_qwen2_5_vl(reader: ConfigReader) -> Architecture:
+def _read_qwen3_vl(
+    reader: ConfigReader, read_experts: Callable[[ConfigReader, int], Experts] | None = None
+) -> Architecture:
     return _read(
         reader,
-        lambda text: read_trunk(text, qkv_bias=True),
-        _read_windowed_tower,
-        default_sections=Sections((16, 24, 24), is_interleaved=False),
-    )
-
-
-def _read_qwen3_vl(reader: ConfigReader) -> Architecture:
-    return _read(
-        reader,
-        lambda text: read_trunk(text, qk_norm=True),
+        partial(read_trunk, qk_norm=True, read_experts=read_experts),
         _read_deepstack_tower,
         default_sections=Sections((24, 20, 20), is_interleaved=True),
     )
 
 
 def _read_qwen3_vl_moe(reader: ConfigReader) -> Architecture:
-    architecture = _read(
-        reader,
-        lambda text: read_trunk(text, qk_norm=True, read_experts=_read_experts),
-        _read_deepstack_tower,
-        default_sections=Sections((24, 20, 20), is_interleaved=True),
-    )
+    architecture = _read_qwen3_vl(reader, _read_experts)
 
     # Folders have the matrices of experts transposed or not, and only the shapes tell which.
     size = experts_of(architecture).intermediate_size
@@ -87,8 +75,9 @@ def _read_qwen3_vl_moe(reader: ConfigReader) -> Architecture:
 
 def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     experts = read_experts(reader, num_hidden_layers)
-    if reader.take("norm_topk_prob") not in (None, True):
-        reader.refuse("norm_topk_prob", "transformers does not read it and normalizes the weights; use true")
+    reader.require(
+        "norm_topk_prob", True, "transformers does not read it and normalizes the weights; use true"
+    )
     if not experts.norm_topk_prob:
         check_router_gradient(reader, experts.num_experts_per_tok, norm_topk_prob=True)
     return replace(experts, norm_topk_prob=True)
@@ -184,8 +173,7 @@ def _read_tower(tower: ConfigReader) -> dict[str, Any]:
 
     # Older names, which transformers does not read.
     for name, used in (("in_chans", in_channels), ("spatial_patch_size", patch_size)):
-        if tower.take(name) not in (None, used):
-            tower.refuse(name, f"transformers does not read it and uses {used}")
+        tower.require(name, used, f"transformers does not read it and uses {used}")
 
     hidden_size = tower.number("hidden_size", int)
     num_heads = tower.number("num_heads", int)
@@ -218,9 +206,7 @@ def _read_windowed_tower(tower: ConfigReader) -> dict[str, Any]:
 
 
 def _read_deepstack_tower(tower: ConfigReader) -> dict[str, Any]:
-    activation = tower.take("hidden_act")
-    if activation not in (None, "gelu_pytorch_tanh"):
-        tower.refuse("hidden_act", 'only "gelu_pytorch_tanh" is supported')
+    tower.require("hidden_act", "gelu_pytorch_tanh", 'only "gelu_pytorch_tanh" is supported')
     return {
         "num_position_embeddings": tower.number("num_position_embeddings", int, OF_CLASS),
         "deepstack_blocks": _blocks(tower, "deepstack_visual_indexes"),
@@ -251,37 +237,37 @@ def _check(reader: ConfigReader, architecture: Architecture, vision: Vision, sec
     if reader.problems:
         return
 
-    if vision.out_hidden_size != architecture.hidden_size:
-        needed = f"the 'hidden_size' {architecture.hidden_size} of the language model"
-        reader.problems.append(
-            f"vision_config: field 'out_hidden_size' is {vision.out_hidden_size}, but must be {needed}"
-        )
-
-    if sum(sections.sizes) != architecture.rotary_dim // 2:
-        needed = f"half of the head's size {architecture.rotary_dim}"
-        reader.problems.append(f"field 'mrope_section' is {list(sections.sizes)}, whose sum must be {needed}")
-
-    # The features of the last layer would be added to tokens that it has dropped.
-    if len(vision.deepstack_blocks) >= architecture.num_hidden_layers:
-        reader.problems.append(
+    num_positions = vision.num_position_embeddings
+    half = architecture.rotary_dim // 2
+    problems = (
+        (
+            vision.out_hidden_size != architecture.hidden_size,
+            f"vision_config: field 'out_hidden_size' is {vision.out_hidden_size}, but must be the "
+            f"'hidden_size' {architecture.hidden_size} of the language model",
+        ),
+        (
+            sum(sections.sizes) != half,
+            f"field 'mrope_section' is {list(sections.sizes)}, whose sum must be half of the head's size "
+            f"{architecture.rotary_dim}",
+        ),
+        # The features of the last layer would be added to tokens that it has dropped.
+        (
+            len(vision.deepstack_blocks) >= architecture.num_hidden_layers,
             f"vision_config: field 'deepstack_visual_indexes' lists {len(vision.deepstack_blocks)} blocks "
             f"for {counted(architecture.num_hidden_layers, 'layer')}; megarl supports fewer blocks than "
-            "layers"
-        )
-
-    if vision.num_position_embeddings and int(vision.num_position_embeddings**0.5) ** 2 != (
-        vision.num_position_embeddings
-    ):
-        reader.problems.append(
-            f"vision_config: field 'num_position_embeddings' is {vision.num_position_embeddings}, but must "
-            "be a square number"
-        )
-
-    if vision.image_token_id >= architecture.vocab_size:
-        reader.problems.append(
+            "layers",
+        ),
+        (
+            int(num_positions**0.5) ** 2 != num_positions,
+            f"vision_config: field 'num_position_embeddings' is {num_positions}, but must be a square number",
+        ),
+        (
+            vision.image_token_id >= architecture.vocab_size,
             f"field 'image_token_id' is {vision.image_token_id}, outside the vocabulary of "
-            f"{architecture.vocab_size}"
-        )
+            f"{architecture.vocab_size}",
+        ),
+    )
+    reader.problems += [problem for is_wrong, problem in problems if is_wrong]
 
 
 def _tower_rows(stored: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[MappingRow, ...]:
@@ -312,49 +298,69 @@ def _patch_embedding(vision: Vision) -> tuple[int, ...]:
     return (vision.hidden_size, *patch)
 
 
+def _in_blocks(vision: Vision, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all blocks, given those of one."""
+    return {
+        f"blocks.{block}.{name}": shape for block in range(vision.depth) for name, shape in shapes.items()
+    }
+
+
 def _qwen2_5_tower(vision: Vision) -> tuple[MappingRow, ...]:
     width = vision.hidden_size
     merged = width * vision.patches_per_token
-    shapes = {"patch_embed.proj.weight": _patch_embedding(vision)}
-
-    for block in (f"blocks.{number}" for number in range(vision.depth)):
-        shapes[f"{block}.norm1.weight"] = (width,)
-        shapes[f"{block}.norm2.weight"] = (width,)
-        shapes |= _layer(f"{block}.attn.qkv", width, 3 * width)
-        shapes |= _layer(f"{block}.attn.proj", width, width)
-        shapes |= _layer(f"{block}.mlp.gate_proj", width, vision.intermediate_size)
-        shapes |= _layer(f"{block}.mlp.up_proj", width, vision.intermediate_size)
-        shapes |= _layer(f"{block}.mlp.down_proj", vision.intermediate_size, width)
-
-    shapes["merger.ln_q.weight"] = (width,)
-    shapes |= _layer("merger.mlp.0", merged, merged)
-    shapes |= _layer("merger.mlp.2", merged, vision.out_hidden_size)
+    block = {
+        "norm1.weight": (width,),
+        "norm2.weight": (width,),
+        **_layer("attn.qkv", width, 3 * width),
+        **_layer("attn.proj", width, width),
+        **_layer("mlp.gate_proj", width, vision.intermediate_size),
+        **_layer("mlp.up_proj", width, vision.intermediate_size),
+        **_layer("mlp.down_proj", vision.intermediate_size, width),
+    }
+    shapes = {
+        "patch_embed.proj.weight": _patch_embedding(vision),
+        **_in_blocks(vision, block),
+        "merger.ln_q.weight": (width,),
+        **_layer("merger.mlp.0", merged, merged),
+        **_layer("merger.mlp.2", merged, vision.out_hidden_size),
+    }
     return _tower_rows("visual.", shapes)
+
+
+def _norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a norm with a bias."""
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+
+
+def _merger(name: str, vision: Vision, norm_size: int) -> dict[str, tuple[int, ...]]:
+    merged = vision.hidden_size * vision.patches_per_token
+    return {
+        **_norm(f"{name}.norm", norm_size),
+        **_layer(f"{name}.linear_fc1", merged, merged),
+        **_layer(f"{name}.linear_fc2", merged, vision.out_hidden_size),
+    }
 
 
 def _qwen3_tower(vision: Vision) -> tuple[MappingRow, ...]:
     width = vision.hidden_size
-    merged = width * vision.patches_per_token
-    shapes: dict[str, tuple[int, ...]] = {
+    block = {
+        **_norm("norm1", width),
+        **_norm("norm2", width),
+        **_layer("attn.qkv", width, 3 * width),
+        **_layer("attn.proj", width, width),
+        **_layer("mlp.linear_fc1", width, vision.intermediate_size),
+        **_layer("mlp.linear_fc2", vision.intermediate_size, width),
+    }
+    shapes = {
         "patch_embed.proj.weight": _patch_embedding(vision),
         "patch_embed.proj.bias": (width,),
         "pos_embed.weight": (vision.num_position_embeddings, width),
+        **_in_blocks(vision, block),
+        **_merger("merger", vision, width),
     }
-
-    for block in (f"blocks.{number}" for number in range(vision.depth)):
-        for norm in ("norm1", "norm2"):
-            shapes |= {f"{block}.{norm}.weight": (width,), f"{block}.{norm}.bias": (width,)}
-        shapes |= _layer(f"{block}.attn.qkv", width, 3 * width)
-        shapes |= _layer(f"{block}.attn.proj", width, width)
-        shapes |= _layer(f"{block}.mlp.linear_fc1", width, vision.intermediate_size)
-        shapes |= _layer(f"{block}.mlp.linear_fc2", vision.intermediate_size, width)
-
     # The mergers of deepstack normalize after patches were merged.
-    mergers = {f"deepstack_merger_list.{number}": merged for number in range(len(vision.deepstack_blocks))}
-    for merger, size in {"merger": width, **mergers}.items():
-        shapes |= {f"{merger}.norm.weight": (size,), f"{merger}.norm.bias": (size,)}
-        shapes |= _layer(f"{merger}.linear_fc1", merged, merged)
-        shapes |= _layer(f"{merger}.linear_fc2", merged, vision.out_hidden_size)
+    for number in range(len(vision.deepstack_blocks)):
+        shapes |= _merger(f"deepstack_merger_list.{number}", vision, width * vision.patches_per_token)
     return _tower_rows("model.visual.", shapes)
 
 
@@ -376,30 +382,26 @@ _TOKENS_OF_EXAMPLE = {
 }
 
 
-def _example(
-    model_type: str, architecture: str, text: dict[str, Any], tower: dict[str, Any]
-) -> dict[str, Any]:
-    top = {"architectures": [architecture], "model_type": model_type, "tie_word_embeddings": False}
-    trunk = {name: value for name, value in EXAMPLE.items() if name not in (*top, "rope_theta")}
+def _example(model_type: str, text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+    trunk = {
+        name: value for name, value in EXAMPLE.items() if name not in ("tie_word_embeddings", "rope_theta")
+    }
     return {
-        **top,
+        "tie_word_embeddings": False,
         **_TOKENS_OF_EXAMPLE,
         "text_config": trunk | {"model_type": f"{model_type}_text"} | text,
         "vision_config": _TOWER_OF_EXAMPLE | {"model_type": f"{model_type}_vision"} | tower,
     }
 
 
-def _qwen2_5_vl_example() -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    windows = {"window_size": 8, "fullatt_block_indexes": [1], "hidden_act": "silu"}
-    return _example("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"rope_parameters": rope}, windows)
-
-
-_ROPE_OF_EXAMPLE = {
-    "rope_type": "default",
-    "rope_theta": 1e4,
-    "mrope_section": [6, 5, 5],
-    "mrope_interleaved": True,
+_TEXT_OF_EXAMPLE = {
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
 }
 _DEEPSTACK_OF_EXAMPLE = {
     "num_position_embeddings": 16,
@@ -407,54 +409,32 @@ _DEEPSTACK_OF_EXAMPLE = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 
-
-def _qwen3_vl_example() -> dict[str, Any]:
-    text = {"head_dim": 32, "rope_parameters": dict(_ROPE_OF_EXAMPLE)}
-    return _example("qwen3_vl", "Qwen3VLForConditionalGeneration", text, _DEEPSTACK_OF_EXAMPLE)
-
-
-def _qwen3_vl_moe_example() -> dict[str, Any]:
-    """Return a model with as many deepstack blocks as in SGLang's class, all on the first of two stages."""
-    text = {
-        "head_dim": 32,
-        "rope_parameters": dict(_ROPE_OF_EXAMPLE),
-        "num_hidden_layers": 8,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-        **EXPERTS_OF_EXAMPLE,
-        "moe_intermediate_size": 24,
-    }
-    tower = _DEEPSTACK_OF_EXAMPLE | {"deepstack_visual_indexes": [0, 1, 2]}
-    return _example("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", text, tower)
-
-
 # SGLang's class adds features of images to the outputs of as many layers.
 _DEEPSTACK_OF_SGLANG = 3
-
-
-def _sglang_differs(architecture: Architecture) -> Iterator[str]:
-    yield from sglang_experts_differ(architecture)
-    vision = architecture.vision
-    assert vision is not None
-    if len(vision.deepstack_blocks) != _DEEPSTACK_OF_SGLANG:
-        yield f"features of images added to a number of layers other than {_DEEPSTACK_OF_SGLANG}"
-
 
 _LM_CLASS = "ForConditionalGeneration"
 _LIMITS = (
     "no videos; packed rows only; no agents and reward models",
     "SGLang on GPUs only, where images have not run",
 )
-_DEEPSTACK_LIMIT = "the first pipeline stage must have the layers that features of images are added to"
 QWEN2_5_VL = Family(
     model_type="qwen2_5_vl",
     class_prefix="Qwen2_5_VL",
     lm_class=_LM_CLASS,
-    read=_read_qwen2_5_vl,
+    read=partial(
+        _read,
+        read_text=partial(read_trunk, qkv_bias=True),
+        read_tower=_read_windowed_tower,
+        default_sections=Sections((16, 24, 24), is_interleaved=False),
+    ),
     rows=TRUNK_ROWS,
     tower_rows=_qwen2_5_tower,
     module_prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
-    example=_qwen2_5_vl_example,
+    example_fields=_example(
+        "qwen2_5_vl",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        {"window_size": 8, "fullatt_block_indexes": [1], "hidden_act": "silu"},
+    ),
     models="Qwen2.5-VL",
     limits=_LIMITS,
 )
@@ -465,19 +445,35 @@ QWEN3_VL = Family(
     read=_read_qwen3_vl,
     rows=with_prefix(TRUNK_ROWS, "model.", "model.language_model."),
     tower_rows=_qwen3_tower,
-    example=_qwen3_vl_example,
+    example_fields=_example("qwen3_vl", _TEXT_OF_EXAMPLE, _DEEPSTACK_OF_EXAMPLE),
     models="Qwen3-VL, dense",
-    limits=(*_LIMITS, _DEEPSTACK_LIMIT),
+    limits=(*_LIMITS, "the first pipeline stage must have the layers that features of images are added to"),
 )
-QWEN3_VL_MOE = Family(
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
     model_type="qwen3_vl_moe",
     class_prefix="Qwen3VLMoe",
-    lm_class=_LM_CLASS,
     read=_read_qwen3_vl_moe,
     rows=with_prefix((*TRUNK_ROWS, *transposed_fused(SPARSE_ROWS)), "model.", "model.language_model."),
-    tower_rows=_qwen3_tower,
-    example=_qwen3_vl_moe_example,
-    sglang_differs=_sglang_differs,
+    # As many deepstack blocks as in SGLang's class, all on the first of two pipeline stages.
+    example_fields=_example(
+        "qwen3_vl_moe",
+        _TEXT_OF_EXAMPLE
+        | EXPERTS_OF_EXAMPLE
+        | {
+            "num_hidden_layers": 8,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 24,
+        },
+        _DEEPSTACK_OF_EXAMPLE | {"deepstack_visual_indexes": [0, 1, 2]},
+    ),
+    sglang_differences={
+        **SGLANG_DIFFERENCES,
+        f"features of images added to a number of layers other than {_DEEPSTACK_OF_SGLANG}": (
+            lambda architecture: architecture.num_image_layers != _DEEPSTACK_OF_SGLANG
+        ),
+    },
     models="Qwen3-VL-30B-A3B and 235B-A22B",
-    limits=(*_LIMITS, _DEEPSTACK_LIMIT, "no engine on a CPU"),
+    limits=(*QWEN3_VL.limits, "no engine on a CPU"),
 )

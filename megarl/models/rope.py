@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from megarl.models.architecture import (
     Architecture,
     LinearScaling,
     Llama3Scaling,
-    LocalRope,
     RopeScaling,
     YarnScaling,
 )
@@ -32,16 +30,8 @@ _REFUSED_TYPES = {
 }
 
 
-class Rope(NamedTuple):
-    """The rotary embedding of a model."""
-
-    theta: float
-    scaling: RopeScaling | None
-    partial_rotary_factor: float
-
-
-def read_rope(reader: ConfigReader, max_position_embeddings: int) -> Rope:
-    """Read the rotary embedding.
+def read_rope(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, RopeScaling | None, float]:
+    """Read the rotary embedding: the base frequency, the scaling, and the rotated fraction of a head.
 
     transformers v5 keeps all of it in `rope_parameters`. v4 has `rope_theta` and `partial_rotary_factor` at
     the top level and the scaling in `rope_scaling`, whose type may be named `type`. A folder without both
@@ -58,7 +48,7 @@ def read_rope(reader: ConfigReader, max_position_embeddings: int) -> Rope:
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(reader.take(name), dict | None):
             reader.problems.append(f"field {name!r} is {reader.fields[name]!r}, but must be an object")
-            return Rope(1.0, None, 1.0)
+            return 1.0, None, 1.0
 
     # Choose the object to read, and merge the top-level fields of v4 into it.
     older = reader.fields.get("rope_scaling")
@@ -90,7 +80,7 @@ def read_rope(reader: ConfigReader, max_position_embeddings: int) -> Rope:
     reader.problems.extend(f"{name}: {problem}" if is_nested else problem for problem in rope.problems)
     reader.invalid |= {field for field in rope.invalid if outer.get(field) is not None}
 
-    return Rope(theta, scaling, rotated)
+    return theta, scaling, rotated
 
 
 def has_rope_by_layer_type(reader: ConfigReader) -> bool:
@@ -100,7 +90,7 @@ def has_rope_by_layer_type(reader: ConfigReader) -> bool:
 
 def read_ropes_by_layer_type(
     reader: ConfigReader, max_position_embeddings: int, local_theta_field: str | None
-) -> tuple[Rope, LocalRope]:
+) -> tuple[tuple[float, RopeScaling | None, float], tuple[float, RopeScaling | None]]:
     """Read the rotary embedding of full attention, and that of layers with a sliding window.
 
     transformers v5 keeps both in `rope_parameters` by the type of a layer. v4 has the fields of full
@@ -120,7 +110,7 @@ def read_ropes_by_layer_type(
     both = reader.fields.get("rope_parameters")
     if not isinstance(both, dict) or not _LAYER_TYPES & both.keys():
         rope = read_rope(replace(reader, defaults={"rope_parameters": full}), max_position_embeddings)
-        return rope, LocalRope(theta=sliding["rope_theta"], scaling=None)
+        return rope, (sliding["rope_theta"], None)
 
     # Each type of layer has an object like that of other models. Fields of v4 may be left at the top level.
     for name in ("rope_parameters", "rope_theta"):
@@ -136,7 +126,7 @@ def read_ropes_by_layer_type(
         ropes.append(read_rope(part, max_position_embeddings))
         reader.problems.extend(f"{layer_type} of {problem}" for problem in part.problems)
 
-    return ropes[0], LocalRope(theta=ropes[1].theta, scaling=ropes[1].scaling)
+    return ropes[0], ropes[1][:2]
 
 
 def _read_partial_rotary_factor(rope: ConfigReader) -> float:

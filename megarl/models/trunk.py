@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.models.architecture import Architecture, Experts, LatentAttention
 from megarl.models.config_reader import OF_CLASS, REQUIRED, ConfigReader
@@ -168,33 +168,28 @@ _LAST_NORM_ROW = MappingRow(
 )
 
 
-class NormNames(NamedTuple):
-    """The Hugging Face names of the norms of a layer's blocks. None: the layer has no such norm."""
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_feed_forward: str | None = "post_attention_layernorm"
-    after_feed_forward: str | None = None
-
-
-PRE_NORMS = NormNames()
-
-
-def trunk_rows(attention: tuple[MappingRow, ...], norms: NormNames = PRE_NORMS) -> tuple[MappingRow, ...]:
+def trunk_rows(
+    attention: tuple[MappingRow, ...],
+    *,
+    before_attention: str | None = "input_layernorm",
+    after_attention: str | None = None,
+    before_feed_forward: str | None = "post_attention_layernorm",
+    after_feed_forward: str | None = None,
+) -> tuple[MappingRow, ...]:
     """Return the table rows of a decoder with dense feed-forwards.
 
-    Args:
-        norms: The norms of a layer's blocks. A norm of a block's output belongs to the last linear layer of
-            the block, where Megatron-Bridge has it too.
+    The arguments are the Hugging Face names of the norms of a layer's blocks; None: the layer has no such
+    norm. A norm of a block's output belongs to the last linear layer of the block, where Megatron-Bridge has
+    it too.
     """
     return (
         _EMBEDDING_ROW,
-        *_norm_row("input_layernorm", norms.before_attention),
+        *_norm_row("input_layernorm", before_attention),
         *attention,
-        *_norm_row("self_attention.linear_proj.post_layernorm", norms.after_attention),
-        *_norm_row("pre_mlp_layernorm", norms.before_feed_forward),
+        *_norm_row("self_attention.linear_proj.post_layernorm", after_attention),
+        *_norm_row("pre_mlp_layernorm", before_feed_forward),
         *_FEED_FORWARD_ROWS,
-        *_norm_row("mlp.linear_fc2.post_layernorm", norms.after_feed_forward),
+        *_norm_row("mlp.linear_fc2.post_layernorm", after_feed_forward),
         _LAST_NORM_ROW,
     )
 
@@ -231,8 +226,8 @@ def with_prefix(rows: tuple[MappingRow, ...], old: str, new: str) -> tuple[Mappi
 
 TRUNK_ROWS = trunk_rows(ATTENTION_ROWS)
 
-# The base of every `Family.example`. Every size is divisible by four ranks. The vocabulary is odd, so that
-# every tensor-parallel size pads it.
+# The base of every `Family.example_fields`. Every size is divisible by four ranks. The vocabulary is odd, so
+# that every tensor-parallel size pads it.
 EXAMPLE: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
@@ -286,6 +281,7 @@ def read_trunk(
         rope, rope_of_windows = read_ropes_by_layer_type(reader, max_position_embeddings, local_theta_field)
     else:
         rope = read_rope(reader, max_position_embeddings)
+    theta, scaling, partial_rotary_factor = rope
 
     num_hidden_layers = reader.number("num_hidden_layers", int)
     experts = read_experts(reader, num_hidden_layers) if read_experts else None
@@ -308,9 +304,9 @@ def read_trunk(
         vocab_size=reader.number("vocab_size", int),
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=reader.number("rms_norm_eps", float, at_most=_LARGEST_EPS),
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        partial_rotary_factor=rope.partial_rotary_factor,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        partial_rotary_factor=partial_rotary_factor,
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,

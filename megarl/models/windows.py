@@ -1,4 +1,4 @@
-"""Read the sliding windows of attention from `config.json`."""
+"""Read the types of layers and the sliding windows of attention from `config.json`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ from megarl.machine.wording import counted
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 
 _WINDOWED = "sliding_attention"
-_FULL = "full_attention"
+FULL = "full_attention"
+
+
+def read_layer_types(
+    reader: ConfigReader, num_hidden_layers: int, other: str, *, full_every: int | None
+) -> list[str]:
+    """Read the type of each layer: full attention, or the other type of a family. Empty if it is invalid.
+
+    Args:
+        full_every: Without `layer_types`, each layer whose number, counted from 1, is a multiple of this has
+            full attention; None: no layer has.
+    """
+    kinds = reader.take("layer_types")
+    if kinds is None:
+        kinds = [
+            FULL if full_every is not None and number % full_every == 0 else other
+            for number in range(1, num_hidden_layers + 1)
+        ]
+
+    is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
+    if not is_list or not all(kind in (other, FULL) for kind in kinds):
+        needed = f"must name {other} or {FULL} for each of {counted(num_hidden_layers, 'layer')}"
+        reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
+        return []
+    return kinds
 
 
 def read_windows(reader: ConfigReader, num_hidden_layers: int, *, full_every: int | None) -> tuple[int, ...]:
     """Read the window of each layer: the number of tokens that it sees, or 0 for all.
 
     Args:
-        full_every: Without `layer_types`, each layer whose number, counted from 1, is a multiple of this has
-            full attention; None: no layer has.
+        full_every: As in `read_layer_types`.
     """
     window = reader.number("sliding_window", int, OF_CLASS)
-    kinds = reader.take("layer_types")
-    if kinds is None:
-        kinds = [
-            _FULL if full_every is not None and number % full_every == 0 else _WINDOWED
-            for number in range(1, num_hidden_layers + 1)
-        ]
-
-    is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
-    if not is_list or not all(kind in (_WINDOWED, _FULL) for kind in kinds):
-        needed = f"must name {_WINDOWED} or {_FULL} for each of {counted(num_hidden_layers, 'layer')}"
-        reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
-        return ()
-
+    kinds = read_layer_types(reader, num_hidden_layers, _WINDOWED, full_every=full_every)
     return tuple(window if kind == _WINDOWED else 0 for kind in kinds)
 
 

@@ -300,7 +300,7 @@ def _target_modules(architecture: Architecture, head: Head) -> list[str]:
     names = {tensor.name for tensor in hf_tensors(architecture, head)}
     for name in names:
         if not is_adapter(name):
-            (adapted if adapter_names(name).a in names else others).add(name.removesuffix(".weight"))
+            (adapted if adapter_names(name)[0] in names else others).add(name.removesuffix(".weight"))
 
     others_last = {name.rpartition(".")[2] for name in others}
     return sorted(

@@ -228,8 +228,8 @@ class MergedAdapters:
             region: A slice of the piece, in the shape of `piece.shard`.
             values: The parameter's elements of the slice.
         """
-        names = parameter_names(megatron_name, piece.hf_name)
-        if names.a not in self._parameters:
+        a, b = parameter_names(megatron_name, piece.hf_name)
+        if a not in self._parameters:
             return values
 
         # Axes before the last one are rows. Compute those of all elements of the first axis that occur.
@@ -237,7 +237,7 @@ class MergedAdapters:
         per_element = prod(outer[1:])
         first = region[0].start
         rows = slice(first * per_element, region[0].stop * per_element)
-        product = self._product(names.a, names.b, rows).view(-1, *outer[1:], columns)
+        product = self._product(a, b, rows).view(-1, *outer[1:], columns)
 
         inner = (slice(0, region[0].stop - first), *region[1:])
         return (values.float() + product[inner]).to(values.dtype)

@@ -175,13 +175,13 @@ def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
     tensors: dict[str, SourceTensor] = {}
 
     for name, tensor in base.tensors.items():
-        names = adapter_names(name)
-        if names.a in matrices:
+        a, b = adapter_names(name)
+        if a in matrices:
             tensors[name] = MergedTensor(
                 hf=tensor.hf,
                 dtype=tensor.dtype,
                 pieces=tensor.pieces,
-                add=partial(_merge, tensor, matrices[names.a], matrices[names.b], scale),
+                add=partial(_merge, tensor, matrices[a], matrices[b], scale),
             )
         elif name in adapter.tensors:
             # A module that trained in full replaces the base model's, in the dtype of the latter.

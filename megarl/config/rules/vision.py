@@ -9,7 +9,7 @@ from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.models.layers import num_image_layers, reads_images, routes_tokens
+from megarl.models.layers import reads_images, routes_tokens
 
 
 def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
@@ -26,7 +26,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
 
     parallel = role.parallel
     num_stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
-    needed = num_image_layers(architecture)
+    needed = architecture.num_image_layers
     num_layers = architecture.num_hidden_layers // num_stages
 
     if 0 < num_layers < needed:

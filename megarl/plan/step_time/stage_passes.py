@@ -247,13 +247,13 @@ def tower_work(
 
     blocks = []
     around = []
-    for matrix in tower_matrices(architecture):
-        rows_of_matrix = tokens if matrix.per_token else patches
-        work = linear(rows_of_matrix, matrix.inputs, matrix.outputs)
+    for outputs, inputs, per_token, in_block in tower_matrices(architecture):
+        rows = tokens if per_token else patches
+        work = linear(rows, inputs, outputs)
         # Pixels have no gradient, so the first matrix has only that of its weight.
-        if not matrix.in_block and matrix.inputs == vision.patch_elements:
-            work = PassCounts(work.forward, product(matrix.outputs, rows_of_matrix, matrix.inputs))
-        (blocks if matrix.in_block else around).append(work)
+        if not in_block and inputs == vision.patch_elements:
+            work = PassCounts(work.forward, product(outputs, rows, inputs))
+        (blocks if in_block else around).append(work)
 
     # Two products per pair in the forward pass, and five in the backward pass.
     pairs = batch.share * sum(

@@ -203,12 +203,10 @@ def stage_slices(
         return list(of_stage)
     whole = whole_layout(architecture)
     needed = []
-    for stage in engine_stages(architecture, num_stages):
-        layout = replace(
-            whole, layers=tuple(stage.layers), holds_embedding=stage.is_first, holds_output=stage.is_last
-        )
+    for layers, is_first, is_last, has_head in engine_stages(architecture, num_stages):
+        layout = replace(whole, layers=tuple(layers), holds_embedding=is_first, holds_output=is_last)
         names = {tensor.name for weight in held_weights(architecture, layout) for tensor in weight.tensors}
-        if stage.has_head and not architecture.tie_word_embeddings:
+        if has_head and not architecture.tie_word_embeddings:
             names.add(LM_HEAD_TENSOR)
         needed += [
             {name: slices for name, slices in of_rank.items() if name in names} for of_rank in of_stage

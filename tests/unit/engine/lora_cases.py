@@ -174,9 +174,9 @@ def merged_weights(case: Adapted) -> Tensors:
     weights = load_file(Path(case.base) / "model.safetensors")
     adapters = adapters_of(case)
     for name in weights:
-        names = adapter_names(name)
-        if names.a in adapters:
-            weights[name] = weights[name] + case.lora.scale * (adapters[names.b] @ adapters[names.a])
+        a, b = adapter_names(name)
+        if a in adapters:
+            weights[name] = weights[name] + case.lora.scale * (adapters[b] @ adapters[a])
     return weights | {name: value for name, value in adapters.items() if name in weights}
 
 
@@ -190,10 +190,10 @@ def _of_adapters(case: Adapted, gradients: Tensors) -> Tensors:
     scale = case.lora.scale
     found: Tensors = {}
     for name, gradient in gradients.items():
-        names = adapter_names(name)
-        if names.a in adapters:
-            found[names.a] = scale * adapters[names.b].T @ gradient
-            found[names.b] = scale * gradient @ adapters[names.a].T
+        a, b = adapter_names(name)
+        if a in adapters:
+            found[a] = scale * adapters[b].T @ gradient
+            found[b] = scale * gradient @ adapters[a].T
     return found
 
 

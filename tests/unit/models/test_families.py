@@ -88,7 +88,7 @@ def test_sizes_are_those_that_transformers_reads(tmp_path: Path, model_type: str
     rope = reference.rope_parameters
     assert architecture.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     if architecture.local_rope is not None:
-        assert architecture.local_rope.theta == rope["sliding_attention"]["rope_theta"]
+        assert architecture.local_rope[0] == rope["sliding_attention"]["rope_theta"]
     assert architecture.tie_word_embeddings == whole.tie_word_embeddings
     assert architecture.num_experts == getattr(
         reference, "num_local_experts", getattr(reference, "num_experts", 0)

@@ -15,7 +15,6 @@ from megarl.models.layers import (
     kind_of,
     kinds_of,
     layers_of,
-    num_image_layers,
     reads_images,
     routing_layers,
     stores_layers_apart,
@@ -102,7 +101,7 @@ def test_questions_about_a_whole_model(name: str) -> None:
     assert routing_layers(architecture) == architecture.sparse_layers
     assert reads_images(architecture) == (architecture.vision is not None)
     deepstack = () if architecture.vision is None else architecture.vision.deepstack_blocks
-    assert num_image_layers(architecture) == len(deepstack)
+    assert architecture.num_image_layers == len(deepstack)
     assert stores_layers_apart(architecture) == (
         architecture.delta_net is not None or (architecture.experts is not None and has_dense)
     )

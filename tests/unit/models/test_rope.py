@@ -9,7 +9,7 @@ import pytest
 
 from megarl.models.architecture import LinearScaling, YarnScaling
 from megarl.models.config_reader import ConfigReader
-from megarl.models.rope import Rope, read_rope, sglang_rope_differs
+from megarl.models.rope import read_rope, sglang_rope_differs
 from tests.families import example_architecture
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
@@ -17,7 +17,7 @@ YARN_FACTOR = 1.1386294361119891  # 0.1 ln 4 + 1
 QWEN_README = YarnScaling(**YARN, attention_factor=YARN_FACTOR)  # Qwen's own advice for 128k tokens
 
 
-def read(fields: dict[str, Any], **of_class: Any) -> tuple[Rope, list[str]]:
+def read(fields: dict[str, Any], **of_class: Any) -> tuple[Any, list[str]]:
     """Read the fields of a model whose class has a base frequency of 10,000 and these defaults."""
     rope_of_class = {"rope_type": "default", "rope_theta": 10000.0, **of_class}
     reader = ConfigReader(fields, defaults={"rope_parameters": rope_of_class})
@@ -30,23 +30,23 @@ def read(fields: dict[str, Any], **of_class: Any) -> tuple[Rope, list[str]]:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, Rope(10000.0, None, 1.0)),
-        ({"rope_theta": 1e6, "rope_scaling": None}, Rope(1e6, None, 1.0)),
-        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, Rope(1e6, None, 1.0)),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, Rope(10000.0, LinearScaling(factor=4.0), 1.0)),
+        ({}, (10000.0, None, 1.0)),
+        ({"rope_theta": 1e6, "rope_scaling": None}, (1e6, None, 1.0)),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, (1e6, None, 1.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, (10000.0, LinearScaling(factor=4.0), 1.0)),
         (
             {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "type": "yarn", **YARN}},
-            Rope(1e6, QWEN_README, 1.0),
+            (1e6, QWEN_README, 1.0),
         ),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN}}, Rope(1e6, QWEN_README, 1.0)),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN}}, (1e6, QWEN_README, 1.0)),
         # The original length of a scaling that does not name one is the model's.
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            Rope(10000.0, replace(QWEN_README, original_max_position_embeddings=131072), 1.0),
+            (10000.0, replace(QWEN_README, original_max_position_embeddings=131072), 1.0),
         ),
     ],
 )
-def test_both_forms_of_the_file(fields: dict[str, Any], expected: Rope) -> None:
+def test_both_forms_of_the_file(fields: dict[str, Any], expected: Any) -> None:
     assert read(fields) == (expected, [])
 
 
@@ -62,18 +62,18 @@ def test_both_forms_of_the_file(fields: dict[str, Any], expected: Rope) -> None:
     ],
 )
 def test_factor_of_cosine_and_sine(given: dict[str, float], factor: float) -> None:
-    rope, problems = read({"rope_scaling": {"rope_type": "yarn", **YARN, **given}})
+    (_, scaling, _), problems = read({"rope_scaling": {"rope_type": "yarn", **YARN, **given}})
     assert problems == []
-    assert isinstance(rope.scaling, YarnScaling)
-    assert rope.scaling.attention_factor == pytest.approx(factor, rel=1e-12)
+    assert isinstance(scaling, YarnScaling)
+    assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     "fields", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
 )
 def test_partial_rotation(fields: dict[str, Any]) -> None:
-    assert read(fields, partial_rotary_factor=1.0) == (Rope(10000.0, None, 0.5), [])
-    assert read({}, partial_rotary_factor=0.25) == (Rope(10000.0, None, 0.25), [])
+    assert read(fields, partial_rotary_factor=1.0) == ((10000.0, None, 0.5), [])
+    assert read({}, partial_rotary_factor=0.25) == ((10000.0, None, 0.25), [])
     assert "only 1 is supported by this family" in read(fields)[1][0]
 
 
