@@ -139,10 +139,8 @@ def fit_table(run_dir: str, fit: RunFit) -> Table:
     """Return the measured phases of a run with their predictions before and after the fit."""
     drawn = table(f"Phases of {run_dir}, s", "phase", "measured", "predicted before", "predicted after")
 
-    for phase in fit.phases:
-        drawn.add_row(
-            phase.name, *(f"{each:,.4g}" for each in (phase.measured_s, phase.before_s, phase.after_s))
-        )
+    for name, seconds in fit.phases.items():
+        drawn.add_row(name, *(f"{each:,.4g}" for each in seconds))
 
     constants = {**asdict(fit.device.efficiency), "sample_ms": fit.device.sample_ms}
     fitted = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())

@@ -1,7 +1,7 @@
 """Memory that a model needs at work in addition to its state: saved activations plus transient peaks. Pure.
 
 On CUDA the estimate is a close upper bound; docs/verification.md lists measurements. Transformer Engine's
-layers save the same tensors as the local ones, and need some memory of their own (fused_layers.py). Where
+layers save the same tensors as the local ones, and need some memory of their own (layer_sizes.py). Where
 the run's machines decide between the two, the larger size counts. On a CPU, where norms consist of more
 operations, the estimate is coarser.
 """
@@ -25,25 +25,22 @@ from megarl.config.batch_arithmetic import (
 from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole, RoleKind
-from megarl.config.schema import DType, PPOConfig, Recompute, RecomputeModule, RunConfig
+from megarl.config.schema import DType, Layers, PPOConfig, Recompute, RecomputeModule, RunConfig
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.layers import kinds_of, layers_of, reads_images, replaces_core, routes_tokens, tower_of
 from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
-from megarl.plan.placement.activation_widths import (
+from megarl.plan.placement.layer_sizes import (
+    WORKSPACE_BYTES,
     Kernels,
+    always_gathers,
     chunks_under_way,
     kernels_of,
-    layers_of_stage,
-    widths_of,
-)
-from megarl.plan.placement.fused_layers import (
-    WORKSPACE_BYTES,
-    LayerKind,
-    always_gathers,
     layer_kind,
+    layers_of_stage,
     placeholder_elements,
+    widths_of,
     workspace_bytes,
 )
 from megarl.plan.placement.part_activations import ACTIVATIONS, PartInputs, tower_bytes
@@ -83,19 +80,10 @@ class WorkingMemory(NamedTuple):
     trained_batch: int
 
 
-class StepMemory(NamedTuple):
-    """Bytes that an optimizer step, and the reduction of gradients before it, take for a moment.
-
-    Attributes:
-        roots: The square roots of the second moments of the rank's largest optimizer.
-        copies: Float32 copies of gradients that have another dtype.
-        summed: A copy of the gradients that Megatron sums over tensor-parallel ranks after the last
-            micro-batch, in one tensor.
-    """
-
-    roots: int
-    copies: int
-    summed: int = 0
+# Bytes that an optimizer step, and the reduction of gradients before it, take for a moment: the square roots
+# of the second moments of the rank's largest optimizer; float32 copies of gradients that have another dtype;
+# and a copy of the gradients that Megatron sums over tensor-parallel ranks after the last micro-batch.
+StepMemory = tuple[int, int, int]
 
 
 def working_memory(
@@ -140,12 +128,14 @@ def _of_micro_batch(
 
     # Torch's Adam materializes the square roots of all its second moments at once on CUDA. Transformer
     # Engine's does not.
-    is_fused = layer_kind(config) is LayerKind.fused
-    roots = 0 if work.kernels is Kernels.cpu or is_fused else step.roots
+    is_fused = layer_kind(config) is Layers.transformer_engine
+    roots, copies, summed = step
+    if work.kernels is Kernels.cpu or is_fused:
+        roots = 0
     return WorkingMemory(
         score=stays + work.score(),
-        train=stays + max(work.train(), work.batch(trains=True) + step.summed) if trains else 0,
-        step=stays + roots + step.copies if trains else 0,
+        train=stays + max(work.train(), work.batch(trains=True) + summed) if trains else 0,
+        step=stays + roots + copies if trains else 0,
         stays=stays,
         scored_batch=work.batch(trains=False),
         trained_batch=work.batch(trains=True) if trains else 0,
@@ -211,10 +201,10 @@ class _Work:
 
         rows = self._rows(trains=False)
         self._context = parallel.context_parallel_size
-        self._is_fused = layer_kind(config) is LayerKind.fused
+        self._is_fused = layer_kind(config) is Layers.transformer_engine
         # Whether rows of this micro-batch share a prompt without copies of it, and whether context-parallel
         # ranks pass keys and values on in a ring.
-        kind = LayerKind.fused if self._is_fused else LayerKind.local
+        kind = Layers.transformer_engine if self._is_fused else Layers.local
         has_pieces = self.kernels is not Kernels.flash or replaces_core(architecture)
         self._is_shared = shares_a_prompt(config, role, rows) and not has_pieces
         self._always_gathers = has_pieces or always_gathers(config, architecture, kind)
@@ -371,7 +361,7 @@ class _Work:
         )
         kind = layer_kind(self._config)
 
-        return {LayerKind.local: local, LayerKind.fused: fused, LayerKind.either: max(local, fused)}[kind]
+        return {Layers.local: local, Layers.transformer_engine: fused, Layers.auto: max(local, fused)}[kind]
 
     def _tower(self, trains: bool) -> int:
         """Return the bytes of the vision tower, which runs before the layers."""

@@ -39,9 +39,9 @@ from megarl.models.draft import DraftModel, read_draft_if_there
 from megarl.models.engine_stages import engine_stages, stage_shares
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, state_bytes
-from megarl.plan.placement.activation_widths import layers_of_stage
 from megarl.plan.placement.activations import StepMemory, WorkingMemory, working_memory
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
+from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.transport import sync_buffers
@@ -476,7 +476,7 @@ def step_memory(model: ModelRole, architecture: Architecture, dtype: DType, stag
     of_element = element_bytes(dtype, model.megatron)
     # With sequence parallelism, each rank has the gradients of its own tokens.
     summed = trained.replicated * of_element.gradient * parallel.sequence_parallel
-    return StepMemory(_FLOAT32 * max(dense, of_experts), of_element.stepped * (dense + of_experts), summed)
+    return _FLOAT32 * max(dense, of_experts), of_element.stepped * (dense + of_experts), summed
 
 
 def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:

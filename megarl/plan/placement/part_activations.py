@@ -23,7 +23,7 @@ from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision
-from megarl.plan.placement.activation_widths import Kernels, LayerWidths
+from megarl.plan.placement.layer_sizes import Kernels, LayerWidths
 
 _FLOAT32 = 4
 _CHUNK = 64  # tokens that the kernels of gated delta nets process at a time

@@ -6,17 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched
-from typing import NamedTuple
 
 from megarl.config.roles import is_model_role
 from megarl.config.schema import PlacementStrategy
 
-
-class Bundle(NamedTuple):
-    """Devices of one node that are reserved together. Without devices, the bundle is one CPU."""
-
-    node: int
-    devices: tuple[int, ...]
+# Devices of one node that are reserved together: the node, and their numbers. Without devices, one CPU.
+Bundle = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +96,14 @@ class Reservation:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(bundle.node for bundle in self.bundles))
+        return tuple(dict.fromkeys(node for node, _ in self.bundles))
 
     @property
     def bundles_on_nodes(self) -> list[int]:
         """The number of bundles on each of `nodes`."""
         counts = dict.fromkeys(self.nodes, 0)
-        for bundle in self.bundles:
-            counts[bundle.node] += 1
+        for node, _ in self.bundles:
+            counts[node] += 1
         return list(counts.values())
 
 
@@ -169,7 +164,7 @@ class PlacementPlan:
         }
         order = sorted(
             self.reservations,
-            key=lambda each: (not any(map(is_model_role, roles_of[each.name])), not each.bundles[0].devices),
+            key=lambda each: (not any(map(is_model_role, roles_of[each.name])), not each.bundles[0][1]),
         )
         return tuple(each.name for each in order)
 
@@ -181,7 +176,7 @@ class PlacementPlan:
     @property
     def devices_per_process(self) -> dict[str, int]:
         """The number of devices per bundle by reservation; 0 for CPU bundles."""
-        return {each.name: len(each.bundles[0].devices) for each in self.reservations}
+        return {each.name: len(each.bundles[0][1]) for each in self.reservations}
 
     @property
     def colocate_counts(self) -> dict[str, int]:
@@ -207,9 +202,7 @@ class PlacementPlan:
             return tuple((rank,) for rank in range(len(group.processes)))
         # Groups that share a reservation divide it differently, so bundles are looked up by device.
         numbers = {
-            (bundle.node, device): number
-            for number, bundle in enumerate(reserved)
-            for device in bundle.devices
+            (node, device): number for number, (node, devices) in enumerate(reserved) for device in devices
         }
 
         return tuple(
@@ -260,10 +253,10 @@ def reserve(groups: Iterable[GroupPlan]) -> Iterator[Reservation]:
     for name, members in sharing.items():
         # Groups that share devices divide them differently, so each device gets its own bundle.
         if len(members) == 1:
-            bundles = tuple(Bundle(process.node, process.devices) for process in members[0].processes)
+            bundles = tuple((process.node, process.devices) for process in members[0].processes)
         else:
             bundles = tuple(
-                Bundle(node, (device,))
+                (node, (device,))
                 for node, device in sorted(frozenset().union(*(each.devices for each in members)))
             )
         yield Reservation(name=name, pool=members[0].pool, bundles=bundles, num_groups=len(members))

@@ -10,7 +10,7 @@ from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, Re
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of
-from megarl.plan.placement.activation_widths import layers_of_stage
+from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.placement.memory import RoleMemory, role_memory
 from megarl.plan.search.space import Unit, roles_of
 

@@ -83,6 +83,11 @@ class DeviceProfile:
     efficiency: Efficiency = field(default_factory=Efficiency)
     sources: dict[str, str] = field(default_factory=dict)  # where each value comes from, by dotted key
 
+    @property
+    def memory_bytes_s(self) -> float:
+        """The bytes per second that software reaches in device memory."""
+        return self.memory_gb_s * self.efficiency.memory * 1e9
+
 
 def shipped_devices() -> list[str]:
     """Return the names of the shipped device files, in alphabetical order."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 from megarl.config.schema import EngineDType, PPOConfig
@@ -83,7 +84,7 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
     base = policy.base
     size = config.rollout.tensor_parallel_size
     num_stages = config.rollout.pipeline_parallel_size
-    bandwidth = device.memory_gb_s * device.efficiency.memory * 1e9
+    bandwidth = device.memory_bytes_s
     element = weight_bytes(config.model.dtype)
 
     # A token reads one row of the input embedding, unless the output layer is the same matrix.
@@ -204,11 +205,5 @@ def _shuffled(responses: Sequence[int]) -> list[int]:
     """Return the lengths in an order without trend, the same for equal lengths."""
     count = len(responses)
     # A step that has no common divisor with the count visits every index once.
-    stride = next(each for each in range(int(count * 0.618) + 1, 2 * count + 2) if _is_coprime(each, count))
+    stride = next(each for each in range(int(count * 0.618) + 1, 2 * count + 2) if gcd(each, count) == 1)
     return [responses[index * stride % count] for index in range(count)]
-
-
-def _is_coprime(one: int, other: int) -> bool:
-    while other:
-        one, other = other, one % other
-    return one == 1

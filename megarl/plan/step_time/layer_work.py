@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.layers import LayerPart, Matrix
@@ -12,23 +10,9 @@ from megarl.models.part_kind import MIXER
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.step_time.counts import IDLE, NOTHING, Counts, Edge, PassCounts, call, joined, linear, total
-from megarl.plan.step_time.packed_batch import KeyExchange, PackedBatch
+from megarl.plan.step_time.packed_batch import PackedBatch
 
 _ROUTER = "mlp.router."
-
-
-class LayerWork(NamedTuple):
-    """The parts of a layer.
-
-    Attributes:
-        mixer: What mixes the tokens of a row, with its matrices and their calls, except attention itself.
-        core: Attention without its matrices.
-        feed_forward: The MLP or the experts, with their calls.
-    """
-
-    mixer: PassCounts
-    core: PassCounts
-    feed_forward: PassCounts
 
 
 def layer_work(
@@ -37,11 +21,15 @@ def layer_work(
     layer: tuple[LayerPart, ...],
     batch: PackedBatch,
     dtype: str,
-) -> LayerWork:
-    """Return the work of a layer for a micro-batch."""
+) -> tuple[PassCounts, PassCounts, PassCounts]:
+    """Return the work of a layer for a micro-batch, in three parts.
+
+    The first is what mixes the tokens of a row, with its matrices and their calls, except attention itself;
+    the second attention without its matrices; the third the MLP or the experts, with their calls.
+    """
     edge = Edge(parallel, batch.tokens, architecture.hidden_size, dtype)
     mixers = [part for part in layer if part.kind.prefix == MIXER]
-    return LayerWork(
+    return (
         joined(_part_work(part, architecture, edge, batch) for part in mixers),
         joined(_core(part, architecture, edge, batch) for part in mixers),
         joined(_part_work(part, architecture, edge, batch) for part in layer if part not in mixers),
@@ -129,7 +117,7 @@ def _key_exchange(
     heads = architecture.num_key_value_heads // parallel.tensor_parallel_size
     held = heads * 2 * architecture.head_dim * batch.tokens
 
-    if batch.key_exchange is KeyExchange.gather:
+    if not batch.passes_keys_on:
         gathered, reduced = (
             call(parallel, kind, "context", ranks * held, dtype) for kind in ("all_gather", "reduce_scatter")
         )

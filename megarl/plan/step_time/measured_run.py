@@ -16,13 +16,11 @@ from megarl.config.schema import PPOConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import DeviceProfile
 from megarl.plan.step_time.generation import generation_time
 from megarl.plan.step_time.lengths import Lengths, expected_lengths
-from megarl.plan.step_time.phase_time import PhaseTime
-from megarl.plan.step_time.role_time import RoleWork, role_work, times_of
+from megarl.plan.step_time.role_time import role_work, times_of
 from megarl.plan.step_time.step import GENERATION, PUSH, moved_items, placed_step, push_time
 from megarl.tracking.metrics_file import Points, read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
@@ -103,27 +101,16 @@ def _with(device: DeviceProfile, start: Mapping[str, float], logs: Mapping[str, 
     return changed
 
 
-class MeasuredPhase(NamedTuple):
-    """A phase of a measured run, in seconds.
+class RunFit(NamedTuple):
+    """The result of fitting a device to a run.
 
     Attributes:
-        name: The name; `step` is the whole step.
-        measured_s: The median over the last steps.
-        before_s: The prediction of the device that the fit started from.
-        after_s: The prediction of the fitted device.
+        phases: The measured phases by name; `step` is the whole step. In seconds: the median over the last
+            steps, and the predictions of the device that the fit started from and of the fitted device.
     """
 
-    name: str
-    measured_s: float
-    before_s: float
-    after_s: float
-
-
-class RunFit(NamedTuple):
-    """The result of fitting a device to a run."""
-
     device: DeviceProfile
-    phases: tuple[MeasuredPhase, ...]
+    phases: Mapping[str, tuple[float, float, float]]
     lengths: Lengths
 
 
@@ -156,21 +143,16 @@ def fit_run(run_dir: Path, device: DeviceProfile) -> RunFit:
         raise ConfigError(str(run_dir / CONFIG_FILE), list(map(str, violations)))
 
     lengths = expected_lengths(config, prompt, response)
-    run = _Run(config, architectures, lengths)
+    predict = _predictor(config, architectures, lengths)
     measured = _measured(config, series) | {_STEP: step_s}
-    predictions = {name: _prediction(run, name) for name in measured}
+    observations = [
+        (lambda profile, name=name: predict(profile)[name], seconds) for name, seconds in measured.items()
+    ]
+    fitted = fit_device(device, observations, _FITTED, pull=_PULL)
 
-    fitted = fit_device(
-        device,
-        [(predictions[name], seconds) for name, seconds in measured.items()],
-        _FITTED,
-        pull=_PULL,
-    )
-
-    phases = tuple(
-        MeasuredPhase(name, seconds, predictions[name](device), predictions[name](fitted))
-        for name, seconds in measured.items()
-    )
+    before = dict(predict(device))
+    after = predict(fitted)
+    phases = {name: (seconds, before[name], after[name]) for name, seconds in measured.items()}
     return RunFit(fitted, phases, lengths)
 
 
@@ -187,47 +169,30 @@ def _measured(config: PPOConfig, series: Mapping[str, Points]) -> dict[str, floa
     return {name: value for name, value in seconds.items() if value is not None and value > 0}
 
 
-def _prediction(run: _Run, name: str) -> Callable[[DeviceProfile], float]:
-    return run.step_s if name == _STEP else lambda device: run.times(device)[name].seconds
+def _predictor(
+    config: PPOConfig, architectures: Mapping[str, Architecture], lengths: Lengths
+) -> Callable[[DeviceProfile], Mapping[str, float]]:
+    """Return a function that predicts the seconds of each phase, and of the step, for a device.
 
+    What ranks do is computed once, whatever the number of devices.
+    """
+    plan = plan_placement(config)
+    moved = moved_items(plan)
+    policy = architectures["actor"]
+    work = [role_work(config, role, architectures[role.name], lengths) for role in model_roles(config)]
+    last: tuple[DeviceProfile | None, Mapping[str, float]] = (None, {})
 
-class _Run:
-    """Predicts the phases of one run for many devices. What ranks do is computed once."""
-
-    def __init__(
-        self, config: PPOConfig, architectures: Mapping[str, Architecture], lengths: Lengths
-    ) -> None:
-        self._config = config
-        self._architectures = architectures
-        self._lengths = lengths
-        self._plan: PlacementPlan = plan_placement(config)
-        self._moved = moved_items(self._plan)
-        self._work: list[RoleWork] = [
-            role_work(config, role, architectures[role.name], lengths) for role in model_roles(config)
-        ]
-        self._known: tuple[DeviceProfile, dict[str, PhaseTime]] | None = None
-
-    def times(self, device: DeviceProfile) -> dict[str, PhaseTime]:
-        """Return the time of each phase."""
+    def predict(device: DeviceProfile) -> Mapping[str, float]:
+        nonlocal last
         # A fit asks for all phases of one device after another.
-        if self._known is None or self._known[0] is not device:
-            policy = self._architectures["actor"]
-            ahead = self._config.rollout.max_staleness
-            times = {GENERATION: generation_time(self._config, policy, device, self._lengths, ahead)}
-            for work in self._work:
-                times |= times_of(work, device)
-            times[PUSH] = push_time(self._config, self._plan, policy, device)
-            self._known = device, times
-        return self._known[1]
+        if last[0] is not device:
+            ahead = config.rollout.max_staleness
+            times = {GENERATION: generation_time(config, policy, device, lengths, ahead)}
+            for of_role in work:
+                times |= times_of(of_role, device)
+            times[PUSH] = push_time(config, plan, policy, device)
+            step = placed_step(config, plan, times, architectures, device, lengths, moved)
+            last = device, {**{name: time.seconds for name, time in times.items()}, _STEP: step.seconds}
+        return last[1]
 
-    def step_s(self, device: DeviceProfile) -> float:
-        """Return the time of the whole step."""
-        return placed_step(
-            self._config,
-            self._plan,
-            self.times(device),
-            self._architectures,
-            device,
-            self._lengths,
-            self._moved,
-        ).seconds
+    return predict

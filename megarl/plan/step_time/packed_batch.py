@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from functools import lru_cache
 from math import ceil, lcm
 from typing import NamedTuple
@@ -24,20 +23,13 @@ from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.layers import replaces_core
-from megarl.plan.placement.fused_layers import always_gathers, layer_kind
+from megarl.plan.placement.layer_sizes import always_gathers, layer_kind
 from megarl.plan.step_time.lengths import Lengths
 
 # Rows that are packed one by one; a replica with more of them is scaled up.
 _MOST_PACKED = 512
 # Rows that represent the lengths of a pass.
 _SAMPLED = 16
-
-
-class KeyExchange(Enum):
-    """The way in which context-parallel ranks see each other's keys and values."""
-
-    gather = "gather"  # all ranks gather all of them
-    ring = "ring"  # each rank passes them on to the next one; Transformer Engine's, without shared prompts
 
 
 class Rectangle(NamedTuple):
@@ -75,7 +67,8 @@ class PackedBatch(NamedTuple):
             that shares one.
         prompts: The tokens of each distinct prompt.
         attention: The attention calls of a layer.
-        key_exchange: How context-parallel ranks exchange keys and values.
+        passes_keys_on: Whether each context-parallel rank passes keys and values on to the next one, as
+            Transformer Engine does without shared prompts. Otherwise, all ranks gather all of them.
         share: The share of `prompts` and of `attention` that the micro-batch has; below 1 for the mean of
             several micro-batches.
     """
@@ -87,7 +80,7 @@ class PackedBatch(NamedTuple):
     tokens_with_prompts: int
     prompts: tuple[int, ...]
     attention: tuple[Rectangle, ...]
-    key_exchange: KeyExchange
+    passes_keys_on: bool
     share: float = 1.0
 
     def scaled(self, share: float, multiple: int) -> PackedBatch:
@@ -143,7 +136,7 @@ def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: S
             tokens_with_prompts=tokens,
             prompts=tuple(row.prompt for row in rows),
             attention=(Rectangle(length, length),) * len(rows),
-            key_exchange=KeyExchange.gather,
+            passes_keys_on=False,
         )
 
     sequences = list(_sequences(rows, rows_of_prompt(config, role) > 1, size))
@@ -154,10 +147,8 @@ def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: S
     chosen, scored = _predictors(sequences, size)
     prompts = [_prompt_length(sequence, sequences) for sequence in sequences]
     gathers = any(prompts) or always_gathers(config, architecture, layer_kind(config))
-    exchange = KeyExchange.gather if gathers else KeyExchange.ring
     # Attention in float32, or with sinks or windows, takes the keys of each response with its prompt's.
     in_pieces = size > 1 or replaces_core(architecture) or config.model.dtype is DType.float32
-    is_ring = size > 1 and exchange is KeyExchange.ring
 
     return PackedBatch(
         tokens=tokens,
@@ -168,10 +159,10 @@ def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: S
         prompts=tuple({row.prompt_number: row.prompt for row in rows}.values()),
         attention=tuple(
             _ring_rectangles(sequences, size)
-            if is_ring
+            if size > 1 and not gathers
             else (_pieces(sequences, size) if in_pieces else _two_calls(sequences))
         ),
-        key_exchange=exchange,
+        passes_keys_on=not gathers,
     )
 
 

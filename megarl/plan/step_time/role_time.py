@@ -23,7 +23,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import num_routing_layers
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import dimension_sizes
-from megarl.plan.placement.activation_widths import layers_of_stage
+from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.placement.memory import model_state, weight_bytes
 from megarl.plan.step_time.counts import CollectiveCount, Counts, Product, RankGroup, dtype_bytes, dtype_of
 from megarl.plan.step_time.device import DeviceProfile
@@ -48,19 +48,10 @@ _LOGIT_BYTES = 16  # a logit in float32: written, read for the maximum, the sum 
 _OF_BACKWARD = 2
 
 
-class StageWork(NamedTuple):
-    """The work of a rank of a pipeline stage for one micro-batch, or after the last one of a mini-batch.
-
-    Attributes:
-        counts: Products, attention and collectives.
-        nbytes: The bytes that all other operations move through device memory.
-        num_launches: The layers that the host launches, in dense layers of a forward pass. A layer that is
-            recomputed is launched again.
-    """
-
-    counts: Counts
-    nbytes: float
-    num_launches: int = 0
+# The work of a rank of a pipeline stage for one micro-batch: its products, attention and collectives; the
+# bytes that all other operations move through device memory; and the layers that the host launches, in dense
+# layers of a forward pass, where a layer that is recomputed is launched again.
+StageWork = tuple[Counts, float, int]
 
 
 class PassWork(NamedTuple):
@@ -71,7 +62,7 @@ class PassWork(NamedTuple):
         num_chunks: The number of virtual stages of each.
         num_micro_batches: The number of micro-batches of a pass.
         num_passes: The number of passes; 0 if the phase is not needed.
-        update: The update after each pass; None if nothing trains.
+        update: The calls of the update after each pass, and the bytes that it moves; None if nothing trains.
     """
 
     stages: tuple[StageWork, ...]
@@ -79,7 +70,7 @@ class PassWork(NamedTuple):
     num_chunks: int
     num_micro_batches: int
     num_passes: int
-    update: StageWork | None
+    update: tuple[tuple[CollectiveCount, ...], float] | None
 
 
 class RoleWork(NamedTuple):
@@ -151,10 +142,10 @@ def _stage(
     exchanges = _LAUNCHES_OF_CONTEXT * len(layers) if role.parallel.context_parallel_size > 1 else 0
     launched = len(layers) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
     again = exchanges if trains and _repeats_core_only(role.recomputation) else 0
-    return StageWork(
-        counts=count(config, role, architecture, stage, batch),
-        nbytes=elementwise_bytes(config, role, architecture, stage, batch, trains=trains),
-        num_launches=launched * passes(role, trains) + again,
+    return (
+        count(config, role, architecture, stage, batch),
+        elementwise_bytes(config, role, architecture, stage, batch, trains=trains),
+        launched * passes(role, trains) + again,
     )
 
 
@@ -162,7 +153,9 @@ def _repeats_core_only(recomputation: Recomputation) -> bool:
     return recomputation.how is Recompute.selective and RecomputeModule.core_attn in recomputation.modules
 
 
-def _update(config: RunConfig, role: ModelRole, architecture: Architecture) -> StageWork:
+def _update(
+    config: RunConfig, role: ModelRole, architecture: Architecture
+) -> tuple[tuple[CollectiveCount, ...], float]:
     # Moments and master weights are read and written; a rank's share of gradients is read, and its share of
     # parameters is written.
     state = model_state(role, architecture, config.model.dtype, 0)
@@ -171,7 +164,7 @@ def _update(config: RunConfig, role: ModelRole, architecture: Architecture) -> S
         *gradient_counts(config, role, architecture, 0).collectives,
         *optimizer_counts(config, role, architecture, 0).collectives,
     )
-    return StageWork(Counts(collectives=calls), nbytes=2 * state.optimizer + share)
+    return calls, 2 * state.optimizer + share
 
 
 def elementwise_bytes(
@@ -215,16 +208,6 @@ def passes(role: ModelRole, trains: bool) -> int:
     return 1 + _OF_BACKWARD + (role.recomputation.how is Recompute.full)
 
 
-class _Rates(NamedTuple):
-    """The rates at which one role computes: operations and bytes per second, and the bytes of an element."""
-
-    device: DeviceProfile
-    products: float
-    attention: float
-    memory: float
-    element: int
-
-
 def role_times(
     config: RunConfig, role: ModelRole, architecture: Architecture, device: DeviceProfile, lengths: Lengths
 ) -> dict[str, PhaseTime]:
@@ -237,20 +220,13 @@ def role_times(
 
 def times_of(work: RoleWork, device: DeviceProfile) -> dict[str, PhaseTime]:
     """Return the time that a device takes for each phase of a role."""
-    rates = _Rates(
-        device=device,
-        products=peak_flops(device, work.product_dtype) * device.efficiency.gemm,
-        attention=peak_flops(device, work.dtype) * device.efficiency.attention,
-        memory=device.memory_gb_s * device.efficiency.memory * 1e9,
-        element=dtype_bytes(work.dtype),
-    )
-    return {name: _pass_time(each, rates) for name, each in work.phases.items()}
+    return {name: _pass_time(phase, work, device) for name, phase in work.phases.items()}
 
 
-def _pass_time(work: PassWork, rates: _Rates) -> PhaseTime:
+def _pass_time(work: PassWork, of_role: RoleWork, device: DeviceProfile) -> PhaseTime:
     if not work.num_passes:
         return PhaseTime.of()
-    of_stage = [_stage_time(stage, rates) for stage in work.stages]
+    of_stage = [_stage_time(stage, of_role, device) for stage in work.stages]
     seconds = pipeline_s(
         [each.seconds for each in _all_stages(of_stage, work.num_stages)],
         work.num_micro_batches,
@@ -261,7 +237,10 @@ def _pass_time(work: PassWork, rates: _Rates) -> PhaseTime:
     slowest = max(of_stage, key=lambda time: time.seconds).times(work.num_micro_batches)
     time = slowest.plus(PhaseTime.of(bubble=seconds - slowest.seconds))
     if work.update is not None:
-        time = time.plus(_update_time(work.update, rates))
+        calls, nbytes = work.update
+        time = time.plus(
+            PhaseTime.of(optimizer=nbytes / device.memory_bytes_s, reduction=_collectives_s(calls, device))
+        )
     return time.times(work.num_passes)
 
 
@@ -271,40 +250,44 @@ def _all_stages(distinct: list[PhaseTime], num_stages: int) -> Iterator[PhaseTim
         yield distinct[0 if stage == 0 else -1 if stage == num_stages - 1 else 1]
 
 
-def _stage_time(work: StageWork, rates: _Rates) -> PhaseTime:
+def _stage_time(work: StageWork, of_role: RoleWork, device: DeviceProfile) -> PhaseTime:
     """Return the time of one micro-batch in one stage."""
-    counts = work.counts
+    counts, nbytes, num_launches = work
+    rate = peak_flops(device, of_role.product_dtype) * device.efficiency.gemm
+    memory = device.memory_bytes_s
+    element = dtype_bytes(of_role.dtype)
     time = PhaseTime.of(
-        products=sum(_product_s(product, rates) for product in counts.products),
-        attention=counts.masked_attention_flops / rates.attention,
-        collectives=sum(_collective_s(each, rates) for each in counts.collectives),
-        memory=work.nbytes / rates.memory,
+        products=sum(_product_s(each, rate, memory, element) for each in counts.products),
+        attention=counts.masked_attention_flops
+        / (peak_flops(device, of_role.dtype) * device.efficiency.attention),
+        collectives=_collectives_s(counts.collectives, device),
+        memory=nbytes / memory,
     )
     # A host launches ahead of its device, so only the excess counts.
-    launches_s = work.num_launches * rates.device.efficiency.training_layer_us * 1e-6
-    hidden_s = 0.0 if rates.device.is_host else time.seconds
+    launches_s = num_launches * device.efficiency.training_layer_us * 1e-6
+    hidden_s = 0.0 if device.is_host else time.seconds
     return time.plus(PhaseTime.of(launches=launches_s - hidden_s))
 
 
-def _product_s(product: Product, rates: _Rates) -> float:
+def _product_s(product: Product, rate: float, memory: float, element: int) -> float:
     """Return the time of products: their operations, and the reads and writes that they do not hide.
 
     Products with few rows or few columns read much for each operation, which makes them less efficient.
+
+    Args:
+        rate: The operations per second.
+        memory: The bytes per second.
+        element: The bytes of a number.
     """
     rows, inner, columns, times = product
-    moved = times * rates.element * (rows * inner + inner * columns + rows * columns)
-    return product.flops / rates.products + moved / rates.memory
+    moved = times * element * (rows * inner + inner * columns + rows * columns)
+    return product.flops / rate + moved / memory
 
 
-def _collective_s(count: CollectiveCount, rates: _Rates) -> float:
-    span = RankGroup(count.num_ranks, count.stride)
-    return collective_s(rates.device, count.kind, span, count.nbytes, count.calls)
-
-
-def _update_time(work: StageWork, rates: _Rates) -> PhaseTime:
-    return PhaseTime.of(
-        optimizer=work.nbytes / rates.memory,
-        reduction=sum(_collective_s(each, rates) for each in work.counts.collectives),
+def _collectives_s(counts: Sequence[CollectiveCount], device: DeviceProfile) -> float:
+    return sum(
+        collective_s(device, each.kind, RankGroup(each.num_ranks, each.stride), each.nbytes, each.calls)
+        for each in counts
     )
 
 

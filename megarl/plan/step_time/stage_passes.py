@@ -21,7 +21,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.flops import pairs_of_block, tower_matrices
 from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens, tower_of
-from megarl.plan.placement.activation_widths import layers_of_stage
+from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.step_time.counts import (
     IDLE,
     NOTHING,
@@ -35,7 +35,7 @@ from megarl.plan.step_time.counts import (
     product,
     total,
 )
-from megarl.plan.step_time.layer_work import LayerWork, layer_work
+from megarl.plan.step_time.layer_work import layer_work
 from megarl.plan.step_time.packed_batch import PackedBatch
 
 
@@ -75,6 +75,7 @@ class StagePasses:
             for layer in self._numbers
         }
 
+        self._trains_embedding = architecture.trains_fully(EMBEDDING_MODULE)
         self._trains_tower = architecture.lora is None and not role.freeze_vision
         self._tower = (IDLE, IDLE)
         if self._is_first and reads_images(architecture):
@@ -100,7 +101,9 @@ class StagePasses:
         for layer, work in self._layers.items():
             yield total(map(of, work)).times(self._numbers[layer])
         if self._is_first:
-            yield of(embedding_work(self._edge, trains=self._architecture.trains_fully(EMBEDDING_MODULE)))
+            # Each rank has a part of the vocabulary.
+            embedded = self._edge.left()
+            yield of(embedded if self._trains_embedding else PassCounts(embedded.forward))
             yield from map(of, self._tower)
 
     def _head(self, num_scores: int) -> PassCounts:
@@ -137,11 +140,12 @@ class StagePasses:
         )
 
 
-def _repeated(layer: LayerWork, modules: Sequence[RecomputeModule]) -> Iterator[Counts]:
+def _repeated(layer: Sequence[PassCounts], modules: Sequence[RecomputeModule]) -> Iterator[Counts]:
+    _, core, feed_forward = layer
     if RecomputeModule.core_attn in modules:
-        yield layer.core.forward
+        yield core.forward
     if RecomputeModule.mlp in modules:
-        yield layer.feed_forward.forward
+        yield feed_forward.forward
 
 
 @lru_cache(maxsize=256)
@@ -151,11 +155,6 @@ def _layers_of_chunks(
     """Return how many layers are equal, by their parts."""
     layers = layers_of(architecture)
     return Counter(layers[number] for chunk in chunks for number in chunk)
-
-
-def embedding_work(edge: Edge, *, trains: bool) -> PassCounts:
-    """Return the calls of an embedding, each rank of which has a part of the vocabulary."""
-    return edge.left() if trains else PassCounts(edge.left().forward)
 
 
 def head_work(

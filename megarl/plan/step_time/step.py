@@ -244,7 +244,7 @@ def push_time(
     """
     needs = choose_transport(config, plan).needs
     received = engine_weights(config, policy)
-    copies_s = _COPIES * received / (device.memory_gb_s * device.efficiency.memory * 1e9)
+    copies_s = _COPIES * received / device.memory_bytes_s
 
     if needs.through_files:
         whole = pushed_bytes(config, policy)

@@ -55,12 +55,9 @@ class TrainedParameter(NamedTuple):
 TrainedChunk = tuple[tuple[TrainedParameter, ...], tuple[TrainedParameter, ...]]
 
 
-class _Trained(NamedTuple):
-    """The properties of a role that determine which parameters train."""
-
-    head: Head
-    freezes_router: bool
-    freezes_tower: bool
+# The properties of a role that determine which parameters train: its head, and whether routers and the vision
+# tower are frozen.
+_Trained = tuple[Head, bool, bool]
 
 
 def trained_chunks(
@@ -90,7 +87,7 @@ def bucket_groups(
 
 def _trained(role: ModelRole) -> _Trained:
     head: Head = "value" if role.with_value_head else "lm"
-    return _Trained(head, role.routers.freeze_router, role.freeze_vision)
+    return head, role.routers.freeze_router, role.freeze_vision
 
 
 @lru_cache(maxsize=256)
@@ -152,8 +149,15 @@ def _chunks(
 ) -> tuple[TrainedChunk, ...]:
     shards = parallel.tensor_parallel_size
     sizes = dimension_sizes(architecture) | {"V": padded_vocab_size(architecture.vocab_size, shards)}
-    rows = [row for row in rows_of(architecture, trained.head) if _is_trained(row, trained)]
-    is_tied = trained.head == "lm" and architecture.tie_word_embeddings
+    head, freezes_router, freezes_tower = trained
+    rows = [
+        row
+        for row in rows_of(architecture, head)
+        if row.trains
+        and not (freezes_router and ".router." in row.megatron)
+        and not (freezes_tower and row.megatron.startswith("visual."))
+    ]
+    is_tied = head == "lm" and architecture.tie_word_embeddings
     shared = (EMBEDDING, OUTPUT_LAYER) if is_tied and parallel.pipeline_parallel_size > 1 else ()
 
     def of_rows(place: StagePlacement, layer: int | None = None) -> list[TrainedParameter]:
@@ -194,13 +198,6 @@ def _as_registered(parameters: Sequence[TrainedParameter]) -> list[TrainedParame
     outputs = [each for each in attention if _OUTPUT_PROJECTION in each.name]
     others = [each for each in attention if _OUTPUT_PROJECTION not in each.name]
     return [*parameters[:first], *outputs, *others]
-
-
-def _is_trained(row: MappingRow, trained: _Trained) -> bool:
-    is_frozen = (trained.freezes_router and ".router." in row.megatron) or (
-        trained.freezes_tower and row.megatron.startswith("visual.")
-    )
-    return row.trains and not is_frozen
 
 
 def _parameter(row: MappingRow, sizes: dict[str, int], cut: int, *, is_shared: bool) -> TrainedParameter:

@@ -23,8 +23,8 @@ from megarl.config.schema import (
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.models.families import read_architecture
 from megarl.models.latent import LATENT_ATTENTION
-from megarl.plan.placement.activation_widths import Kernels, widths_of
-from megarl.plan.placement.activations import StepMemory, WorkingMemory, working_memory
+from megarl.plan.placement.activations import WorkingMemory, working_memory
+from megarl.plan.placement.layer_sizes import Kernels, widths_of
 from megarl.plan.placement.memory import model_state, step_memory
 from megarl.plan.placement.part_activations import ACTIVATIONS, PartInputs
 from tests.unit.plan.placement.test_memory import QWEN_7B, PlacementStrategy, config
@@ -137,7 +137,7 @@ def test_a_stage_keeps_the_micro_batches_under_way(
     layer = 4 * HIDDEN + 3 * 28 * 128 + 4 * 4 * 128 + 2 * 28 + 3 * 18944
 
     for stage in (0, 3):
-        work = working_memory(run, critic, QWEN_7B, stage, StepMemory(roots=0, copies=0))
+        work = working_memory(run, critic, QWEN_7B, stage, (0, 0, 0))
         assert work.stays == TOKENS * received[stage] * HIDDEN * 2 + (virtual or 1) * ANGLES
         moment = layer + (3 if stage == 0 else 2) * HIDDEN + 4 * 18944
         assert work.train - work.stays == TOKENS * (kept[stage] * HIDDEN + moment) * 2 + BATCH
@@ -200,17 +200,17 @@ def test_gradients_that_tensor_parallel_ranks_sum_are_copied_after_the_last_micr
     actor = model_roles(run)[0]
     step = step_memory(actor, architecture, run.model.dtype, 0)
     in_each_layer = 7168 * (1536 + 512 + 64) + 1536 + 512 + 2 * 7168
-    assert step.summed == 4 * (61 * in_each_layer + 58 * 256 * (7168 + 1) + 7168)
+    assert step[2] == 4 * (61 * in_each_layer + 58 * 256 * (7168 + 1) + 7168)
 
     # It replaces the activations, which are free by then.
     work = working_memory(run, actor, architecture, 0, step)
-    assert work.train == work.stays + work.trained_batch + step.summed
-    activations = working_memory(run, actor, architecture, 0, step._replace(summed=0)).train
+    assert work.train == work.stays + work.trained_batch + step[2]
+    activations = working_memory(run, actor, architecture, 0, (*step[:2], 0)).train
     assert work.stays + work.trained_batch < activations < work.train
 
     # Without sequence parallelism, every rank has the gradients of all tokens.
     alone = replace(actor, parallel=replace(actor.parallel, sequence_parallel=False))
-    assert step_memory(alone, architecture, run.model.dtype, 0).summed == 0
+    assert step_memory(alone, architecture, run.model.dtype, 0)[2] == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.plan.placement.fused_layers import WORKSPACE_BYTES
+from megarl.plan.placement.layer_sizes import WORKSPACE_BYTES
 from megarl.rehearse.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearse.rehearsal.processes import rehearse_ranks
 from megarl.rehearse.rehearsal.ranks import distinct_ranks
