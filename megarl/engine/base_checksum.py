@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megarl.engine import platform
-from megarl.engine.base_weights import BaseChecksum
 from megarl.engine.engine import MegatronEngine
 from megarl.engine.offload import StatePart
 from megarl.machine.errors import CheckpointError
@@ -23,13 +23,16 @@ BASE_CHECKSUM = "base_checksum"
 ORIGINALS_CHECKSUM = "originals_checksum"
 
 
-def base_checksum(engine: MegatronEngine) -> BaseChecksum | None:
-    """Return the checksums of the base. None without adapters.
+def base_checksum(engine: MegatronEngine) -> Mapping[str, int]:
+    """Return what a checkpoint stores of the base: checksums that do not depend on the layout.
+
+    They are those of all frozen weights and, if the model keeps them, of the original weights of modules that
+    train in full next to adapters. Without adapters, there are none.
 
     They are computed once, with all ranks, and the parameters are restored for them if they are offloaded.
     """
     if engine.spec.architecture.lora is None:
-        return None
+        return {}
 
     if engine.known_base_checksum is None:
         offloaded = {StatePart.parameters} & engine.training_state().places.offloaded
@@ -43,7 +46,8 @@ def base_checksum(engine: MegatronEngine) -> BaseChecksum | None:
         dist.all_reduce(totals)
         frozen, originals = (int(total) % MODULUS for total in totals)
         # A pipeline stage may hold none of them.
-        engine.known_base_checksum = BaseChecksum(frozen, originals if engine.spec.runs_base else None)
+        of_originals = {ORIGINALS_CHECKSUM: originals} if engine.spec.runs_base else {}
+        engine.known_base_checksum = {BASE_CHECKSUM: frozen, **of_originals}
 
     return engine.known_base_checksum
 
@@ -79,33 +83,25 @@ def _signed(value: int) -> int:
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
-def stored_base(base: BaseChecksum | None) -> dict[str, int]:
-    """Return what a checkpoint stores of its base."""
-    if base is None:
-        return {}
-    originals = {} if base.originals is None else {ORIGINALS_CHECKSUM: base.originals}
-    return {BASE_CHECKSUM: base.frozen} | originals
-
-
-def check_base(folder: Path, base: BaseChecksum | None) -> None:
-    """Check that a checkpoint of adapters was written on this base. `base` is None without adapters.
+def check_base(folder: Path, base: Mapping[str, int]) -> None:
+    """Check that a checkpoint of adapters was written on this base (see `base_checksum`).
 
     Raises:
         CheckpointError: It was written on another base.
     """
-    if base is None:
+    if not base:
         return
 
     stored = dist_checkpointing.load_common_state_dict(str(folder))
-    if stored.get(BASE_CHECKSUM) != base.frozen:
+    if stored.get(BASE_CHECKSUM) != base[BASE_CHECKSUM]:
         raise CheckpointError(
             f"{folder}: its adapters were trained on other frozen weights than those of model.path; use the "
             "model that the run began with"
         )
 
     # A run without a reference keeps no originals.
-    originals = stored.get(ORIGINALS_CHECKSUM)
-    if None not in (originals, base.originals) and originals != base.originals:
+    originals = [each[ORIGINALS_CHECKSUM] for each in (stored, base) if ORIGINALS_CHECKSUM in each]
+    if len(set(originals)) > 1:
         raise CheckpointError(
             f"{folder}: the reference of its run had another embedding or output layer than model.path; use "
             "the model that the run began with"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +27,10 @@ from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_check
 from megarl.checkpoints.torch_dist import DistributedTensor, StoredItem, TorchDistIndex, read_index
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, write_index, write_items
 from megarl.engine import platform
-from megarl.engine.base_checksum import base_checksum, check_base, stored_base
-from megarl.engine.base_weights import BaseChecksum
+from megarl.engine.base_checksum import base_checksum, check_base
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.optimizer import MOMENTS, StepCounts
+from megarl.engine.optimizer import MOMENTS
 from megarl.engine.sharding import Shard, sharding_of
 from megarl.machine.background import in_background
 from megarl.machine.errors import UNWRITTEN, CheckpointError
@@ -41,36 +40,31 @@ OPTIMIZER_FORMAT = "fully_reshardable"
 RNG_KEY = "rng_state"
 
 
-class BackgroundWriter:
-    """Writes a rank's items into one file and frees their memory one by one.
+class PendingSave:
+    """A save whose state has been copied, and which is written while training continues.
 
-    Megarl uses a thread, because Megatron's own writer forks processes that have threads, and needs a server
-    for their results.
+    A thread writes a rank's items into one file and frees their memory one by one. Megatron's own writer
+    forks processes that have threads, and needs a server for their results.
     """
 
-    def __init__(self, path: Path, items: list[ItemToWrite]) -> None:
-        self._path = path
+    def __init__(self, folder: Path, items: list[ItemToWrite], common: dict) -> None:
+        self._folder = folder
+        self._path = folder / f"__{dist.get_rank()}_0.distcp"
         self._items = items
+        self._common = common
         self._written: list[StoredItem] = []
         self._is_canceled = False
-        self._work = in_background(self._run, f"checkpoint {path.name}")
+        self._work = in_background(self._write, f"checkpoint {self._path.name}")
 
-    def is_done(self) -> bool:
-        """Return whether writing has ended, successfully or not."""
+    def is_written(self) -> bool:
+        """Return whether this rank has finished writing, successfully or not. `finish` raises failures."""
         return self._work.done()
 
-    def wait(self) -> tuple[list[StoredItem], str | None]:
-        """Wait for the end. Returns what was written, and a one-line error message if writing failed."""
-        error = self._work.exception()
-        if error is None:
-            return self._written, None
-        reason = (
-            error.strerror if isinstance(error, OSError) else None
-        ) or f"{type(error).__name__}: {error}"
-        return self._written, f"{self._path}: cannot be written: {reason}"
-
     def cancel(self) -> None:
-        """End the thread, and release the items, after the item that is being written. Does not wait."""
+        """Stop writing after the item that is being written, because the save has been dropped.
+
+        The rest is released, and files that are open are still closed by the thread. Does not wait.
+        """
         self._is_canceled = True
 
     def _remaining(self) -> Iterator[ItemToWrite]:
@@ -78,7 +72,7 @@ class BackgroundWriter:
         while self._items and not self._is_canceled:
             yield self._items.pop()
 
-    def _run(self) -> None:
+    def _write(self) -> None:
         self._items.reverse()
         try:
             if self._items:
@@ -86,23 +80,6 @@ class BackgroundWriter:
         finally:
             # After a failure, the copies that were not written are useless too.
             self._items.clear()
-
-
-class PendingSave:
-    """A save whose state has been copied, and which is written while training continues."""
-
-    def __init__(self, folder: Path, writer: BackgroundWriter, common: dict) -> None:
-        self._folder = folder
-        self._writer = writer
-        self._common = common
-
-    def is_written(self) -> bool:
-        """Return whether this rank has finished writing, successfully or not. `finish` raises failures."""
-        return self._writer.is_done()
-
-    def cancel(self) -> None:
-        """Stop writing, because the save has been dropped. Files that are open are still closed by it."""
-        self._writer.cancel()
 
     def finish(self) -> dict[str, str]:
         """Wait until everything is written and, with all ranks, complete Megatron's part of the folder.
@@ -113,16 +90,20 @@ class PendingSave:
         Raises:
             CheckpointError: A rank could not write. Raised on all ranks.
         """
-        written, failure = self._writer.wait()
-
         # A failure on one rank is raised on all of them, so that none waits in the gather below.
-        _agree(None if failure is None else (failure, UNWRITTEN))
+        error = self._work.exception()
+        failure = None
+        if error is not None:
+            reason = error.strerror if isinstance(error, OSError) else None
+            reason = reason or f"{type(error).__name__}: {error}"
+            failure = f"{self._path}: cannot be written: {reason}", UNWRITTEN
+        _agree(failure)
 
         # Rank 0 collects what all ranks wrote, because it writes the index of the whole folder.
         parts: list[list[StoredItem]] | None = (
             [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
         )
-        dist.gather_object(written, parts, dst=0)
+        dist.gather_object(self._written, parts, dst=0)
 
         def complete() -> dict[str, str]:
             if parts is None:
@@ -131,7 +112,7 @@ class PendingSave:
             write_index(self._folder, [item for part in parts for item in part], self._common)
             return item_checksums(self._folder, WHOLE_FILES)
 
-        return {item_name(item): item.checksum for item in written} | _on_all_ranks(
+        return {item_name(item): item.checksum for item in self._written} | _on_all_ranks(
             complete, self._folder, "written"
         )
 
@@ -153,9 +134,7 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     common = _common_state(state, base) if dist.get_rank() == 0 else {}
 
     # The host copies are complete when this function returns; only writing continues in the background.
-    return PendingSave(
-        folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common
-    )
+    return PendingSave(folder, list(_host_items(state)), common)
 
 
 def write_tensors(folder: Path, shards: Iterable[Shard], copy: Callable[[Tensor, int, int], Tensor]) -> None:
@@ -176,7 +155,7 @@ def write_tensors(folder: Path, shards: Iterable[Shard], copy: Callable[[Tensor,
         lambda: folder.mkdir(parents=True, exist_ok=True) if dist.get_rank() == 0 else None, folder, "written"
     )
     items = [_item_of(shard, copy) for shard in shards]
-    PendingSave(folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", items), {}).finish()
+    PendingSave(folder, items, {}).finish()
 
 
 def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
@@ -213,7 +192,7 @@ def _rng_entry(groups: ParallelGroups) -> ShardedObject:
     )
 
 
-def _common_state(state: TrainingState, base: BaseChecksum | None) -> dict:
+def _common_state(state: TrainingState, base: Mapping[str, int]) -> dict:
     """Return the state that all ranks share, in the place where Megatron's own programs expect it."""
     settings = {
         "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
@@ -221,15 +200,14 @@ def _common_state(state: TrainingState, base: BaseChecksum | None) -> dict:
         "chained_optim_avoid_prefix": True,
     }
     optimizer = state.optimizer.megatron_state(param_state_sharding_type=OPTIMIZER_FORMAT)
-    counts = state.optimizer.counts()
 
     return {
         "checkpoint_version": 3.0,
         "content_metadata": settings,
         "optimizer": optimizer,
         "opt_param_scheduler": state.optimizer.schedule_state(),
-        "step_counts": counts._asdict(),
-        **stored_base(base),
+        "step_counts": state.optimizer.counts(),
+        **base,
     }
 
 
@@ -267,7 +245,7 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     _on_all_ranks(lambda: _check_loaded(folder, shards), folder, "read")
 
     # Counts and random state are set only after all tensors have been loaded.
-    state.optimizer.set_counts(StepCounts(**common["step_counts"]))
+    state.optimizer.set_counts(**common["step_counts"])
     _load_random_state(index, state.groups)
     engine.offload(*offloaded)
 

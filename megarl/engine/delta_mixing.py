@@ -13,32 +13,76 @@ import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import common as megatron_delta_net
 from torch import Tensor
 
-from megarl.engine.delta_rows import DeltaRows
-from megarl.engine.gated_delta_rule import causal_convolution, gated_delta_rule, normalized
+from megarl.engine.context import whole_order
+from megarl.engine.gated_delta_rule import (
+    RowChunks,
+    causal_convolution,
+    gated_delta_rule,
+    normalized,
+    row_chunks,
+)
+from megarl.engine.packed_rows import PackedRows
+from megarl.engine.platform import to_device
+from megarl.models.architecture import DeltaNet
 
 
-class Sizes(NamedTuple):
-    """The parts of the input projection of one rank, and its heads."""
+class DeltaRows(NamedTuple):
+    """The rows of a batch, each with all tokens that its state depends on.
 
-    key_heads: int
-    value_heads: int
-    key_head_dim: int
-    value_head_dim: int
+    Attributes:
+        tokens: (R,) the tokens of all rows among those of the batch in rank order. None: the batch in order.
+        own: For each token of the batch in rank order, its index among R. None: the batch in order.
+        bounds: (rows + 1,) int64, the boundaries of the rows among R.
+    """
 
-    @property
-    def channels(self) -> list[int]:
-        """Queries, keys and values, which the convolution sees."""
-        key = self.key_heads * self.key_head_dim
-        return [key, key, self.value_heads * self.value_head_dim]
+    tokens: Tensor | None
+    own: Tensor | None
+    bounds: Tensor
+    chunks: RowChunks
 
-    @property
-    def parts(self) -> list[int]:
-        """Queries, keys, values, gates, and two numbers of each value head."""
-        return [*self.channels, self.channels[-1], self.value_heads, self.value_heads]
 
-    def over(self, ranks: int) -> Sizes:
-        """Return the sizes of one of several ranks among which the heads are distributed."""
-        return self._replace(key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
+def delta_rows(packed: PackedRows) -> DeltaRows:
+    """Return the rows of a packed batch. They are determined once per micro-batch and cached."""
+    if packed.delta_rows is None:
+        packed.delta_rows = _rows_with_prompts(packed)
+    return packed.delta_rows
+
+
+def _rows_with_prompts(packed: PackedRows) -> DeltaRows:
+    device = packed.cu_seqlens_q.device
+    starts = [sum(packed.lengths[:number]) for number in range(len(packed.lengths))]
+    in_order = packed.place.size == 1 and not packed.shares_prompts
+
+    # Positions in the batch of each row's prompt and of its own tokens.
+    lengths = []
+    positions = []
+    own = []
+    total = 0
+    for start, length, prompt in zip(starts, packed.lengths, packed.prompts, strict=True):
+        total += len(prompt)
+        positions += [torch.arange(prompt.start, prompt.stop), torch.arange(start, start + length)]
+        own.append(torch.arange(total, total + length))
+        lengths.append(len(prompt) + length)
+        total += length
+
+    bounds = torch.tensor(lengths).cumsum(0)
+    bounds = to_device(torch.cat((bounds.new_zeros(1), bounds)), device)
+    chunks = row_chunks(lengths, device)
+    if in_order:
+        return DeltaRows(None, None, bounds, chunks)
+
+    # Ranks exchange their tokens in rank order.
+    order = whole_order(packed.lengths, packed.place.size)
+    tokens = order[torch.cat(positions)]
+    own_in_rank_order = torch.empty_like(order)
+    own_in_rank_order[order] = torch.cat(own)
+    return DeltaRows(to_device(tokens, device), to_device(own_in_rank_order, device), bounds, chunks)
+
+
+def equal_rows(count: int, length: int, device: torch.device) -> DeltaRows:
+    """Return the rows of a padded batch, one after another."""
+    bounds = torch.arange(0, count * length + 1, length, device=device)
+    return DeltaRows(None, None, bounds, row_chunks([length] * count, device))
 
 
 def use_kernels(convolution: Callable[..., Any], norm: Callable[..., Any], rule: Callable[..., Any]) -> None:
@@ -57,7 +101,7 @@ def mix(
     dt_bias: Tensor,
     norm: Tensor,
     rows: DeltaRows,
-    sizes: Sizes,
+    sizes: DeltaNet,
     eps: float,
 ) -> Tensor:
     """Map the tokens of all rows (R, F) to the normalized and gated values of the rank's heads (R, values).
@@ -84,7 +128,7 @@ def _mix_by_torch(
     dt_bias: Tensor,
     norm: Tensor,
     rows: DeltaRows,
-    sizes: Sizes,
+    sizes: DeltaNet,
     eps: float,
 ) -> Tensor:
     channels, gate, strength, decay = _split(tokens, sizes)
@@ -104,7 +148,7 @@ def _mix_by_kernels(
     dt_bias: Tensor,
     norm: Tensor,
     rows: DeltaRows,
-    sizes: Sizes,
+    sizes: DeltaNet,
     eps: float,
 ) -> Tensor:
     """Compute the same as `_mix_by_torch` by flash-linear-attention, called as Megatron's module does."""
@@ -140,21 +184,21 @@ def _mix_by_kernels(
     return output
 
 
-def _split(tokens: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+def _split(tokens: Tensor, sizes: DeltaNet) -> tuple[Tensor, ...]:
     """Split (R, F) into what the convolution sees, gates, and two numbers of each value head."""
     return tokens.split([sum(sizes.channels), *sizes.parts[3:]], -1)
 
 
-def _heads(channels: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(channels: Tensor, sizes: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys (R, key heads, size), and values (R, value heads, size)."""
     query, key, value = channels.split(sizes.channels, -1)
-    query, key = (part.unflatten(-1, (sizes.key_heads, -1)) for part in (query, key))
-    return query, key, value.unflatten(-1, (sizes.value_heads, -1))
+    query, key = (part.unflatten(-1, (sizes.num_key_heads, -1)) for part in (query, key))
+    return query, key, value.unflatten(-1, (sizes.num_value_heads, -1))
 
 
-def _for_value_heads(heads: Tensor, sizes: Sizes) -> Tensor:
+def _for_value_heads(heads: Tensor, sizes: DeltaNet) -> Tensor:
     """Give each value head the queries or keys that it shares with others."""
-    return heads.repeat_interleave(sizes.value_heads // sizes.key_heads, 1)
+    return heads.repeat_interleave(sizes.num_value_heads // sizes.num_key_heads, 1)
 
 
 def _log_decay(decay: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:

@@ -30,8 +30,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megarl.engine.delta_mixing import Sizes, mix
-from megarl.engine.delta_rows import DeltaRows, delta_rows, equal_rows
+from megarl.engine.delta_mixing import DeltaRows, delta_rows, equal_rows, mix
 from megarl.engine.norms import submodules_of
 from megarl.engine.packed_rows import PackedRows
 from megarl.models.architecture import Architecture, DeltaNet
@@ -68,13 +67,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.context_group = pg_collection.cp
         self.eps = config.layernorm_epsilon
 
-        whole = Sizes(
-            delta_net.num_key_heads,
-            delta_net.num_value_heads,
-            delta_net.key_head_dim,
-            delta_net.value_head_dim,
-        )
-        self.sizes = sizes = whole.over(self.tensor_group.size())
+        self.sizes = sizes = delta_net.over(self.tensor_group.size())
         common: dict[str, Any] = {
             "config": config,
             "bias": False,
@@ -85,7 +78,7 @@ class GatedDeltaNet(torch.nn.Module):
         self.in_proj = build_module(
             input_layer,
             config.hidden_size,
-            sum(whole.parts),
+            sum(delta_net.parts),
             init_method=config.init_method,
             gather_output=False,
             **common,
@@ -102,8 +95,8 @@ class GatedDeltaNet(torch.nn.Module):
         # All values are loaded from a folder.
         channels = sum(sizes.channels)
         self.conv1d = _Weight(self._empty(channels, 1, delta_net.conv_kernel_dim))
-        self.dt_bias = torch.nn.Parameter(self._empty(sizes.value_heads))
-        self.A_log = torch.nn.Parameter(self._empty(sizes.value_heads))
+        self.dt_bias = torch.nn.Parameter(self._empty(sizes.num_value_heads))
+        self.A_log = torch.nn.Parameter(self._empty(sizes.num_value_heads))
         self.out_norm = _Weight(self._empty(delta_net.value_head_dim))
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)

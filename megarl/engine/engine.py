@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,12 +25,11 @@ from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
-from megarl.engine.base_weights import BaseChecksum, BaseWeights
 from megarl.engine.context import ContextParallelRank
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
-from megarl.engine.lora import AdapterSwitch, freeze_base
+from megarl.engine.lora import AdapterSwitch, BaseWeights, freeze_base
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.micro_batch_layout import SequenceSlice
@@ -74,12 +73,8 @@ LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tens
 _LOSS = "loss of the engine"  # no metric of a loss has this name
 
 
-class _LossShare(NamedTuple):
-    """The loss's result for a micro-batch, and the detached outputs, which do not keep activations alive."""
-
-    loss: Tensor
-    metrics: Mapping[str, Metric]
-    outputs: Outputs
+# The loss of a micro-batch, its metrics, and the detached outputs, which do not keep activations alive.
+_LossShare = tuple[Tensor, Mapping[str, Metric], Outputs]
 
 
 class PassTrace(Protocol):
@@ -126,7 +121,7 @@ class MegatronEngine:
         require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
         self.adapters = AdapterSwitch()
         self.base_weights = BaseWeights()
-        self.known_base_checksum: BaseChecksum | None = None
+        self.known_base_checksum: Mapping[str, int] | None = None
         self.trace: PassTrace | None = None
         self.models = build_chunks(
             spec.architecture,
@@ -312,6 +307,8 @@ class MegatronEngine:
         micro_batches: MicroBatches,
         extras: Collection[Extra] = ENTROPY,
         top: TopK | None = None,
+        *,
+        base: bool = False,
     ) -> dict[str, RaggedTensor] | None:
         """Score the response tokens of all rows.
 
@@ -321,38 +318,31 @@ class MegatronEngine:
             extras: Outputs of a language model in addition to `log_probs`.
             top: The most likely tokens to return: `top_ids`, k int32 values per response token, and
                 `top_log_probs`, k + 1 values, the last of which is of all other tokens together.
+            base: Whether to score by the model without its adapters, whose routers select experts themselves.
 
         Returns:
             float32 rows for each output, and the routes of this pass if updates replay them. None except on
             the last pipeline stage.
         """
         self._state.require("score", StatePart.parameters)
-        with torch.no_grad():
-            results = self._run(batch, micro_batches, None, extras, top=top)
+        with torch.no_grad(), ExitStack() as switched:
+            if base:
+                switched.enter_context(self.adapters.off())
+                switched.enter_context(self.base_weights.in_use())
+            results = self._run(batch, micro_batches, None, extras, selects_experts=base, top=top)
 
-        # Collecting the routes is a collective of the whole replica, not only of its last stage.
+        # Collecting the routes is a collective of the whole replica, not only of its last stage. What the
+        # routers of the base have selected is not what updates replay.
         chosen = {}
-        if self._routes is not None and ROUTED_EXPERTS not in batch:
-            chosen = {ROUTED_EXPERTS: self._routes.collect(micro_batches)}
+        if self._routes is not None and (base or ROUTED_EXPERTS not in batch):
+            routes = self._routes.collect(micro_batches)
+            chosen = {} if base else {ROUTED_EXPERTS: routes}
 
         return (
             {**_in_order_of_rows(results, batch, micro_batches), **chosen}
             if self.groups.holds_last_stage
             else None
         )
-
-    def forward_base(
-        self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ENTROPY
-    ) -> dict[str, RaggedTensor] | None:
-        """Run `forward` on the model without its adapters, whose routers select experts themselves."""
-        self._state.require("score", StatePart.parameters)
-        with torch.no_grad(), self.adapters.off(), self.base_weights.in_use():
-            results = self._run(batch, micro_batches, None, extras, selects_experts=True)
-
-        # What the routers have selected is not what updates replay.
-        if self._routes is not None:
-            self._routes.collect(micro_batches)
-        return _in_order_of_rows(results, batch, micro_batches) if self.groups.holds_last_stage else None
 
     def forward_backward(
         self,
@@ -392,12 +382,12 @@ class MegatronEngine:
             before the update, as in `forward`. Both are empty except on the last pipeline stage.
         """
         shares = self._forward_backward(batch, micro_batches, loss, extras)
-        scores = _in_order_of_rows([share.outputs for share in shares], batch, micro_batches)
+        scores = _in_order_of_rows([outputs for _, _, outputs in shares], batch, micro_batches)
         return self._merged(shares), scores
 
     def _merged(self, shares: Sequence[_LossShare]) -> dict[str, Metric]:
         """Return the metrics of a pass, and remember whether its loss is finite."""
-        merged = merge_metrics([{**share.metrics, _LOSS: Metric.sum(share.loss)} for share in shares])
+        merged = merge_metrics([{**metrics, _LOSS: Metric.sum(loss)} for loss, metrics, _ in shares])
         loss = merged.pop(_LOSS, None)
         self._loss_is_finite = loss is None or math.isfinite(float(loss.value))
         return merged
@@ -617,7 +607,7 @@ class MegatronEngine:
             of_tokens = {key: values.detach() for key, values in outputs.items() if values.ndim == 1}
             if traced is not None:
                 traced.record_scores(micro_batch, of_tokens)
-            share = _LossShare(value.detach(), metrics, of_tokens)
+            share = value.detach(), metrics, of_tokens
 
             # Megatron divides by this count only when it averages; megarl's losses already include their
             # denominator.
@@ -648,7 +638,7 @@ class MegatronEngine:
         # Every tensor-parallel rank holds the whole value head: no sum over the vocabulary is needed.
         if self.spec.head == "value":
             return self._whole({"values": micro_batch.of_all_tokens(model.output_layer(at_predictors))})
-        scores = token_scores(
+        outputs = token_scores(
             at_predictors,
             model.output_weight(),
             micro_batch.targets,
@@ -660,7 +650,6 @@ class MegatronEngine:
             in_float32=self.spec.engine.fp32_lm_head,
             top=micro_batch.top_ids if top is None else top,
         )
-        outputs = {key: values for key, values in scores._asdict().items() if values is not None}
 
         # Tokens that the batch has need not be returned.
         if top is None:

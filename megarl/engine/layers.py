@@ -221,19 +221,20 @@ class AttentionCore(torch.nn.Module):
         return mixed.flatten(1)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+        calls, gather, gather_keys, scatter = plan
         heads, dim = query.shape[1:]
         queries = query
         keys = key
         values = value
 
         # Arrange the pieces of each call side by side, padded to one length.
-        if plan.gather is not None and plan.gather_keys is not None:
-            gathered = ((query, plan.gather), (key, plan.gather_keys), (value, plan.gather_keys))
+        if gather is not None and gather_keys is not None:
+            gathered = ((query, gather), (key, gather_keys), (value, gather_keys))
             queries, keys, values = (tensor.flatten(1).index_select(0, at) for tensor, at in gathered)
 
         # Each piece has its own keys after those that all of its tokens see.
-        query_shapes = [(call.sequences, call.length) for call in plan.calls]
-        key_shapes = [(call.sequences, call.before + call.length) for call in plan.calls]
+        query_shapes = [(sequences, length) for sequences, length, _ in calls]
+        key_shapes = [(sequences, before + length) for sequences, length, before in calls]
         mixed = []
 
         for call in zip(
@@ -246,7 +247,7 @@ class AttentionCore(torch.nn.Module):
 
         # Restore the order of the batch and drop the padding.
         joined = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
-        return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
+        return joined if scatter is None else joined.index_select(0, scatter)
 
 
 def _cut(heads: Tensor, shapes: list[tuple[int, int]], dim: int) -> Iterator[Tensor]:
@@ -283,19 +284,16 @@ def attend_pieces(
     Returns:
         (T / C, heads * D).
     """
-    index = key_places(packed)
-
+    places, sequences = key_places(packed)
     # The maxima are known on the host, so the device is not asked for them.
-    most_queries = max(piece.length for piece in packed.pieces)
-    most_keys = max(piece.num_keys for piece in packed.pieces)
     mixed = varlen_attn(
         query,
-        key.index_select(0, index.places),
-        value.index_select(0, index.places),
-        index.query_bounds,
-        index.key_bounds,
-        most_queries,
-        most_keys,
+        key.index_select(0, places),
+        value.index_select(0, places),
+        sequences.query_bounds,
+        sequences.key_bounds,
+        max(sequences.queries),
+        max(sequences.keys),
         scale=scale,
         window_size=_CAUSAL,  # counted from the last query and the last key of each piece
     )

@@ -15,7 +15,7 @@ Letters: T tokens of this rank (with sequence parallelism, its part of them), r 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,36 @@ class AdapterSwitch:
             yield
         finally:
             self.is_on = True
+
+
+class BaseWeights:
+    """Copies of weights as they were before training. They are in memory, or offloaded, with the parameters.
+
+    A pass of the model without its adapters uses the copies; the other frozen weights need none.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.nn.Parameter, Tensor]] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [copy for _, copy in self._copies]
+
+    def keep(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Copy the present values of parameters."""
+        self._copies = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    @contextlib.contextmanager
+    def in_use(self) -> Generator[None]:
+        """Run the model with the copies within the block. Gradients and the optimizer are not affected."""
+        trained = [parameter.data for parameter, _ in self._copies]
+        for parameter, copy in self._copies:
+            parameter.data = copy
+        try:
+            yield
+        finally:
+            for (parameter, _), data in zip(self._copies, trained, strict=True):
+                parameter.data = data
 
 
 class ProjectionAdapter(torch.nn.Module):

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,10 +174,10 @@ def make_micro_batch(
     # The rotary embedding would count from 0 in every sequence, which is wrong for shared or split rows.
     images = None
     if vision is not None:
-        found = row_images(columns, rows, real.ids, vision)
-        _set_positions_in_three_axes(inputs, found.positions, vision, device)
-        if holds_tower and len(found.grids):
-            images = _image_inputs(inputs, found, cut, device)
+        pixels, grids, features, positions = row_images(columns, rows, real.ids, vision)
+        _set_positions_in_three_axes(inputs, positions, vision, device)
+        if holds_tower and len(grids):
+            images = _image_inputs(inputs, pixels, grids, features, cut, device)
     elif inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, placed.positions[0])
 
@@ -254,19 +253,24 @@ def _set_positions_in_three_axes(
 
 
 def _image_inputs(
-    inputs: ModelInputs, found: RowImages, cut: SequenceSlice, device: torch.device
+    inputs: ModelInputs,
+    pixels: Tensor,
+    grids: Tensor,
+    features: Tensor,
+    cut: SequenceSlice,
+    device: torch.device,
 ) -> ImageInputs:
     """Return the images, and the features of the tokens in this rank's slice of the sequence."""
     assert inputs.places is not None
     # A padding token has no feature.
-    own = torch.nn.functional.pad(found.features, (0, 1), value=-1)[inputs.places.sources]
+    own = torch.nn.functional.pad(features, (0, 1), value=-1)[inputs.places.sources]
     size = len(own) // cut.size
     own = own[cut.rank * size : (cut.rank + 1) * size]
     places = (own >= 0).nonzero()[:, 0]
 
     return ImageInputs(
-        pixels=found.pixels,
-        grids=found.grids,
+        pixels=pixels,
+        grids=grids,
         places=to_device(places, device),
         features=to_device(own[places], device),
     )
@@ -298,25 +302,9 @@ def _check_rows(columns: Mapping[str, RaggedTensor], rows: Sequence[int]) -> Non
             )
 
 
-class RowImages(NamedTuple):
-    """The images of concatenated rows.
-
-    Attributes:
-        pixels: (P, patch elements), the patches of the distinct images.
-        grids: (I, 3) int64, the number of patches of each distinct image in time, height and width.
-        features: (T,) the feature of each token of the rows, -1 for tokens without one.
-        positions: (3, T), the positions of each token in its row.
-    """
-
-    pixels: Tensor
-    grids: Tensor
-    features: Tensor
-    positions: Tensor
-
-
 def row_images(
     columns: Mapping[str, RaggedTensor], rows: Sequence[int], ids: Tensor, vision: Vision
-) -> RowImages:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the images of some rows.
 
     Args:
@@ -324,6 +312,11 @@ def row_images(
             no pixels.
         rows: The numbers of the rows in the batch, for errors.
         ids: (T,) the tokens of all rows, prompt and response, concatenated.
+
+    Returns:
+        (P, patch elements), the patches of the distinct images; (I, 3) int64, the number of patches of each
+        in time, height and width; (T,) the feature of each token, -1 for tokens without one; and (3, T), the
+        positions of each token in its row.
 
     Raises:
         ValueError: The image tokens of a prompt do not fit its images.
@@ -364,7 +357,7 @@ def row_images(
         positions.append(token_positions(length, starts, of_row, vision.spatial_merge_size))
         start += length
 
-    return RowImages(
+    return (
         torch.cat(found_pixels) if found_pixels else torch.empty(0, vision.patch_elements),
         torch.cat(found_grids) if found_grids else torch.empty(0, 3, dtype=torch.int64),
         features,

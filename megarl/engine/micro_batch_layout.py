@@ -39,27 +39,9 @@ def _aligned(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-class _Layout(NamedTuple):
-    """The layout of b rows in a packed sequence.
-
-    Attributes:
-        sources: The index of each token in the concatenated rows. Padding has the index after the last token.
-        prompts: (b,) where the prompt of each row begins. Rows may share one.
-        responses: (b,) where the response of each row begins.
-        lengths: See PackedRows.
-        prompt_of: See PackedRows.
-    """
-
-    sources: Tensor
-    prompts: Tensor
-    responses: Tensor
-    lengths: list[int]
-    prompt_of: list[int | None]
-
-
 def _lay_out(
     prompts: Sequence[int], responses: Sequence[int], first_with_prompt: Sequence[int], num_ranks: int
-) -> _Layout:
+) -> tuple[Tensor, Tensor, Tensor, list[int], list[int | None]]:
     """Lay out rows as sequences. A shared prompt is a sequence, followed by the responses of its rows.
 
     Args:
@@ -67,6 +49,11 @@ def _lay_out(
         responses: (b,) lengths of the responses.
         first_with_prompt: (b,) for each row, the first row with its prompt.
         num_ranks: The number of ranks that share the rows.
+
+    Returns:
+        The index of each token in the concatenated rows, where padding has the index after the last token;
+        (b,) where the prompt of each row begins, which rows may share; (b,) where its response begins; and
+        the lengths and `prompt_of` of PackedRows.
     """
     starts = [0, *accumulate(map(add, prompts, responses))]
 
@@ -111,7 +98,7 @@ def _lay_out(
         ]
     )
 
-    return _Layout(sources, torch.tensor(prompt_places), torch.tensor(response_places), lengths, prompt_of)
+    return sources, torch.tensor(prompt_places), torch.tensor(response_places), lengths, prompt_of
 
 
 class ConcatenatedRows(NamedTuple):
@@ -269,8 +256,10 @@ def packed_inputs(
         )
         firsts = first_with_prompt((tokens[:num_prompt] for tokens, num_prompt in of_rows), images)
 
-    layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size)
-    num_tokens = len(layout.sources)
+    sources, prompt_places, response_places, lengths, prompt_of = _lay_out(
+        rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size
+    )
+    num_tokens = len(sources)
 
     # Every rank's part is padded to a multiple of the slice size. The padding is one more sequence, of which
     # all ranks have chunks.
@@ -280,14 +269,14 @@ def packed_inputs(
     last = [padding] if padding else []
 
     # Positions in the packed sequence of the predictors inside responses, and of all tokens of the rows.
-    in_response = layout.responses[rows.response_row] + rows.response_offset - 1
+    in_response = response_places[rows.response_row] + rows.response_offset - 1
     prompts = rows.prompts[rows.row_of]
     places = rows.offset + torch.where(
-        rows.offset < prompts, layout.prompts[rows.row_of], layout.responses[rows.row_of] - prompts
+        rows.offset < prompts, prompt_places[rows.row_of], response_places[rows.row_of] - prompts
     )
-    packed = PackedRows([*layout.lengths, *last], device, [*layout.prompt_of, *(None for _ in last)], place)
+    packed = PackedRows([*lengths, *last], device, [*prompt_of, *(None for _ in last)], place)
     own = own_tokens(packed.lengths, place)
-    sources = F.pad(layout.sources, (0, padding), value=len(rows.ids))[own]
+    sources = F.pad(sources, (0, padding), value=len(rows.ids))[own]
 
     # Map positions in the whole batch to indices of this rank's tokens; -1 for tokens of other ranks.
     here = torch.full((num_tokens + padding,), -1)
@@ -299,7 +288,7 @@ def packed_inputs(
     # The first token of a response is predicted by the last prompt token, which may be elsewhere.
     predictors = here[
         torch.where(
-            rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response
+            rows.response_offset == 0, prompt_places[rows.response_row] + rows.predictors, in_response
         )
     ]
 

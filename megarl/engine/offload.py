@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -42,25 +41,11 @@ class OffloadedError(RuntimeError):
     """The engine was asked to do something that needs offloaded state."""
 
 
-class _HostBuffer(Protocol):
-    """Storage for offloaded bytes, in the order in which they are put."""
-
-    def put(self, storages: Sequence[UntypedStorage]) -> None: ...
-
-    def take(self, storages: Sequence[UntypedStorage]) -> None: ...
-
-    def read(self, number: int, start: int, target: Tensor) -> None:
-        """Copy bytes of the storage number `number`, starting at `start`, into `target`. The originals stay.
-
-        Args:
-            number: The number of the storage in `put`.
-            start: The first byte.
-            target: (bytes,) uint8 in host memory.
-        """
-
-
 class _File:
-    """A host buffer in an unnamed file, whose space is freed when the bytes are taken."""
+    """A host buffer in an unnamed file, whose space is freed when the bytes are taken.
+
+    Storages are put and taken in the same order.
+    """
 
     def __init__(self) -> None:
         self._file: io.FileIO | None = None
@@ -101,6 +86,13 @@ class _File:
         self._file = None
 
     def read(self, number: int, start: int, target: Tensor) -> None:
+        """Copy bytes of the storage number `number`, starting at `start`, into `target`. The originals stay.
+
+        Args:
+            number: The number of the storage in `put`.
+            start: The first byte.
+            target: (bytes,) uint8 in host memory.
+        """
         assert self._file is not None
         file = self._file.fileno()
         position = self._starts[number] + start
@@ -141,7 +133,7 @@ def _move_all(address: int, nbytes: int, move: Callable[[memoryview], int | None
 
 
 class PinnedMemory:
-    """One pinned buffer, which is kept, because pinning takes longer than copying.
+    """A host buffer with the methods of `_File`: pinned, and kept, because pinning takes longer than copying.
 
     The buffer is pinned at its exact size; torch's pinned allocator would round it up to a power of two.
     """
@@ -179,7 +171,7 @@ class PinnedMemory:
         torch.cuda.synchronize()
 
 
-def new_host_buffer() -> _HostBuffer:
+def new_host_buffer() -> _File | PinnedMemory:
     return PinnedMemory() if platform.current().is_cuda else _File()
 
 

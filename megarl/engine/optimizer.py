@@ -57,18 +57,6 @@ class StepStatistics(NamedTuple):
     is_skipped: bool = False  # whether the update was dropped, because the norm is not finite
 
 
-class StepCounts(NamedTuple):
-    """The number of updates so far.
-
-    Attributes:
-        adam: The count for Adam's bias correction.
-        schedule: The position in the learning-rate schedule.
-    """
-
-    adam: int
-    schedule: int
-
-
 class Optimizer:
     """Steps the parameters of `chunks`. Weights must be loaded before: float32 masters are copied here.
 
@@ -179,8 +167,12 @@ class Optimizer:
         """Return the optimizers: one, or one per kind of parameters."""
         return list(getattr(self.megatron_optimizer, "chained_optimizers", [self.megatron_optimizer]))
 
-    def counts(self) -> StepCounts:
-        """Return the number of updates so far."""
+    def counts(self) -> dict[str, int]:
+        """Return the number of updates so far, as checkpoints store it.
+
+        `adam` is the count for Adam's bias correction, and `schedule` the position in the learning-rate
+        schedule.
+        """
         counts = set()
 
         # torch counts steps per parameter; Transformer Engine and Apex count per parameter group.
@@ -191,21 +183,21 @@ class Optimizer:
         assert len(counts) <= 1, (
             f"Adam has taken {sorted(counts)} steps: the number must be the same for each parameter"
         )
-        return StepCounts(adam=max(counts, default=0), schedule=self._schedule.num_steps)
+        return {"adam": max(counts, default=0), "schedule": self._schedule.num_steps}
 
-    def set_counts(self, counts: StepCounts) -> None:
-        """Continue after `counts` on this optimizer's own schedule, also on ranks without parameters."""
+    def set_counts(self, adam: int, schedule: int) -> None:
+        """Continue after these counts on this optimizer's own schedule, also on ranks without parameters."""
         for optimizer in (part.optimizer for part in self._parts()):
             for state in optimizer.state.values():
                 if "step" in state:
-                    state["step"].fill_(counts.adam)
+                    state["step"].fill_(adam)
             # Transformer Engine and Apex count per parameter group.
             if not isinstance(optimizer, torch.optim.Adam):
                 for group in optimizer.param_groups:
-                    group["step"] = counts.adam
+                    group["step"] = adam
 
         # A step of zero sets the learning rate for this position in the schedule.
-        self._schedule.num_steps = counts.schedule
+        self._schedule.num_steps = schedule
         self._schedule.step(0)
 
     def megatron_state(self, **settings: str) -> dict[Any, Any]:

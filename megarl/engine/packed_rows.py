@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.config.batch_arithmetic import padded_length
 from megarl.engine.context import ALONE, ContextParallelRank, QueryPiece, pieces, whole_order
 from megarl.engine.platform import to_device
-from megarl.engine.shared_prompts import shared_prompts
+from megarl.engine.shared_prompts import Sequences, sequences_of, shared_prompts
 
 # The overhead of an attention call, in pairs of tokens. Sequences share a padded call if that costs less.
 CALL_COST = 1024
@@ -56,7 +56,7 @@ class PackedRows(PackedSeqParams):
         # Features that the first layers add to image tokens (see vision.py).
         self.deepstack: Deepstack | None = None
         self.attention_plan: AttentionPlan | None = None
-        self.key_places: KeyPlaces | None = None
+        self.key_places: tuple[Tensor, Sequences] | None = None
         self.delta_rows: Any = None  # a DeltaRows, made by the first gated delta net
         prompt_of = prompt_of or [None] * len(lengths)
         self.shares_prompts = any(prompt is not None for prompt in prompt_of)
@@ -92,47 +92,20 @@ class PackedRows(PackedSeqParams):
         return self.shares_prompts or self.place.size > 1
 
 
-class Deepstack(NamedTuple):
-    """Features of images that layers of the language model add to their outputs.
-
-    Attributes:
-        features: (D, N, H), of layer d for this rank's N image tokens.
-        places: (N,) the positions of these tokens among those of this rank.
-    """
-
-    features: Tensor
-    places: Tensor
+# Features of images that layers of the language model add to their outputs: (D, N, H), of layer d for this
+# rank's N image tokens; and (N,) the positions of these tokens among those of this rank.
+Deepstack = tuple[Tensor, Tensor]
 
 
-class AttentionCall(NamedTuple):
-    """Pieces that are padded to one length and attended in one call.
-
-    Attributes:
-        sequences: The number of pieces.
-        length: The padded number of queries of each piece.
-        before: The number of keys that all tokens of a piece see, from its prompt and its own sequence.
-    """
-
-    sequences: int
-    length: int
-    before: int
+# Pieces that are padded to one length and attended in one call: their number; the padded number of queries of
+# each; and the number of keys that all tokens of a piece see, from its prompt and its own sequence.
+AttentionCall = tuple[int, int, int]
 
 
-class AttentionPlan(NamedTuple):
-    """The calls that attend a rank's T tokens of a packed batch.
-
-    The tensors are None if the tokens are already in the order of the calls.
-
-    Attributes:
-        gather: (N,) indices of the tokens of all calls. N - T of them are padding.
-        gather_keys: Indices of the keys that they see, including prompts, among the keys of all ranks.
-        scatter: (T,) the position of each token in `gather`.
-    """
-
-    calls: list[AttentionCall]
-    gather: Tensor | None
-    gather_keys: Tensor | None
-    scatter: Tensor | None
+# The calls that attend a rank's T tokens of a packed batch; (N,) indices of the tokens of all calls, N - T of
+# which are padding; indices of the keys that they see, including prompts, among the keys of all ranks; and
+# (T,) the position of each token in the first. The tensors are None if tokens are in the order of the calls.
+AttentionPlan = tuple[list[AttentionCall], Tensor | None, Tensor | None, Tensor | None]
 
 
 def attention_plan(packed: PackedRows) -> AttentionPlan:
@@ -143,7 +116,7 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     """
     if packed.attention_plan is not None:
         return packed.attention_plan
-    calls = []
+    calls: list[AttentionCall] = []
     gathered = []
     gathered_keys = []
     real = []
@@ -167,7 +140,7 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
         gathered.append((starts + within).flatten())
         gathered_keys.append(torch.cat(keys, dim=1).flatten())
         real.append((offset < lengths).flatten())
-        calls.append(AttentionCall(len(members), length, len(first.prompt) + num_own))
+        calls.append((len(members), length, len(first.prompt) + num_own))
 
     gather = torch.cat(gathered)
     gather_keys = torch.cat(gathered_keys)
@@ -178,16 +151,17 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     # The keys are in rank order, as `whole_keys` gathers them.
     if size > 1:
         gather_keys = whole_order(packed.lengths, size)[gather_keys]
-    elif torch.equal(gather, tokens) and not any(call.before for call in calls):
+    elif torch.equal(gather, tokens) and not any(before for _, _, before in calls):
         # The tokens are already in the right order, so no copy is needed.
-        packed.attention_plan = AttentionPlan(calls, None, None, None)
+        packed.attention_plan = calls, None, None, None
         return packed.attention_plan
 
     # The inverse of `gather` for real tokens.
     scatter = torch.empty_like(tokens)
     scatter[gather[is_real]] = is_real.nonzero()[:, 0]
-    indices = (to_device(index, packed.cu_seqlens_q.device) for index in (gather, gather_keys, scatter))
-    packed.attention_plan = AttentionPlan(calls, *indices)
+    device = packed.cu_seqlens_q.device
+    gather, gather_keys, scatter = (to_device(index, device) for index in (gather, gather_keys, scatter))
+    packed.attention_plan = calls, gather, gather_keys, scatter
 
     return packed.attention_plan
 
@@ -216,22 +190,12 @@ def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
     return sorted(sorted(members) for members in calls)
 
 
-class KeyPlaces(NamedTuple):
-    """The keys that pieces see, concatenated piece by piece. All tensors are on the device.
+def key_places(packed: PackedRows) -> tuple[Tensor, Sequences]:
+    """Return the keys that pieces see, concatenated piece by piece, and the pieces as sequences of one call.
 
-    Attributes:
-        places: (N,) the position of each key among the keys of all ranks, which are in rank order.
-        query_bounds: (pieces + 1,) int32, the boundaries of the queries.
-        key_bounds: (pieces + 1,) int32, the boundaries of the keys.
+    The first is (N,) on the device, the position of each key among the keys of all ranks, which are in rank
+    order. Both are determined once per micro-batch and cached.
     """
-
-    places: Tensor
-    query_bounds: Tensor
-    key_bounds: Tensor
-
-
-def key_places(packed: PackedRows) -> KeyPlaces:
-    """Return the keys of a packed batch. They are determined once per micro-batch and cached."""
     if packed.key_places is None:
         device = packed.cu_seqlens_q.device
         # The keys are gathered in rank order, so positions in the batch are translated.
@@ -243,12 +207,7 @@ def key_places(packed: PackedRows) -> KeyPlaces:
                 for seen in (piece.prompt, piece.own)
             ]
         )
-        bounds = (
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            for lengths in (
-                [piece.length for piece in packed.pieces],
-                [piece.num_keys for piece in packed.pieces],
-            )
-        )
-        packed.key_places = KeyPlaces(*(to_device(index, device) for index in (order[places], *bounds)))
+        queries = [piece.length for piece in packed.pieces]
+        keys = [piece.num_keys for piece in packed.pieces]
+        packed.key_places = to_device(order[places], device), sequences_of(queries, keys, device)
     return packed.key_places

@@ -46,23 +46,15 @@ class PhaseRange:
             self._nvtx = None
 
 
-class PhaseRanges:
-    """The `timers` of Megatron's configurations."""
-
-    def __init__(self) -> None:
-        self._ranges: dict[str, PhaseRange] = {}
-
-    def __call__(self, name: str, log_level: int | None = None) -> PhaseRange:
-        return self._ranges.setdefault(name, PhaseRange(name))
-
-
 def name_phases(chunks: Sequence[Any], optimizer_configs: Sequence[Any]) -> None:
     """Show the phases of these models and of their optimizers as ranges."""
-    ranges = PhaseRanges()
-    for chunk in chunks:
-        get_model_config(chunk).timers = ranges
-    for config in optimizer_configs:
-        config.timers = ranges
+    ranges: dict[str, PhaseRange] = {}
+
+    def timers(name: str, log_level: int | None = None) -> PhaseRange:
+        return ranges.setdefault(name, PhaseRange(name))
+
+    for config in (*map(get_model_config, chunks), *optimizer_configs):
+        config.timers = timers
 
 
 @contextmanager

@@ -87,8 +87,8 @@ def shared_prompts(
 
     # All responses to a prompt are one sequence of queries: each sees the whole prompt, without a mask.
     return PromptSharing(
-        own=_sequences([piece.length for piece in pieces], [len(piece.own) for piece in pieces], device),
-        over_prompts=_sequences(
+        own=sequences_of([piece.length for piece in pieces], [len(piece.own) for piece in pieces], device),
+        over_prompts=sequences_of(
             [sum(piece.length for piece in each) for each in followers.values()],
             list(map(len, followers)),
             device,
@@ -99,7 +99,8 @@ def shared_prompts(
     )
 
 
-def _sequences(queries: list[int], keys: list[int], device: torch.device) -> Sequences:
+def sequences_of(queries: list[int], keys: list[int], device: torch.device) -> Sequences:
+    """Return the sequences of a call, given the numbers of their queries and keys."""
     query_bounds, key_bounds = (
         to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
         for lengths in (queries, keys)

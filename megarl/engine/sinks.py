@@ -88,15 +88,9 @@ class SinkAttention(torch.nn.Module):
             key, value = whole_keys(key, value, self.context)
 
         # Each piece has its own copy of the keys that it sees, in the order of their positions.
-        places = key_places(packed)
+        places, sequences = key_places(packed)
         if self.context is not None or packed.shares_prompts:
-            key, value = (tensor.index_select(0, places.places) for tensor in (key, value))
-        sequences = Sequences(
-            [piece.length for piece in packed.pieces],
-            [piece.num_keys for piece in packed.pieces],
-            places.query_bounds,
-            places.key_bounds,
-        )
+            key, value = (tensor.index_select(0, places) for tensor in (key, value))
         return self._attend(query, key, value, sequences)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences) -> Tensor:

@@ -25,7 +25,6 @@ from megarl.checkpoints.snapshot_resharding import WantedTensor
 from megarl.engine import platform
 from megarl.engine.checkpoint import random_state, set_random_state, trained_shards
 from megarl.engine.engine import MegatronEngine, TrainingState
-from megarl.engine.optimizer import StepCounts
 from megarl.engine.sharding import Shard
 from megarl.machine.background import in_background
 from megarl.machine.errors import CheckpointError
@@ -99,7 +98,7 @@ class PendingSnapshot:
 
     def __init__(self, path: str, step: int, state: TrainingState, staging: Staging | None = None) -> None:
         # The random state changes with the next use of the model, so it is read now.
-        record = {"counts": state.optimizer.counts()._asdict(), "random": random_state()}
+        record = {"counts": state.optimizer.counts(), "random": random_state()}
         torch.save(record, buffer := io.BytesIO())
 
         self._path = path
@@ -181,7 +180,7 @@ def load_snapshot(engine: MegatronEngine, path: str) -> None:
         shard.view.copy_(snapshot.tensor(number, shard.tensor.dtype))
 
     record = _record(snapshot)
-    state.optimizer.set_counts(StepCounts(**record["counts"]))
+    state.optimizer.set_counts(**record["counts"])
     set_random_state(record["random"])
     engine.offload(*offloaded)
 
@@ -231,7 +230,7 @@ def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]])
 
     # All ranks have made the same number of updates.
     record = _record(next(iter(snapshots.values())))
-    state.optimizer.set_counts(StepCounts(**record["counts"]))
+    state.optimizer.set_counts(**record["counts"])
     engine.offload(*offloaded)
 
 

@@ -102,20 +102,9 @@ def top_log_probs(
     return sums.sub_(log_partition[:, None])
 
 
-class TopGradient(NamedTuple):
-    """The gradient with respect to `top_log_probs`, and what the logits' gradient follows from.
-
-    Attributes:
-        here: (t, k).
-        column: (t, k).
-        log_probs: (t, k + 1), the result of `top_log_probs`.
-        gradient: (t, k + 1).
-    """
-
-    here: Tensor
-    column: Tensor
-    log_probs: Tensor
-    gradient: Tensor
+# The gradient (t, k + 1) with respect to `top_log_probs`, and what the logits' gradient follows from: `here`,
+# `column`, and the result of `top_log_probs`. In the order (here, column, log_probs, gradient).
+TopGradient = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def replace_by_gradient(
@@ -137,17 +126,18 @@ def replace_by_gradient(
 
     The other tokens have a softmax w of their own, so that nothing cancels where r is small.
     """
-    tail = top.log_probs[:, -1]
+    here, column, of_top, gradient = top
+    tail = of_top[:, -1]
     of_others = tail.exp()
     tail = torch.where(tail.isinf(), 0.0, tail)
-    common = top.gradient.sum(1)
+    common = gradient.sum(1)
     if grad_log_probs is not None:
         common = common + grad_log_probs
-    base = top.gradient[:, -1] - of_others * common
+    base = gradient[:, -1] - of_others * common
 
     # All other tokens: the k tokens are excluded, so that w is 0 there.
     if logits.shape[1]:
-        logits.scatter_add_(1, top.column, torch.where(top.here, _EXCLUDED, 0.0))
+        logits.scatter_add_(1, column, torch.where(here, _EXCLUDED, 0.0))
     for block in blocks:
         log_shares = logits[block].sub_((log_partition + tail)[block, None])
         if grad_entropy is None:
@@ -158,10 +148,10 @@ def replace_by_gradient(
             factor.mul_((-of_others * grad_entropy)[block, None]).add_(base[block, None]).mul_(shares)
 
     # The k tokens, on the ranks that hold them.
-    log_probs = top.log_probs[:, :-1]
+    log_probs = of_top[:, :-1]
     weight = common[:, None]
     if grad_entropy is not None:
         weight = weight + grad_entropy[:, None] * (log_probs + entropy[:, None])
-    own = top.gradient[:, :-1] - log_probs.exp() * weight
+    own = gradient[:, :-1] - log_probs.exp() * weight
     if logits.shape[1]:
-        logits.scatter_add_(1, top.column, torch.where(top.here, own, 0.0))
+        logits.scatter_add_(1, column, torch.where(here, own, 0.0))

@@ -143,7 +143,7 @@ def insert_images(
 
     # Layers add the leaf, and its gradient continues from here.
     leaf = own[1:].to(hidden.dtype).detach().requires_grad_(own.requires_grad)
-    packed.deepstack = Deepstack(leaf, images.places)
+    packed.deepstack = leaf, images.places
     return _Entrance.apply(hidden, own[1:], packed.deepstack) if own.requires_grad else hidden
 
 
@@ -169,7 +169,7 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, features: Tensor, leaf: Deepstack) -> Tensor:
-        ctx.leaf = leaf.features
+        ctx.leaf, _ = leaf
         ctx.dtype = features.dtype
         return hidden.view_as(hidden)
 
@@ -191,6 +191,6 @@ class DeepstackLayer(TransformerLayer):
         hidden, context = outputs
         deepstack = None if packed_seq_params is None else packed_seq_params.deepstack
         if deepstack is not None:
-            features = deepstack.features[self.layer_number - 1]
-            hidden = hidden.index_add(0, deepstack.places, features[:, None])
+            features, places = deepstack
+            hidden = hidden.index_add(0, places, features[self.layer_number - 1][:, None])
         return hidden, context

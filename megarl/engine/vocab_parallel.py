@@ -29,23 +29,6 @@ Extra = Literal["entropy", "sum_pi_squared"]
 ENTROPY: tuple[Extra] = ("entropy",)
 
 
-class TokenScores(NamedTuple):
-    """Scores of T tokens, (T,) float32 each. Those that were not requested are None.
-
-    Attributes:
-        entropy: The entropies, in nats.
-        sum_pi_squared: The sums over the vocabulary of the squared probabilities. They have no gradient.
-        top_ids: (T, k) int32, k tokens of the vocabulary at each position.
-        top_log_probs: (T, k + 1), the log-probs of these tokens and, last, of all other tokens together.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor | None
-    sum_pi_squared: Tensor | None
-    top_ids: Tensor | None
-    top_log_probs: Tensor | None
-
-
 class _Vocabulary(NamedTuple):
     """This rank's vocabulary columns: `size` of them from `first` on. A small vocabulary may leave none."""
 
@@ -159,9 +142,7 @@ class _Scores(torch.autograd.Function):
                 entropy[part],
                 None if grad_log_probs is None else grad_log_probs[part],
                 None if grad_entropy is None else grad_entropy[part],
-                None
-                if grad_top is None
-                else TopGradient(*vocabulary.find(top_ids[part]), top[part], grad_top[part]),
+                None if grad_top is None else (*vocabulary.find(top_ids[part]), top[part], grad_top[part]),
             )
             gradient = logits.to(hidden.dtype)
             grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
@@ -310,7 +291,7 @@ def token_scores(
     extras: Collection[Extra] = ENTROPY,
     in_float32: bool = False,
     top: TopK | Tensor | None = None,
-) -> TokenScores:
+) -> dict[str, Tensor]:
     """Score `targets` under softmax(hidden @ weight.T / temperature).
 
     Args:
@@ -326,6 +307,12 @@ def token_scores(
         in_float32: Whether logits of 16-bit weights are not rounded to 16 bits.
         top: The tokens at each position that are scored too: ids (T, k) int32, or how many of the most likely
             ones.
+
+    Returns:
+        The scores that were requested, (T,) float32 each: `log_probs`; `entropy`, in nats; `sum_pi_squared`,
+        the sums over the vocabulary of the squared probabilities, which have no gradient. With top tokens,
+        `top_ids` (T, k) int32, k tokens of the vocabulary at each position, and `top_log_probs` (T, k + 1),
+        the log-probs of these tokens and, last, of all other tokens together.
     """
     # The rows that only pad the vocabulary are at its end, and are excluded from the product.
     first = group.rank() * weight.shape[0]
@@ -346,10 +333,9 @@ def token_scores(
         hidden, weight, targets, None if is_request else top, vocabulary
     )
 
-    return TokenScores(
-        log_probs,
-        entropy if "entropy" in vocabulary.extras else None,
-        sum_pi_squared if "sum_pi_squared" in vocabulary.extras else None,
-        ids,
-        of_top,
-    )
+    return {
+        "log_probs": log_probs,
+        **({"entropy": entropy} if "entropy" in vocabulary.extras else {}),
+        **({"sum_pi_squared": sum_pi_squared} if "sum_pi_squared" in vocabulary.extras else {}),
+        **({} if ids is None else {"top_ids": ids, "top_log_probs": of_top}),
+    }

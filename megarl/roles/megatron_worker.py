@@ -519,7 +519,7 @@ class BaseWorker(PolicyWorker):
 
     def _forward(self, part: DataProto, extras: Collection[Extra] = (), top: TopK | None = None) -> DataProto:
         assert top is None, "no teacher is the actor's model"
-        scores = self._engine.forward_base(part.ragged, part.meta_info[MICRO_BATCHES], extras)
+        scores = self._engine.forward(part.ragged, part.meta_info[MICRO_BATCHES], extras, base=True)
         return _on_host(scores or {})
 
 

@@ -91,7 +91,7 @@ def kept_state(engine: MegatronEngine) -> Tensors:
     tensors = {name: value.clone() for name, value in engine.parameters().items()}
     for number, part in enumerate(optimizer.slices()):
         tensors |= {f"{number}.{name}": value.clone() for name, value in part.tensors.items()}
-    tensors["counts"] = torch.tensor(optimizer.counts())
+    tensors["counts"] = torch.tensor(list(optimizer.counts().values()))
     return tensors
 
 

@@ -96,7 +96,7 @@ def run_engine(
     engine.forward_backward(part, micro_batches, weighted_sum(keys))
     gradients = hf_gradients(engine)
     outputs = join_rows(rows, engine.forward(part, micro_batches), num_rows)
-    base_outputs = join_rows(rows, engine.forward_base(part, micro_batches), num_rows)
+    base_outputs = join_rows(rows, engine.forward(part, micro_batches, base=True), num_rows)
     return Run(outputs, base_outputs, gradients, engine.step().grad_norm, hf_weights(engine))
 
 

@@ -202,7 +202,7 @@ def train(folder: str, options: dict[str, Any], num_steps: int) -> dict[str, Any
             norms.append(engine.step().grad_norm)
         optimizer = engine.training_state().optimizer
         counts = optimizer.counts()
-        optimizer.set_counts(counts)
+        optimizer.set_counts(**counts)
         slices = optimizer.slices()
         found = {
             name: torch.cat([each.tensors[name].flatten() for each in slices])

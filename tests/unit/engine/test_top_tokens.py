@@ -114,11 +114,11 @@ def run_cases(inputs: dict[str, Inputs]) -> dict[str, tuple[Any, ...]]:
                 hidden, weight, given.targets, extras=extras, top=given.ids, **settings
             )
             num = min(case.k + 1, VOCAB_SIZE)
-            loss = (scores.top_log_probs[:, :num] * given.weights[:, :num]).sum()
+            loss = (scores["top_log_probs"][:, :num] * given.weights[:, :num]).sum()
             if case.log_prob:
-                loss = loss + scores.log_probs.sum()
+                loss = loss + scores["log_probs"].sum()
             if case.entropy:
-                loss = loss + scores.entropy.sum()
+                loss = loss + scores["entropy"].sum()
             loss.backward()
             # A teacher has the tokens of a smaller vocabulary among its most likely ones.
             with torch.no_grad():
@@ -130,11 +130,11 @@ def run_cases(inputs: dict[str, Inputs]) -> dict[str, tuple[Any, ...]]:
         gradients = [torch.empty_like(weight) for _ in range(size)]
         dist.all_gather(gradients, weight.grad)
         results[name] = (
-            scores.top_log_probs.detach(),
+            scores["top_log_probs"].detach(),
             hidden.grad,
             torch.cat(gradients)[:VOCAB_SIZE],
-            chosen.top_ids,
-            chosen.top_log_probs,
+            chosen["top_ids"],
+            chosen["top_log_probs"],
         )
     return results
 

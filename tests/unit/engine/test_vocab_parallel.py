@@ -112,11 +112,11 @@ def run_scores(
                 group=dist.group.WORLD,
                 in_float32=in_float32,
             )
-            assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
-            loss = (scores.log_probs * inputs.log_prob_weight).sum()
+            assert scores["log_probs"].dtype == scores["entropy"].dtype == torch.float32
+            loss = (scores["log_probs"] * inputs.log_prob_weight).sum()
             # Otherwise the entropy gets no gradient at all, as if no loss used it.
             if inputs.entropy_weight.any():
-                loss = loss + (scores.entropy * inputs.entropy_weight).sum()
+                loss = loss + (scores["entropy"] * inputs.entropy_weight).sum()
             loss.backward()
         dist.all_reduce(hidden.grad)
         gradients = [torch.empty_like(weight) for _ in range(size)]
@@ -124,7 +124,7 @@ def run_scores(
         whole = torch.cat(gradients)
         assert not whole[VOCAB_SIZE:].any(), "padding has a gradient"
         results[name] = Scored(
-            scores.log_probs.detach(), scores.entropy.detach(), hidden.grad, whole[:VOCAB_SIZE]
+            scores["log_probs"].detach(), scores["entropy"].detach(), hidden.grad, whole[:VOCAB_SIZE]
         )
 
     return results
@@ -167,9 +167,9 @@ def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
             group=dist.group.WORLD,
             extras=extras,
         )
-        (scores.log_probs * inputs.log_prob_weight).sum().backward()
+        (scores["log_probs"] * inputs.log_prob_weight).sum().backward()
         dist.all_reduce(hidden.grad)
-        made = (scores.log_probs, scores.entropy, scores.sum_pi_squared)
+        made = (scores.get(name) for name in ("log_probs", "entropy", "sum_pi_squared"))
         found[extras] = (*(None if score is None else score.detach() for score in made), hidden.grad)
 
     return found
