@@ -38,7 +38,6 @@ from megarl.engine.moe_router import (
     RoutedTokens,
     RouterStatistics,
     freeze_routers,
-    freeze_selection_biases,
     router_arguments,
     selection_biases,
 )
@@ -147,9 +146,7 @@ class MegatronEngine:
         # Set before the wrapping, because Megatron allocates gradients only for parameters that require them.
         for model in self.models:
             model.train(trainable).requires_grad_(trainable)
-            freeze_selection_biases(model)
-            if spec.routers.freeze_router:
-                freeze_routers(model)
+            freeze_routers(model, biases_only=not spec.routers.freeze_router)
             if spec.architecture.lora is not None:
                 freeze_base(model, spec.architecture, spec.head)
             if spec.freeze_vision:

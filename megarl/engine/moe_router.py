@@ -292,15 +292,10 @@ def _tell(
     return arguments, options
 
 
-def freeze_selection_biases(model: torch.nn.Module) -> None:
-    """Freeze the selection biases. Must be called before Megatron allocates gradients."""
+def freeze_routers(model: torch.nn.Module, *, biases_only: bool) -> None:
+    """Freeze routers, or only their selection biases. Must be called before Megatron allocates gradients."""
     for module in model.modules():
-        if isinstance(module, BiasedExpertRouter):
-            module.expert_bias.requires_grad_(False)
-
-
-def freeze_routers(model: torch.nn.Module) -> None:
-    """Freeze the routers. Must be called before Megatron allocates gradients."""
-    for module in model.modules():
-        if isinstance(module, ExpertRouter):
+        if isinstance(module, ExpertRouter) and not biases_only:
             module.requires_grad_(False)
+        elif isinstance(module, BiasedExpertRouter):
+            module.expert_bias.requires_grad_(False)

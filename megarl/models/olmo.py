@@ -35,10 +35,6 @@ def _with_norms(architecture: Architecture) -> Architecture:
     return replace(architecture, norms=BlockNorms(before=False, after=True), qk_norm_kind=QKNorm.all_heads)
 
 
-def _read_olmo2(reader: ConfigReader) -> Architecture:
-    return _with_norms(read_trunk(reader, qk_norm=True))
-
-
 def _read_olmo3(reader: ConfigReader) -> Architecture:
     architecture = read_trunk(reader, qk_norm=True, read_windows=partial(read_windows, full_every=4))
     # transformers gives the field of v4 to layers with full attention only.
@@ -72,7 +68,7 @@ def _sglang_replaced(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 OLMO2 = Family(
     model_type="olmo2",
     class_prefix="Olmo2",
-    read=_read_olmo2,
+    read=lambda reader: _with_norms(read_trunk(reader, qk_norm=True)),
     rows=_ROWS,
     example_fields=EXAMPLE | {"rope_theta": 500000.0},
     sglang_differences=_SGLANG_DIFFERENCES,

@@ -163,14 +163,6 @@ def _read_scaling(rope: ConfigReader, max_position_embeddings: int) -> RopeScali
     return read(rope, max_position_embeddings)
 
 
-def _read_none(rope: ConfigReader, max_position_embeddings: int) -> None:
-    return None
-
-
-def _read_linear(rope: ConfigReader, max_position_embeddings: int) -> LinearScaling:
-    return LinearScaling(factor=rope.number("factor", float))
-
-
 def _read_llama3(rope: ConfigReader, max_position_embeddings: int) -> Llama3Scaling:
     original = rope.number("original_max_position_embeddings", int, max_position_embeddings)
     scaling = Llama3Scaling(
@@ -235,8 +227,8 @@ def yarn_magnitude(factor: float, coefficient: float) -> float:
 _Read = Callable[[ConfigReader, int], RopeScaling | None]
 # The supported types, with the fields that each uses besides those of every type.
 _SCALINGS: dict[str, tuple[set[str], _Read]] = {
-    "default": (set(), _read_none),
-    "linear": ({"factor"}, _read_linear),
+    "default": (set(), lambda rope, longest: None),
+    "linear": ({"factor"}, lambda rope, longest: LinearScaling(factor=rope.number("factor", float))),
     "llama3": (set(Llama3Scaling.__dataclass_fields__), _read_llama3),
     "yarn": (set(YarnScaling.__dataclass_fields__), _read_yarn),
 }

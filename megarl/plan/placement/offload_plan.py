@@ -67,7 +67,8 @@ class OffloadPlan:
         return frozenset(
             item
             for item in self.offloadable - phase.needs
-            if item.role in near and self._would_leave(item, phase)
+            if item.role in near
+            and any(self._must_be_out(item, later) for later in self._until_next_use(item, phase))
         )
 
     def coming(self, name: str) -> frozenset[Item]:
@@ -115,9 +116,6 @@ class OffloadPlan:
     def are_fused(self, role: str, other: str) -> bool:
         """Return whether two roles share one process, which executes its calls in order."""
         return self._plan.group_of(role) is self._plan.group_of(other)
-
-    def _would_leave(self, item: Item, phase: Phase) -> bool:
-        return any(self._must_be_out(item, later) for later in self._until_next_use(item, phase))
 
     def _until_next_use(self, item: Item, phase: Phase) -> Iterator[Phase]:
         """Yield the phases from `phase` on, cyclically, up to the one that needs the item."""

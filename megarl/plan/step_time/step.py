@@ -257,16 +257,16 @@ def push_time(
     receivers = len(plan.group_of("rollout").devices)
     sent = received * max(1.0, receivers / senders)
     link = device.between_nodes if plan.num_nodes > 1 else device.within_node
-    # With shared devices, an engine rank finds a part of its weights on its own device or node.
     rate = link.gb_s
-    if needs.shares_devices and plan.num_nodes > 1:
-        rate = max(rate, device.within_node.gb_s / 2) if _fits_on_node(config, plan) else rate
+    # With shared devices, an engine rank finds a part of its weights on its own device or node, if a whole
+    # replica of the trained model is on each node.
+    if (
+        needs.shares_devices
+        and plan.num_nodes > 1
+        and config.actor.parallel.replica_size <= plan.devices_per_node
+    ):
+        rate = max(rate, device.within_node.gb_s / 2)
     return PhaseTime.of(messages=sent / (rate * device.efficiency.links * 1e9), copies=copies_s)
-
-
-def _fits_on_node(config: PPOConfig, plan: PlacementPlan) -> bool:
-    """Return whether a whole replica of the trained model is on each node."""
-    return config.actor.parallel.replica_size <= plan.devices_per_node
 
 
 def moved_items(plan: PlacementPlan) -> dict[str, frozenset[Item]]:

@@ -60,31 +60,6 @@ TrainedChunk = tuple[tuple[TrainedParameter, ...], tuple[TrainedParameter, ...]]
 _Trained = tuple[Head, bool, bool]
 
 
-def trained_chunks(
-    architecture: Architecture, role: ModelRole, chunks: Sequence[range]
-) -> tuple[TrainedChunk, ...]:
-    """Return the trained parameters of a rank, by virtual stage.
-
-    The first ones are those whose gradients are reduced over the data axis, which are all if a layer is on
-    one rank. The others are those of experts, which have a layout of their own.
-
-    Args:
-        chunks: The layers of each virtual stage of the rank.
-    """
-    return _chunks(architecture, role.parallel, _trained(role), tuple(chunks))
-
-
-def bucket_groups(
-    architecture: Architecture, role: ModelRole, chunks: Sequence[range], stage: int
-) -> tuple[tuple[str, int], ...]:
-    """Return the gradients that are reduced in each call: their axis, and their elements with padding.
-
-    If communication overlaps with the computation, gradients of the first virtual stage of the first pipeline
-    stage are reduced bucket by bucket. Those of others are reduced at once.
-    """
-    return _groups(architecture, role.parallel, _trained(role), tuple(chunks), stage)
-
-
 def _trained(role: ModelRole) -> _Trained:
     head: Head = "value" if role.with_value_head else "lm"
     return head, role.routers.freeze_router, role.freeze_vision
@@ -98,6 +73,14 @@ def _groups(
     chunks: tuple[range, ...],
     stage: int,
 ) -> tuple[tuple[str, int], ...]:
+    """Return the gradients that are reduced in each call: their axis, and their elements with padding.
+
+    If communication overlaps with the computation, gradients of the first virtual stage of the first pipeline
+    stage are reduced bucket by bucket. Those of others are reduced at once.
+
+    Args:
+        chunks: The layers of each virtual stage of the rank.
+    """
     found: list[tuple[str, int]] = []
     least = max(_BUCKET, _BUCKET_OF_REPLICA * parallel.data_parallel_size)
 
@@ -147,6 +130,11 @@ def _padded(size: int, unit: int) -> int:
 def _chunks(
     architecture: Architecture, parallel: ParallelConfig, trained: _Trained, chunks: tuple[range, ...]
 ) -> tuple[TrainedChunk, ...]:
+    """Return the trained parameters of a rank, by virtual stage.
+
+    The first ones are those whose gradients are reduced over the data axis, which are all if a layer is on
+    one rank. The others are those of experts, which have a layout of their own.
+    """
     shards = parallel.tensor_parallel_size
     sizes = dimension_sizes(architecture) | {"V": padded_vocab_size(architecture.vocab_size, shards)}
     head, freezes_router, freezes_tower = trained
@@ -208,36 +196,11 @@ def _parameter(row: MappingRow, sizes: dict[str, int], cut: int, *, is_shared: b
 
 def gradient_counts(config: RunConfig, role: ModelRole, architecture: Architecture, stage: int) -> Counts:
     """Return what a mini-batch costs besides its passes: sums of gradients and of router statistics."""
-    chunks = chunks_of_stage(architecture, role.parallel, stage)
-    reduced = reduction_counts(architecture, role, chunks, stage)
-    return total((reduced, router_counts(architecture, role)))
-
-
-def optimizer_counts(config: RunConfig, role: ModelRole, architecture: Architecture, stage: int) -> Counts:
-    """Return the calls of an optimizer step: the norm of the gradients, and the gathering of parameters."""
     parallel = role.parallel
+    trained = _trained(role)
     chunks = chunks_of_stage(architecture, parallel, stage)
-    dtype = dtype_of(config)
-    groups = bucket_groups(architecture, role, chunks, stage)
-    return total(
-        (
-            call(parallel, "all_reduce", "all", 1, "float32"),
-            *(call(parallel, "all_gather", axis, size, dtype) for axis, size in groups),
-        )
-    )
-
-
-def reduction_counts(
-    architecture: Architecture, role: ModelRole, chunks: Sequence[range], stage: int
-) -> Counts:
-    """Return the calls that reduce the gradients of a mini-batch.
-
-    Args:
-        chunks: The layers of each virtual stage of the rank.
-    """
-    parallel = role.parallel
-    groups = bucket_groups(architecture, role, chunks, stage)
-    held = [each for dense, _ in trained_chunks(architecture, role, chunks) for each in dense]
+    groups = _groups(architecture, parallel, trained, chunks, stage)
+    held = [each for dense, _ in _chunks(architecture, parallel, trained, chunks) for each in dense]
     summed = sum(each.size for each in held if _is_summed(each, parallel))
     tied = sum(each.size for each in held if each.is_shared)
 
@@ -246,6 +209,21 @@ def reduction_counts(
             *(call(parallel, "reduce_scatter", axis, size, "float32") for axis, size in groups),
             call(parallel, "all_reduce", "tensor", summed, "float32", summed > 0),
             call(parallel, "all_reduce", "embedding", tied, "float32", tied > 0),
+            router_counts(architecture, role),
+        )
+    )
+
+
+def optimizer_counts(config: RunConfig, role: ModelRole, architecture: Architecture, stage: int) -> Counts:
+    """Return the calls of an optimizer step: the norm of the gradients, and the gathering of parameters."""
+    parallel = role.parallel
+    chunks = chunks_of_stage(architecture, parallel, stage)
+    dtype = dtype_of(config)
+    groups = _groups(architecture, parallel, _trained(role), chunks, stage)
+    return total(
+        (
+            call(parallel, "all_reduce", "all", 1, "float32"),
+            *(call(parallel, "all_gather", axis, size, dtype) for axis, size in groups),
         )
     )
 
