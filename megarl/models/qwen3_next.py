@@ -30,7 +30,7 @@ from megarl.models.delta_net import (
 from megarl.models.experts import SGLANG_DIFFERENCES, fused_first, read_softmax_experts
 from megarl.models.family import Family
 from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SHARED_EXPERT_ROWS, SPARSE_ROWS, read_experts_with_shared
-from megarl.models.qwen_vl import Sections, read_sections
+from megarl.models.qwen_vl import read_sections
 from megarl.models.trunk import EXAMPLE, read_trunk, trunk_rows, with_prefix
 
 # Fields that transformers does not read, with the values that it implies.
@@ -64,7 +64,7 @@ def _read_text(
     """Read the fields of the language model of Qwen3.5."""
     # The three positions of a token of text are equal, so each section rotates by the same one.
     fields = dict(reader.fields)
-    read_sections(fields, Sections((11, 11, 10), is_interleaved=True), reader)
+    read_sections(fields, (11, 11, 10), reader, is_interleaved=True)
     text = replace(reader, fields=fields)
 
     for name, value in _IMPLIED.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, Experts
@@ -29,23 +29,17 @@ _UNREAD = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vi
 _UNREAD_OF_TOWER = ("tokens_per_second", "model_type", "rope_parameters")
 
 
-class Sections(NamedTuple):
-    """How rotary frequencies are assigned to the three position axes."""
+def _position_axes(sections: tuple[int, ...], num_frequencies: int, is_interleaved: bool) -> tuple[int, ...]:
+    """Return the position axis of each rotary frequency, given how many frequencies each axis has."""
+    if not is_interleaved:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 
-    sizes: tuple[int, ...]
-    is_interleaved: bool
-
-    def axes(self, num_frequencies: int) -> tuple[int, ...]:
-        """Return the axis of each frequency."""
-        if not self.is_interleaved:
-            return tuple(axis for axis, size in enumerate(self.sizes) for _ in range(size))
-
-        # Time, row, column, time, row, column, ...; time also has what the others leave.
-        axes = [0] * num_frequencies
-        for axis in (1, 2):
-            for place in range(axis, min(3 * self.sizes[axis], num_frequencies), 3):
-                axes[place] = axis
-        return tuple(axes)
+    # Time, row, column, time, row, column, ...; time also has what the others leave.
+    axes = [0] * num_frequencies
+    for axis in (1, 2):
+        for place in range(axis, min(3 * sections[axis], num_frequencies), 3):
+            axes[place] = axis
+    return tuple(axes)
 
 
 def _read_qwen3_vl(
@@ -55,7 +49,8 @@ def _read_qwen3_vl(
         reader,
         partial(read_trunk, qk_norm=True, read_experts=read_experts),
         _read_deepstack_tower,
-        default_sections=Sections((24, 20, 20), is_interleaved=True),
+        default_sections=(24, 20, 20),
+        is_interleaved=True,
     )
 
 
@@ -87,7 +82,9 @@ def _read(
     reader: ConfigReader,
     read_text: Callable[[ConfigReader], Architecture],
     read_tower: Callable[[ConfigReader], dict[str, Any]],
-    default_sections: Sections,
+    default_sections: tuple[int, ...],
+    *,
+    is_interleaved: bool,
 ) -> Architecture:
     """Read a configuration with nested objects for the language model and the tower.
 
@@ -103,7 +100,7 @@ def _read(
         **(reader.fields if is_flat else reader.object("text_config")),
         "tie_word_embeddings": is_tied,
     }
-    sections = read_sections(text_fields, default_sections, reader)
+    sections = read_sections(text_fields, default_sections, reader, is_interleaved=is_interleaved)
     text = reader.nested("text_config", text_fields)
     if is_flat:
         text.seen |= reader.seen
@@ -113,7 +110,7 @@ def _read(
     vision = Vision(
         tower_type=f"{model_type}_vision",
         image_token_id=reader.number("image_token_id", int),
-        position_axes=sections.axes(architecture.rotary_dim // 2),
+        position_axes=_position_axes(sections, architecture.rotary_dim // 2, is_interleaved),
         **_read_tower(tower),
         **read_tower(tower),
     )
@@ -134,12 +131,14 @@ def _read(
     return replace(architecture, model_type=model_type, vision=vision)
 
 
-def read_sections(text: dict[str, Any], default: Sections, reader: ConfigReader) -> Sections:
+def read_sections(
+    text: dict[str, Any], default: tuple[int, ...], reader: ConfigReader, *, is_interleaved: bool
+) -> tuple[int, ...]:
     """Take the sections of the three position axes out of the object of the rotary embedding.
 
     What remains in the object is an ordinary rotary embedding.
     """
-    sizes: Any = default.sizes
+    sizes: Any = default
     for name in _ROPE_FIELDS:
         rope = text.get(name)
         if not isinstance(rope, dict):
@@ -147,9 +146,9 @@ def read_sections(text: dict[str, Any], default: Sections, reader: ConfigReader)
 
         rest = dict(rope)
         sizes = rest.pop("mrope_section", sizes)
-        interleaved = rest.pop("mrope_interleaved", default.is_interleaved)
-        if interleaved is not default.is_interleaved:
-            said = f"only {default.is_interleaved} is supported by this family"
+        interleaved = rest.pop("mrope_interleaved", is_interleaved)
+        if interleaved is not is_interleaved:
+            said = f"only {is_interleaved} is supported by this family"
             reader.problems.append(f"field 'mrope_interleaved' is {interleaved!r}; {said}")
 
         # The type of an ordinary embedding has several names.
@@ -161,7 +160,7 @@ def read_sections(text: dict[str, Any], default: Sections, reader: ConfigReader)
     if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(isinstance(n, int) for n in sizes)):
         reader.problems.append(f"field 'mrope_section' is {sizes!r}, but must be a list of three integers")
         return default
-    return Sections(tuple(sizes), default.is_interleaved)
+    return tuple(sizes)
 
 
 def _read_tower(tower: ConfigReader) -> dict[str, Any]:
@@ -232,7 +231,9 @@ def _blocks(tower: ConfigReader, name: str) -> tuple[int, ...]:
     return tuple(blocks)
 
 
-def _check(reader: ConfigReader, architecture: Architecture, vision: Vision, sections: Sections) -> None:
+def _check(
+    reader: ConfigReader, architecture: Architecture, vision: Vision, sections: tuple[int, ...]
+) -> None:
     """Refuse objects that do not fit together."""
     if reader.problems:
         return
@@ -246,8 +247,8 @@ def _check(reader: ConfigReader, architecture: Architecture, vision: Vision, sec
             f"'hidden_size' {architecture.hidden_size} of the language model",
         ),
         (
-            sum(sections.sizes) != half,
-            f"field 'mrope_section' is {list(sections.sizes)}, whose sum must be half of the head's size "
+            sum(sections) != half,
+            f"field 'mrope_section' is {list(sections)}, whose sum must be half of the head's size "
             f"{architecture.rotary_dim}",
         ),
         # The features of the last layer would be added to tokens that it has dropped.
@@ -425,7 +426,8 @@ QWEN2_5_VL = Family(
         _read,
         read_text=partial(read_trunk, qkv_bias=True),
         read_tower=_read_windowed_tower,
-        default_sections=Sections((16, 24, 24), is_interleaved=False),
+        default_sections=(16, 24, 24),
+        is_interleaved=False,
     ),
     rows=TRUNK_ROWS,
     tower_rows=_qwen2_5_tower,
