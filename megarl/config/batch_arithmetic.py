@@ -44,6 +44,16 @@ def padded_length(length: int, context_parallel_size: int) -> int:
     )
 
 
+def chunks_of_rank(length: int, size: int, rank: int) -> list[range]:
+    """Return the tokens of a padded sequence that one of `size` context-parallel ranks has: two chunks."""
+    if size == 1:
+        return [range(length)]
+
+    # An early chunk, whose tokens see few keys, is paired with a late one, whose tokens see many.
+    chunk = length // (2 * size)
+    return [range(number * chunk, (number + 1) * chunk) for number in (rank, 2 * size - 1 - rank)]
+
+
 def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int | None:
     """Return the token limit of a micro-batch; None if it is limited by rows.
 

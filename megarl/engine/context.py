@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.config.batch_arithmetic import chunks_of_rank
+
 
 class ContextParallelRank(NamedTuple):
     """The number of ranks that share the tokens of rows, and the rank among them."""
@@ -46,19 +48,6 @@ class QueryPiece(NamedTuple):
         return len(self.prompt) + len(self.own)
 
 
-def _chunks(length: int, place: ContextParallelRank) -> list[range]:
-    """Return the chunks of a padded sequence that belong to one rank."""
-    if place.size == 1:
-        return [range(length)]
-
-    # An early chunk, whose tokens see few keys, is paired with a late one, whose tokens see many.
-    chunk = length // (2 * place.size)
-    return [
-        range(number * chunk, (number + 1) * chunk)
-        for number in (place.rank, 2 * place.size - 1 - place.rank)
-    ]
-
-
 def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
     """Return the positions (T / C,) int64 in the whole batch of a rank's tokens, in its order.
 
@@ -70,7 +59,7 @@ def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
         [
             torch.arange(start + chunk.start, start + chunk.stop)
             for start, length in zip(starts, lengths, strict=True)
-            for chunk in _chunks(length, place)
+            for chunk in chunks_of_rank(length, *place)
         ]
     )
 
@@ -92,7 +81,7 @@ def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParal
 
     # `start` counts the rank's own tokens, `begin` those of the whole batch.
     for begin, length, prompt in zip(accumulate(lengths[:-1], initial=0), lengths, prompts, strict=True):
-        for chunk in _chunks(length, place):
+        for chunk in chunks_of_rank(length, *place):
             found.append(QueryPiece(start, len(chunk), prompt, range(begin, begin + chunk.stop)))
             start += len(chunk)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import (
     Row,
+    chunks_of_rank,
     micro_batch_room,
     padded_length,
     rows_of_prompt,
@@ -209,14 +210,6 @@ def _sequences(rows: Sequence[Row], shares_prompts: bool, size: int) -> Iterator
         number += 1 + len(answered)
 
 
-def _chunks(length: int, size: int) -> tuple[range, ...]:
-    """Return the tokens of a sequence that the first context-parallel rank has: its first and last chunk."""
-    if size == 1:
-        return (range(length),)
-    chunk = length // (2 * size)
-    return range(chunk), range(length - chunk, length)
-
-
 def _predictors(sequences: Sequence[_Sequence], size: int) -> tuple[list[range], int]:
     """Return where the rank's predictors are among its tokens, and how many response tokens they predict."""
     found = []
@@ -224,7 +217,7 @@ def _predictors(sequences: Sequence[_Sequence], size: int) -> tuple[list[range],
     start = 0
 
     for sequence in sequences:
-        for chunk in _chunks(sequence.length, size):
+        for chunk in chunks_of_rank(sequence.length, size, 0):
             first = max(chunk.start, sequence.predictors.start)
             stop = min(chunk.stop, sequence.predictors.stop)
             if stop > first:
@@ -262,7 +255,7 @@ def _pieces(sequences: Sequence[_Sequence], size: int) -> Iterator[Rectangle]:
     """Yield the calls of chunks. Keys are those of the prompt, and of the sequence up to the chunk's end."""
     for sequence in sequences:
         before = _prompt_length(sequence, sequences)
-        for chunk in _chunks(sequence.length, size):
+        for chunk in chunks_of_rank(sequence.length, size, 0):
             yield Rectangle(len(chunk), before + chunk.stop)
 
 
