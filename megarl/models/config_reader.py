@@ -170,7 +170,7 @@ class ConfigReader:
         """Add the problem that the value of a field is not supported."""
         self.problems.append(f"field {name!r} is {self.value(name)!r}; {reason}")
 
-    def require(self, name: str, value: object, reason: str) -> None:
+    def require(self, name: str, value: Any, reason: str) -> None:
         """Refuse a field that is neither missing, null nor `value`."""
         if self.take(name) not in (None, value):
             self.refuse(name, reason)
