@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: " "}
-_CHARACTERS = {
+_CHARACTERS = str.maketrans({
+    **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
     **dict.fromkeys("−–—‐‑﹣", "-"),
-    **dict.fromkeys("\u00a0\u2009\u202f\u200a", " "),
+    **dict.fromkeys("\u3000\u00a0\u2009\u202f\u200a", " "),
     **dict.fromkeys("\u200b\u2061\u2062\ufeff", ""),
     "×": "\\times ", "⋅": "\\cdot ", "·": "\\cdot ", "∗": "*", "÷": "\\div ", "±": "\\pm ",
     "π": "\\pi ", "∞": "\\infty ", "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
@@ -15,7 +16,7 @@ _CHARACTERS = {
     "ℝ": "\\mathbb{R}", "°": "^\\circ ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "≈": "\\approx ",
     "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4", "⅕": " 1/5", "⅛": " 1/8",
     "“": '"', "”": '"', "’": "'", "…": "...",
-}  # fmt: skip
+})  # fmt: skip
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SPACES = (
@@ -26,87 +27,82 @@ _SPACES = (
 )
 _GAP = r"(?:\\[,;:> ]|~|\\(?:thin|med|thick)space(?![A-Za-z]))"
 # A separator of thousands: a narrow space, a comma in braces, or a comma with spaces or negative spaces.
+_FIRST_DIGITS = r"(?<![\d.,^_])[1-9]\d{0,2}"
 _NARROW = r"\s*(?:\\!\s*)+,?\s*(?:\\!\s*)*|\s*,\s*(?:\\!\s*)+|\{,\}(?:\\!)?"
-_TIGHT_THOUSANDS = re.compile(rf"(?<![\d.,^_])[1-9]\d{{0,2}}(?:(?:{_NARROW}|{_GAP})\d{{3}})+(?!\d)")
-_WIDE_THOUSANDS = re.compile(
-    rf"(?<![\d.,^_])[1-9]\d{{0,2}}(?:(?:,\s*{_GAP}\s*|\s*{_GAP},\s*|,)\d{{3}})+(?!\d)"
+# One spelling of equivalent LaTeX: what is replaced, in this order.
+_REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    # The layout: environments, the end, digits above and below the line.
+    (
+        r"(?s)\\begin\{(?:cases|aligned|array)\}(?:\{[lcr|]*\})?(.*)\\end\{(?:cases|aligned|array)\}",
+        lambda found: ", ".join(
+            line.strip() for line in found[1].replace("&", "").split("\\\\") if line.strip()
+        ),
+    ),
+    (r"[\s\\]+$", ""),
+    ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda found: f"^{{{found[0].translate(_RAISED)}}}"),
+    ("[₀₁₂₃₄₅₆₇₈₉]+", lambda found: f"_{{{found[0].translate(_LOWERED)}}}"),
+    # Separators of thousands. Commas with wide spaces may separate items of a list too.
+    (r"^-?[1-9]\d{0,2}(?: \d{3})+$", lambda found: found[0].replace(" ", "")),
+    (rf"{_FIRST_DIGITS}(?:(?:{_NARROW}|{_GAP})\d{{3}})+(?!\d)", lambda found: re.sub(r"\D", "", found[0])),
+    (
+        rf"{_FIRST_DIGITS}(?:(?:,\s*{_GAP}\s*|\s*{_GAP},\s*|,)\d{{3}})+(?!\d)",
+        lambda found: re.sub(r"\D+", ",", found[0]),
+    ),
+    (r"(\d)\{,\}(?=\d)", r"\1."),  # a decimal comma
+    # Spaces, sizes and commands with the same meaning.
+    (r"(\\[A-Za-z]+)\s*\\!\s*", r"\1 "),
+    (r"\s*\\!\s*", ""),
+    (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?", ""),
+    (_SPACES, " "),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+    (r"\\(?:leq|leqslant|leqq)(?![A-Za-z])", r"\\le"),
+    (r"\\(?:geq|geqslant|geqq)(?![A-Za-z])", r"\\ge"),
+    (r"\\(?:neq|not\s*=)(?![A-Za-z])", r"\\ne"),
+    (r"\\lt(?![A-Za-z])", "<"),
+    (r"\\gt(?![A-Za-z])", ">"),
+    (r"\\(?:varnothing|O)(?![A-Za-z])", r"\\emptyset"),
+    (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
+    (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
+    (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
+    (r"\\(?:degree|deg)(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
+    (r"\\l(floor|ceil)(?![A-Za-z])", r"\\\1("),
+    (r"\\r(?:floor|ceil)(?![A-Za-z])", ")"),
+    (r"\\operatorname\*?\s*\{([a-z]+)\}|\\math(?:rm|op)\s*\{(e|i|ln|log|sin|cos|tan)\}", r"\\\1\2 "),
+    (r"\\(e|i) ", r"\1 "),
+    (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf)\s*\{([A-Za-z0-9]+)\}", r"\1"),
+    (r"\\vec\s*(?:\{([A-Za-z0-9])\}|([A-Za-z0-9]))", r"\1\2"),
+    (r"\\vec\s*\{", r"\\overrightarrow{"),
+    (r"\\overline\s*\{\s*([A-Z][A-Z\s]*[A-Z])\s*\}", r"\1"),
+    (r"\^\s*\\prime|\^\s*\{\s*\\prime\s*\}", "'"),
+    (r"\^\s*\{\s*\\prime\s*\\prime\s*\}", "''"),
+    (r"\\(?:underline|textcolor\s*\{\w+\}|color\s*\{\w+\})\s*\{([^{}]*)\}", r"\1"),
+    (r"\\Bbb\s*\{?([A-Z])\}?|\\mathbb\s+([A-Z])", r"\\mathbb{\1\2}"),
+    (r"\\mathbb\{R\}|\\R(?![A-Za-z])|\\Re(?![A-Za-z])", r"\\mathbb{R}"),
+    # Currencies.
+    (r"^(\s*-?\s*)\\?\$(?=\s*-?[\d.,]+[^$]*$)", r'\1 "dollars" '),
+    (r"(?<!\\)\$|\\[()\[\]]|[€£]|^USD(?= ?\d)", ""),
+    # Words remain as quoted text; single letters and numbers in them are formulas.
+    (
+        r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|mbox|hbox|mathrm|mathbf|emph)\s*\{([^{}]*)\}",
+        lambda found: f' "{found[1].strip()}" ',
+    ),
+    (r'_\s*"(\w+)"', r"_{\1}"),
+    (r'"\s*([A-Za-z])\s*"(?=\s*[_^=(])', r"\1"),
+    (r'^\s*"([^"]*[\d\\][^"]*|[A-Za-z])"\s*$', r"\1"),
+    (r",? *\(?(?:\bfor\b)? *[a-z] *\\in *\\mathbb\{[ZN]\}(?:\^\+)?\)?$", ""),
+    (r"\s+", " "),
+    (r"^ | $", ""),
+    (r"(?<!\.) ?[.;]$", ""),
 )
-_SIZES = r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?"
-_SAME_COMMANDS = {
-    r"\\[dtc]frac(?![A-Za-z])": r"\\frac",
-    r"\\[dt]binom(?![A-Za-z])": r"\\binom",
-    r"\\(?:leq|leqslant|leqq)(?![A-Za-z])": r"\\le",
-    r"\\(?:geq|geqslant|geqq)(?![A-Za-z])": r"\\ge",
-    r"\\(?:neq|not\s*=)(?![A-Za-z])": r"\\ne",
-    r"\\lt(?![A-Za-z])": "<",
-    r"\\gt(?![A-Za-z])": ">",
-    r"\\(?:varnothing|O)(?![A-Za-z])": r"\\emptyset",
-    r"\\(?:lbrace)(?![A-Za-z])": r"\\{",
-    r"\\(?:rbrace)(?![A-Za-z])": r"\\}",
-    r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])": "|",
-    r"\\(?:degree|deg)(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}": r"^\\circ ",
-    r"\\(?:lfloor|rfloor)": r"\\floor",
-    r"\\operatorname\*?\s*\{([a-z]+)\}|\\math(?:rm|op)\s*\{(e|i|ln|log|sin|cos|tan)\}": r"\\\1\2 ",
-    r"\\(e|i) ": r"\1 ",
-    r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf)\s*\{([A-Za-z0-9]+)\}": r"\1",
-    r"\\vec\s*(?:\{([A-Za-z0-9])\}|([A-Za-z0-9]))": r"\1\2",
-    r"\\vec\s*\{": r"\\overrightarrow{",
-    r"\\overline\s*\{\s*([A-Z][A-Z\s]*[A-Z])\s*\}": r"\1",
-    r"\^\s*\\prime|\^\s*\{\s*\\prime\s*\}": "'",
-    r"\^\s*\{\s*\\prime\s*\\prime\s*\}": "''",
-    r"\\(?:underline|textcolor\s*\{\w+\}|color\s*\{\w+\})\s*\{([^{}]*)\}": r"\1",
-    r"\\Bbb\s*\{?([A-Z])\}?|\\mathbb\s+([A-Z])": r"\\mathbb{\1\2}",
-    r"\\mathbb\{R\}|\\R(?![A-Za-z])|\\Re(?![A-Za-z])": r"\\mathbb{R}",
-}
-_TEXT = re.compile(r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|mbox|hbox|mathrm|mathbf|emph)\s*\{([^{}]*)\}")
 
 
 def plain_latex(text: str) -> str:
     """Return the answer without formatting commands. `\\text{...}` becomes its words in quotation marks."""
-    # First the layout: wide characters, environments, superscript and subscript digits.
-    text = text.translate(_WIDE).strip().strip("*")
-    text = re.sub(
-        r"\\begin\{(?:cases|aligned|array)\}(?:\{[lcr|]*\})?(.*)\\end\{(?:cases|aligned|array)\}",
-        _joined_lines,
-        text,
-        flags=re.DOTALL,
-    )
-    text = re.sub(r"[\s\\]+$", "", text)
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda raised: f"^{{{raised.group().translate(_RAISED)}}}", text)
-    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda lowered: f"_{{{lowered.group().translate(_LOWERED)}}}", text)
-    text = "".join(_CHARACTERS.get(character, character) for character in text)
-    # Remove narrow separators of thousands. Commas with wide spaces may separate items of a list too.
-    if re.fullmatch(r"-?[1-9]\d{0,2}(?: \d{3})+", text):
-        text = text.replace(" ", "")
-    text = _TIGHT_THOUSANDS.sub(lambda found: re.sub(r"\D", "", found.group()), text)
-    text = _WIDE_THOUSANDS.sub(lambda found: re.sub(r"\D+", ",", found.group()), text)
-    text = re.sub(r"(\d)\{,\}(?=\d)", r"\1.", text)  # a decimal comma
-    text = re.sub(
-        r"(\\[A-Za-z]+)?\s*\\!\s*", lambda found: f"{found.group(1)} " if found.group(1) else "", text
-    )
-    text = re.sub(_SIZES, "", text)
-    text = re.sub(_SPACES, " ", text)
-    for pattern, same in _SAME_COMMANDS.items():
+    text = text.translate(_CHARACTERS).strip().strip("*")
+    for pattern, same in _REWRITES:
         text = re.sub(pattern, same, text)
-    text = (
-        re.sub(r"\\\$|(?<!\\)\$(?=\s*\d)", ' "dollars" ', text)
-        if re.fullmatch(r"\s*-?\s*\\?\$\s*-?[\d.,]+[^$]*", text)
-        else text
-    )
-    text = re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)
-    text = re.sub(r"[€£]|^USD(?= ?\d)", "", text)
-    # Words remain as quoted text; single letters and numbers in them are formulas.
-    text = _TEXT.sub(lambda found: f' "{found.group(1).strip()}" ', text)
-    text = re.sub(r'(?:_)\s*"(\w+)"', r"_{\1}", text)
-    text = re.sub(r'"\s*([A-Za-z])\s*"(?=\s*[_^=(])', r"\1", text)
-    text = re.sub(r'^\s*"([^"]*[\d\\][^"]*|[A-Za-z])"\s*$', r"\1", text)
-    text = re.sub(r",? *\(?(?:\bfor\b)? *[a-z] *\\in *\\mathbb\{[ZN]\}(?:\^\+)?\)?$", "", text)
-
-    return re.sub(r"(?<!\.)[.;]$", "", re.sub(r"\s+", " ", text).strip()).strip()
-
-
-def _joined_lines(found: re.Match[str]) -> str:
-    return ", ".join(line.replace("&", "").strip() for line in found.group(1).split("\\\\") if line.strip())
+    return text.strip()
 
 
 # ---- the parts of an answer
@@ -116,38 +112,29 @@ _RELATIONS = re.compile(
     r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)"
 )
 _SAME_SIGNS = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}
+# Commas, but not those of numbers such as 1,000.
+_COMMAS = re.compile(r"((?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)|,)")
 # Commas between digits that may separate thousands or items; items do not begin with a zero.
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,[1-9]\d\d)+(?!\d|,\d)")
 OR = re.compile(r'\s*(?:"\s*,?or\s*"|\bor\b|\\lor|\\vee)\s*')
 AND = re.compile(r'\s*(?:,\s*)?(?:"\s*,?and\s*"|\band\b|\\land|\\wedge|\\&)\s*')
 
 
-def split(text: str, separator: str = ",") -> list[str]:
-    """Split text at commas outside brackets and outside numbers such as 1,000."""
-    parts = []
-    depth = 0
-    start = 0
-    # Commas within a number such as 1,000 are not separators.
-    thousands = (
-        {
-            at
-            for found in re.finditer(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", text)
-            for at in range(*found.span())
-        }
-        if separator == ","
-        else set()
-    )
+def split(text: str, separator: re.Pattern[str] = _COMMAS) -> tuple[list[str], list[str]]:
+    """Split text at separators outside brackets; return the parts and the separators."""
+    parts = [""]
+    found = []
+    for at, piece in enumerate(separator.split(text)):
+        if at % 2 == 0 or piece[0].isdigit() or not is_balanced(parts[-1]):
+            parts[-1] += piece
+        else:
+            found.append(_SAME_SIGNS.get(piece, piece))
+            parts.append("")
 
-    for at, character in enumerate(text):
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif depth == 0 and at not in thousands and text.startswith(separator, at):
-            parts.append(text[start:at])
-            start = at + len(separator)
+    return [part.strip() for part in parts], found
 
-    return [*parts, text[start:]]
+
+SEMICOLONS = re.compile("(;)")
 
 
 def with_wide_commas(text: str) -> str:
@@ -158,25 +145,15 @@ def with_wide_commas(text: str) -> str:
 def listed(text: str) -> list[str]:
     """Split text at "and" and at commas; return it whole if a part would be empty."""
     joined = AND.split(text)
-    parts = [part for each in joined for part in split(each)]
+    parts = [part for each in joined for part in split(each)[0]]
     if len(joined) > 1 and all(joined):
-        return [part for part in parts if part.strip()]
-    return parts if all(part.strip() for part in parts) else [text]
+        return list(filter(None, parts))
+    return parts if all(parts) else [text]
 
 
 def sides_of(text: str) -> tuple[list[str], list[str]]:
-    """Split text at the signs of relations outside brackets; return the sides and the signs."""
-    sides = [""]
-    signs: list[str] = []
-    for at, part in enumerate(_RELATIONS.split(text)):
-        # `P(X = 1)` is one side.
-        if at % 2 == 0 or not is_balanced(sides[-1]):
-            sides[-1] += part
-        else:
-            signs.append(_SAME_SIGNS.get(part, part))
-            sides.append("")
-
-    return [side.strip() for side in sides], signs
+    """Split text at the signs of relations; `P(X = 1)` is one side."""
+    return split(text, _RELATIONS)
 
 
 def is_balanced(text: str) -> bool:
@@ -276,29 +253,28 @@ _NOT_UNITS = re.compile(
     r"\b(?:squared|cubed|factorial|hal(?:f|ve)|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth"
     r"|thousandth|over|mod|modulo|plus|minus|choose|not|isn't|n?or|if|unless|except|maybe)s?\b|(?<!\^)\d"
 )
+_SIGNS_OF_UNITS = {"degree": r"\s*\^\s*\\circ\s*(?:C|F)?\s*$", "%": r"\s*\\?%$"}
 _ORDINAL = re.compile(r'(?<=\d)\s*\^?\s*\{?\s*"?(?:st|nd|rd|th)"?\s*\}?$')
 
 
 def readings_of_units(text: str) -> list[tuple[str, str]]:
     """Return the text without its unit, and the unit, for each possible interpretation of the text."""
-    ways = []
-    if re.search(
-        r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text
-    ):  # the argument may be an angle in degrees
+    # The argument of a function may be an angle in degrees.
+    if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         return [(text, "")]
-    # Try the units in order: degrees, quoted words, dollars, and known names without quotes.
-    degrees = re.sub(r"\s*\^\s*\\circ\s*(?:C|F)?\s*$", "", text)
-    if degrees != text:
-        return [(degrees, "degree")]
+    # Try the units in order: signs, quoted words, dollars, and known names without quotes.
+    for unit, pattern in _SIGNS_OF_UNITS.items():
+        without = re.sub(pattern, "", text)
+        if without != text:
+            return [(without, unit)]
     text = _ORDINAL.sub("", text)
-    quoted = re.search(r'^(.*?)\s*"([^"]*)"\s*((?:\^\{?[23]\}?)?)\s*$', text)
-    if quoted and len(quoted.group(2)) == 1 and quoted.group(2).lower() not in map(str.lower, _UNITS):
+    quoted = re.search(r'^([^"]*+)"([^"]*+)"\s*((?:\^\{?[23]\}?)?)\s*$', text)
+    if quoted and len(quoted[2]) == 1 and quoted[2].lower() not in map(str.lower, _UNITS):
         return [(text.replace('"', " "), "")]  # a variable
-    if quoted and '"' not in quoted.group(1) and re.search(r"[\d\\A-Za-z]", quoted.group(1)):
-        ways.append((quoted.group(1), _unit(quoted.group(2) + re.sub(r"[{}]", "", quoted.group(3)))))
-    dollars = re.search(r'^(-?)\s*"dollars"\s*(-?.*)$', text)
-    if dollars and '"' not in dollars.group(2):
-        ways.append((dollars.group(1) + dollars.group(2), "dollar"))
+    dollars = re.search(r'^(-?)\s*"dollars"\s*(-?[^"]*)$', text)
+    is_value = quoted is not None and re.search(r"[\d\\A-Za-z]", quoted[1])
+    ways = [(quoted[1], _unit(quoted[2] + quoted[3]))] if quoted and is_value else []
+    ways += [(dollars[1] + dollars[2], "dollar")] if dollars else []
 
     if '"' not in text:
         plain = APPROXIMATELY.sub("", text)
@@ -314,7 +290,7 @@ def readings_of_units(text: str) -> list[tuple[str, str]]:
 
 def _unit(text: str) -> str:
     """Return the normalized spelling of a unit, in the singular; empty if it is not a unit."""
-    text = re.sub(r"\s+", " ", text.lower().strip(" .,")).replace("{", "").replace("}", "")
-    singular = text[:-1] if text.endswith("s") and len(text) > 2 and not text.endswith("ss") else text
-    singular = _SAME_UNITS.get(singular, _SAME_UNITS.get(text, singular))
-    return "" if singular in _NO_UNIT else singular
+    text = re.sub(r"[{}]", "", re.sub(r"\s+", " ", text.lower().strip(" .,")))
+    singular = re.sub(r"(?<=..)(?<!s)s$", "", text)
+    unit = _SAME_UNITS.get(singular, _SAME_UNITS.get(text, singular))
+    return "" if unit in _NO_UNIT else unit

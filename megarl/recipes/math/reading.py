@@ -1,32 +1,27 @@
-"""Parses an answer as a mathematical object.
-
-It is a formula, a list, a set, a tuple, intervals, an equation or inequality, or words.
-"""
+"""Parses an answer as a formula, a list, a set, a tuple, intervals, an equation or inequality, or words."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
-from megarl.recipes.math.answers import (
-    EMPTY,
-    Answer,
+from megarl.recipes.math.formula import (
     Formula,
-    Interval,
-    Items,
-    Relation,
-    Union,
-    Unread,
-    Words,
+    context,
+    is_below,
+    is_real,
+    parse,
+    same_value,
 )
-from megarl.recipes.math.expression import Expression, is_at_least, parse
-from megarl.recipes.math.formulas import is_label, is_name, is_variable, same_value
+from megarl.recipes.math.names import is_label, is_name, is_variable
 from megarl.recipes.math.notation import (
     AND,
     APPROXIMATELY,
     OR,
     SCALES,
+    SEMICOLONS,
     is_balanced,
     listed,
     plain_latex,
@@ -35,7 +30,52 @@ from megarl.recipes.math.notation import (
     split,
     with_wide_commas,
 )
-from megarl.recipes.math.numbers import NoNumberError, UnreadableError
+
+
+class Items(NamedTuple):
+    """Several answers.
+
+    `kind` is "list" without brackets, "set" for braces, the two brackets, such as "(]", or "union" of
+    intervals, which are items with brackets. A union without items is the empty set.
+    """
+
+    kind: str
+    items: tuple[Answer, ...]
+
+    @property
+    def intervals(self) -> list[Items]:
+        return [item for item in self.items if isinstance(item, Items)]
+
+    @property
+    def ends(self) -> tuple[Formula, Formula]:
+        low, high = self.items
+        assert isinstance(low, Formula)
+        assert isinstance(high, Formula)
+        return low, high
+
+
+class Relation(NamedTuple):
+    """An equation or an inequality, or a chain of them, with at least two sides.
+
+    `signs` are between the sides: "=", "\\approx", "\\ne", "<" or "\\le". `left` is the text of the first
+    side, which may be only the name of the value after it.
+    """
+
+    left: str
+    sides: tuple[Answer, ...]
+    signs: tuple[str, ...]
+
+
+class Words(NamedTuple):
+    """Words, or text that only Math-Verify may be able to parse."""
+
+    text: str
+    is_read: bool = True
+
+
+Answer = Formula | Items | Relation | Words
+INFINITY = Formula(lambda at: context.inf)
+_MINUS_INFINITY = Formula(lambda at: -context.inf)
 
 _NOTHING = re.compile(
     r"(?:there (?:is|are|exists?) )?(?:none|no(?: such)?(?: "
@@ -54,7 +94,6 @@ _INTRODUCTION = re.compile(
     r"*(?=\S)|^[A-Za-z ]+: *",
     re.IGNORECASE,
 )
-_LESS = {"<": False, "\\le": True}
 _MORE = {">": "<", "\\ge": "\\le"}
 _DERIVATIVE = re.compile(
     r"\\frac\s*\{\s*(?:d|\\partial)(?![^{}]*[+-])[^{}]*\}\s*"
@@ -73,23 +112,23 @@ def readings(text: str) -> tuple[Answer, ...]:
 
     `100,200` is a number or a list of two, and the logarithm of a power of ten may have the base 10.
 
-    It never raises: an answer that it cannot parse is Unread.
+    It never raises: an answer that it cannot parse is Words that are not read.
     """
     plain = plain_latex(text)
     meanings = (plain, with_wide_commas(plain), _OF_POWER_OF_TEN.sub(r"\\log_{10} ", plain))
     try:
         return tuple(_read(each) for each in dict.fromkeys(meanings))
     except RecursionError:
-        return (Unread(text),)
+        return (Words(text, is_read=False),)
 
 
 def _read(text: str) -> Answer:
     # First check fixed phrases: no solution, all real numbers.
-    words = _as_words(text)
+    words = re.sub(r"\s+", " ", text.replace('"', " ")).strip()
     if _NOTHING.fullmatch(words.lower()):
-        return EMPTY
+        return Items("union", ())
     if _ALL_REALS.fullmatch(words):
-        return Union((Interval(None, None, False, False),))
+        return Items("union", (Items("()", (_MINUS_INFINITY, INFINITY)),))
     if "\\forall" in text or "\\exists" in text:
         return Words(re.sub(r"\s+", "", text))  # a quantifier changes the meaning of its formula
 
@@ -112,11 +151,7 @@ def _read(text: str) -> Answer:
         lower = re.sub(r"^(?:an?|the) ", "", words.lower().strip(" .!"))
         return Words(_SAME_WORDS.get(lower, lower))
 
-    return Unread(text)
-
-
-def _as_words(text: str) -> str:
-    return re.sub(r"\s+", " ", text.replace('"', " ")).strip()
+    return Words(text, is_read=False)
 
 
 # ---- lists, sets, tuples and intervals
@@ -126,15 +161,18 @@ def _several(text: str) -> Answer | None:
     """Parse several answers joined by commas, "and", "or", a union sign or plus-minus."""
     if "\\cup" in text:
         unions = [as_union(_read(part.strip())) for part in text.split("\\cup")]
-        if all(union is not None for union in unions):
-            return _union([each for union in unions if union is not None for each in union.parts])
-        return None
+        found = [union for union in unions if union is not None]
+        return (
+            _union([part for union in found for part in union.intervals])
+            if len(found) == len(unions)
+            else None
+        )
 
     # Alternatives of several named values are groups: `x = 1, y = 2 or x = 3, y = 4` are two points.
     alternatives = OR.split(text)
     word = "or"
     if len(alternatives) == 1 and text[:1] not in "([":
-        alternatives = split(text, ";")
+        alternatives = split(text, SEMICOLONS)[0]
         word = ","
     if len(alternatives) > 1 and all(part.strip() for part in alternatives):
         groups = [[_read(part.strip()) for part in listed(each)] for each in alternatives]
@@ -154,61 +192,48 @@ def _several(text: str) -> Answer | None:
 
 
 def _joined(answers: Sequence[Answer], word: str) -> Answer | None:
-    unions = [as_union(answer) if isinstance(answer, Union) else None for answer in answers]
-    if all(union is not None for union in unions):
-        parts = [part for union in unions if union for part in union.parts]
-        common = None if word == "or" else _intersection(parts)
-        # A comma may mean "or": no number is in `x < 1, x > 3`.
-        if word != "and" and (common is None or _is_empty(common)):
-            return _union(parts)
-        return Union((common,)) if common else None
-
-    items: list[Answer] = []
-    for answer in answers:
-        items += answer.items if _is_list(answer) else (answer,)  # pyrefly: ignore[missing-attribute]
-
-    return Items("list", tuple(items))
+    unions = [answer for answer in answers if isinstance(answer, Items) and answer.kind == "union"]
+    if len(unions) < len(answers):
+        return Items("list", _without_lists(answers))
+    parts = [part for union in unions for part in union.intervals]
+    common = None if word == "or" else _intersection(parts)
+    # A comma may mean "or": no number is in `x < 1, x > 3`.
+    if word != "and" and (common is None or not is_below(*common.ends)):
+        return _union(parts)
+    return Items("union", (common,)) if common else None
 
 
-def _union(parts: Sequence[Interval]) -> Union:
+def _without_lists(answers: Sequence[Answer]) -> tuple[Answer, ...]:
+    parts = (
+        answer.items if isinstance(answer, Items) and answer.kind == "list" else (answer,)
+        for answer in answers
+    )
+    return tuple(item for part in parts for item in part)
+
+
+def _union(parts: Sequence[Items]) -> Items:
     """Return the union of intervals. Two that touch are one: (0,1] and (1,2) are (0,2)."""
-    kept: list[Interval] = []
-    for part in parts:
-        for other in list(kept):
-            joined = _touching(other, part) or _touching(part, other)
-            if joined is not None:
-                kept.remove(other)
-                part = joined
+
+    def start(part: Items) -> float:
+        value = part.ends[0].constant
+        return context.convert(value).real if value is not None and is_real(value) else 0.0
+
+    kept: list[Items] = []
+    for part in sorted(parts, key=start):
+        last = kept[-1] if kept else None
+        if last and (last.kind[1] == "]" or part.kind[0] == "[") and same_value(last.ends[1], part.ends[0]):
+            part = Items(last.kind[0] + part.kind[1], (last.ends[0], part.ends[1]))
+            kept.pop()
         kept.append(part)
-    return Union(tuple(kept))
+    return Items("union", tuple(kept))
 
 
-def _touching(first: Interval, second: Interval) -> Interval | None:
-    """Return both intervals as one if the second one begins where the first one ends."""
-    if first.high is None or second.low is None or not (first.has_high or second.has_low):
-        return None
-    if not same_value(first.high, second.low):
-        return None
-    return Interval(first.low, second.high, first.has_low, second.has_high)
-
-
-def _is_list(answer: Answer) -> bool:
-    return isinstance(answer, Items) and answer.kind == "list"
-
-
-def _intersection(parts: Sequence[Interval]) -> Interval | None:
-    # One part is bounded below and the other above, as in 1 < x and x < 3.
-    if len(parts) == 2 and {part.low is None for part in parts} == {part.high is None for part in parts} == {
-        True,
-        False,
-    }:
-        below, above = sorted(parts, key=lambda part: part.low is None)
-        return Interval(below.low, above.high, below.has_low, above.has_high)
+def _intersection(parts: Sequence[Items]) -> Items | None:
+    """Return the interval between a lower and an upper bound, as in 1 < x and x < 3."""
+    for below, above in (parts, parts[::-1]) if len(parts) == 2 else ():
+        if below.ends[1] is INFINITY and above.ends[0] is _MINUS_INFINITY:
+            return Items(below.kind[0] + above.kind[1], (below.ends[0], above.ends[1]))
     return None
-
-
-def _is_empty(interval: Interval) -> bool:
-    return interval.low is not None and interval.high is not None and is_at_least(interval.low, interval.high)
 
 
 def _brackets(text: str) -> Answer | None:
@@ -219,67 +244,32 @@ def _brackets(text: str) -> Answer | None:
     inner = text[len(opening) : len(text) - len(closing)]
     is_set = opening.endswith("{") and closing.endswith("}")
     # In a tuple or set such as (1,234) a comma is a separator, unless others separate the items.
-    items = split(inner)
+    items = split(inner)[0]
     if len(items) == 1:
-        items = split(with_wide_commas(inner))
+        items = split(with_wide_commas(inner))[0]
     if not is_set and len(items) == 1 and ";" in inner:
-        items = split(inner, ";")
+        items = split(inner, SEMICOLONS)[0]
     if not is_balanced(inner) or (len(items) == 1 and not (is_set and opening == "\\{")):
         return None
+
     builder = re.fullmatch(r"\s*\w+\s*(?:\\in\s*\\mathbb\{R\})?\s*[|:](.*)", inner) if is_set else None
     if builder:
         return _relation(builder.group(1).strip())
-
-    if is_set:
-        elements: list[Answer] = []
-        for part in items:
-            element = _read(part.strip())
-            elements += element.items if isinstance(element, Items) and _is_list(element) else (element,)
-        return Items("set", tuple(elements))
-
-    # Half-open brackets or an infinite end indicate an interval; (1, 2) may be a point.
-    if len(items) == 2 and (opening + closing not in ("()", "[]") or "\\infty" in inner):
-        low, high = (_end(item) for item in items)
-        if low is not None and high is not None:
-            return Union(
-                (
-                    Interval(
-                        low[0],
-                        high[0],
-                        opening == "[" and low[0] is not None,
-                        closing == "]" and high[0] is not None,
-                    ),
-                )
-            )
-
-    return Items(opening + closing, tuple(_read(part.strip()) for part in items))
+    read = [_read(item.strip()) for item in items]
+    return Items("set", _without_lists(read)) if is_set else Items(opening + closing, tuple(read))
 
 
-def _end(text: str) -> tuple[Expression | None] | None:
-    """Return one end of an interval, in a tuple with None for infinity; None if it is not a number."""
-    text = text.strip()
-    if re.fullmatch(r"[+-]?\s*(?:\\infty|oo|inf|infinity)", text):
-        return (None,)
-    formula = _formula(text)
-    return (formula.expression,) if isinstance(formula, Formula) and not formula.unit else None
-
-
-def as_union(answer: Answer) -> Union | None:
+def as_union(answer: Answer) -> Items | None:
+    """Return an answer as a union; a tuple of two numbers may have been meant as an open interval."""
     match answer:
-        case Union():
+        case Items(kind="union"):
             return answer
-        case Items(kind="()" | "[]" as kind, items=(Formula(low), Formula(high))) if not is_at_least(
+        case Items(kind="set", items=items) if all(isinstance(item, Formula) for item in items):
+            return Items("union", tuple(Items("[]", (item, item)) for item in items))
+        case Items(kind=kind, items=(Formula() as low, Formula() as high)) if len(kind) == 2 and is_below(
             low, high
         ):
-            return Union((Interval(low, high, kind[0] == "[", kind[1] == "]"),))
-        case Items(kind="set", items=items) if all(isinstance(item, Formula) for item in items):
-            return Union(
-                tuple(
-                    Interval(item.expression, item.expression, True, True)
-                    for item in items
-                    if isinstance(item, Formula)
-                )
-            )
+            return Items("union", (answer,))
     return None
 
 
@@ -299,8 +289,6 @@ def _relation(text: str) -> Answer | None:
     if signs == ["\\in"] and is_name(sides[0]):
         inner = _read(sides[1])
         return inner if isinstance(inner, Items) and inner.kind == "set" else as_union(inner) or inner
-    if "\\in" in signs:
-        return None
 
     # `x = a \pm b` is a list of two values, and `5 = x` is `x = 5`.
     if signs == ["="]:
@@ -313,7 +301,7 @@ def _relation(text: str) -> Answer | None:
     if set(signs) <= _MORE.keys():
         sides = sides[::-1]
         signs = [_MORE[sign] for sign in signs[::-1]]
-    if not (set(signs) <= {"=", "\\approx"} or set(signs) <= _LESS.keys() or signs == ["\\ne"]):
+    if not (set(signs) <= {"=", "\\approx"} or set(signs) <= {"<", "\\le"} or signs == ["\\ne"]):
         return None
 
     read = tuple(map(_side, sides))
@@ -329,10 +317,11 @@ def _side(text: str) -> Answer:
     side = _read(text)
     # A function is not a product with its argument.
     is_function = is_name(text) and not is_variable(text) and ("(" in text or '"' in text)
-    return Words(re.sub(r'[\s"]+', "", text)) if is_function and isinstance(side, Formula | Unread) else side
+    is_formula = isinstance(side, Formula) or isinstance(side, Words) and not side.is_read
+    return Words(re.sub(r'[\s"]+', "", text)) if is_function and is_formula else side
 
 
-def _interval(sides: Sequence[str], signs: Sequence[str]) -> Union | None:
+def _interval(sides: Sequence[str], signs: Sequence[str]) -> Items | None:
     """Return the interval of an inequality between one variable and numbers; None for other inequalities."""
     # Words on a side may change the meaning, as in `concave when x < 3`.
     if any('"' in side or re.search("[A-Za-z]{2} ", side) for side in sides):
@@ -341,28 +330,22 @@ def _interval(sides: Sequence[str], signs: Sequence[str]) -> Union | None:
     if not any(map(_is_unknown, sides)) and any(map(_is_negative_unknown, sides)):
         sides = [side[1:].strip() if _is_negative_unknown(side) else f"-({side})" for side in sides[::-1]]
         signs = signs[::-1]
-    ends = [None if _is_unknown(side) else _end(side) for side in sides]
-    if sum(end is None for end in ends) != 1:
-        return None
+    ends = [None if _is_unknown(side) else _formula(side) for side in sides]
+    known = [end for end in ends if end is not None]
     # The end of an interval may be a parameter, but `y > 2x` is a region of the plane.
-    if any(end and end[0] and end[0].names & {"x", "y", "z"} for end in ends):
+    if len(known) != len(ends) - 1 or any(end.unit or end.names & {"x", "y", "z"} for end in known):
         return None
 
     if signs == ["\\ne"]:
-        value = ends[0] or ends[1]
-        assert value is not None
-        return Union((Interval(None, value[0], False, False), Interval(value[0], None, False, False)))
-
-    match ends:
-        case [None, (high,)]:
-            return Union((Interval(None, high, False, high is not None and _LESS[signs[0]]),))
-        case [(low,), None]:
-            return Union((Interval(low, None, low is not None and _LESS[signs[0]], False),))
-        case [(low,), None, (high,)]:
-            includes = low is not None and _LESS[signs[0]], high is not None and _LESS[signs[1]]
-            return Union((Interval(low, high, *includes),))
-
-    return None
+        return Items("union", (Items("()", (_MINUS_INFINITY, known[0])), Items("()", (known[0], INFINITY))))
+    # A missing bound is infinite.
+    if len(ends) == 2:
+        signs = ["<", *signs] if ends[0] is None else [*signs, "<"]
+        ends = [_MINUS_INFINITY, *ends] if ends[0] is None else [*ends, INFINITY]
+    if len(ends) != 3 or ends[0] is None or ends[2] is None:
+        return None
+    brackets = ("[" if signs[0] == "\\le" else "(") + ("]" if signs[1] == "\\le" else ")")
+    return Items("union", (Items(brackets, (ends[0], ends[2])),))
 
 
 def _is_unknown(side: str) -> bool:
@@ -377,20 +360,21 @@ def _is_negative_unknown(side: str) -> bool:
 
 
 def _formula(text: str) -> Formula | None:
+    infinite = re.fullmatch(r"\s*([+-]?)\s*(?:\\infty|oo|inf|infinity)\s*", text)
+    if infinite:
+        return _MINUS_INFINITY if infinite.group(1) == "-" else INFINITY
     # A derivative is not a quotient of products with d.
     if "\\frac" in text and _DERIVATIVE.search(text):
         return None
     for without, unit in readings_of_units(text):
         try:
-            expression = parse(without)
-        except (UnreadableError, NoNumberError):
+            formula = parse(without)
+        except ValueError:
             continue
-        if unit == "%":
-            return Formula(expression._replace(percent=True))
-        if unit and expression.names:
+        if unit and unit != "%" and formula.names:
             continue
         scale, _, rest = unit.partition(" ")
         if scale in SCALES:
-            return Formula(expression.times(Fraction(SCALES[scale])), rest.removeprefix("of "))
-        return Formula(expression, unit)
+            return formula.times(Fraction(SCALES[scale]), rest.removeprefix("of "))
+        return formula._replace(unit=unit)
     return None

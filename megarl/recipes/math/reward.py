@@ -23,9 +23,8 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from megarl.recipes.math.answers import Answer, Items, Unread
 from megarl.recipes.math.equality import normal_form, same
-from megarl.recipes.math.reading import readings
+from megarl.recipes.math.reading import Answer, Items, Words, readings
 from megarl.rewards.encodable import refuse_unencodable
 from megarl.rewards.thinking import outside_thinking
 
@@ -138,7 +137,7 @@ def _truth(ground_truth: Any) -> tuple[str, tuple[Answer, ...]]:
 
 def _unread(answer: Answer) -> list[str]:
     match answer:
-        case Unread(text):
+        case Words(text, is_read=False):
             return [text]
         case Items(items=items):
             return [text for item in items for text in _unread(item)]
@@ -271,12 +270,11 @@ def _content(text: str, start: int) -> str | None:
         return unbraced.group() if unbraced else None
 
     depth = 0
-    for end in range(start, len(text)):
-        # Escaped braces are characters of the formula, not its structure.
-        if text[end] in "{}" and (end == 0 or text[end - 1] != "\\" or text[end - 2 : end] == "\\\\"):
-            depth += 1 if text[end] == "{" else -1
-            if depth == 0:
-                return text[start + 1 : end].strip() or None
+    # Escaped braces are characters of the formula, not its structure.
+    for found in re.finditer(r"(?s)\\.|[{}]", text[start:]):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return text[start + 1 : start + found.start()].strip() or None
 
     return None
 

@@ -188,8 +188,9 @@ def test_ground_truths_are_right_answers_in_their_own_form() -> None:
         "0." + "1" * 1900 + "...", "-" * 1900 + "1", "5000!" * 380, "A long sentence of words, which is " * 50, "1 " * 900,
         r"\sum_{i=1}^{9999}\sum_{j=1}^{9999} ij", r"\prod_{k=1}^{9999}(k!)", r"\tan 7^{7^7}", "(10^{10})!", r"\int \frac{1}{x^5+x+1} dx",
         r"\(" * 20_000, r"\boxed{" * 9000,
+        "x^" * 900 + "x", r"\sin" * 400 + " x", "x_1" * 600, "|x" * 600 + "|", r"\frac12" * 250,
     ],
-    ids=range(26),
+    ids=range(31),
 )  # fmt: skip
 def test_slow_answers_are_wrong_in_little_time(answer: str) -> None:
     """Without a limit some of these would take hours of the processor."""

@@ -1,0 +1,441 @@
+"""Parses a formula in LaTeX or plain text, and evaluates it at fixed points.
+
+Numbers, variables and brackets are replaced by marks for their values, from the inside outward, until one sum
+of products is left: `2\\sin(x+1)` is `#0;\\sin&3;`, then `#0;@4;`. Nothing recurses, rational numbers are
+exact, all others have 120 digits, and their size is limited, since a response could require any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import mpmath
+
+Number = Any  # Fraction if it is exact, otherwise context.mpf or context.mpc
+Point = Callable[[str], Any]  # the value of a variable
+context = mpmath.MPContext()
+context.prec = 400
+_SAME = 2.0**-300  # relative error of two numbers that are equal
+_ZERO = 2.0**-350  # size of a number that is only the rounding error of zero
+_MOST_BITS = 200_000  # maximum size of an exact number
+_LONGEST_NUMBER = 4000  # digits
+_LARGEST = 2**50  # maximum argument of a function
+_NUM_POINTS = 15
+_FEWEST_POINTS = 3  # minimum number of points at which two formulas must have values
+_WHOLE = (2, 3, 5, 7)  # for formulas that have values only at integers, such as (-1)^n
+
+
+class Formula(NamedTuple):
+    """A formula by its value at a point, which is None where it has none, as in a division by zero.
+
+    Attributes:
+        last_place: The value of one unit in the last place of a decimal number; None for other formulas.
+        unit: "%" or the words after a number, such as "cm"; empty without a unit.
+    """
+
+    value: Callable[[Point], Number | None]
+    names: frozenset[str] = frozenset()
+    last_place: Fraction | None = None
+    unit: str = ""
+
+    @property
+    def constant(self) -> Number | None:
+        """The value of a formula without variables."""
+        return self.value(POINTS[0])
+
+    def times(self, factor: Number, unit: str = "") -> Formula:
+        place = self.last_place * factor if self.last_place and isinstance(factor, Fraction) else None
+        return Formula(lambda at: _checked(operator.mul, self.value(at), factor), self.names, place, unit)
+
+    def minus(self, other: Formula) -> Formula:
+        return Formula(
+            lambda at: _checked(_subtract, self.value(at), other.value(at)), self.names | other.names
+        )
+
+    def values(self, points: Iterable[Point]) -> Iterator[Number]:
+        """Yield the values at the points where the formula has one."""
+        return (value for value in map(self.value, points) if value is not None)
+
+
+# ---- arithmetic
+
+
+def _checked(function: Callable[..., Number], *operands: Number) -> Number | None:
+    if any(operand is None for operand in operands):
+        return None
+    try:
+        value = function(*operands)
+    # mpmath raises these at a pole, or when complex numbers are ordered.
+    except (ArithmeticError, TypeError, ValueError):
+        return None
+    if not isinstance(value, Fraction):
+        return value if context.isfinite(value) else None
+    return value if _bits(value) <= _MOST_BITS else context.convert(value)
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _size(value: Number) -> Any:
+    return abs(context.convert(value))
+
+
+def _add(left: Number, right: Number) -> Number:
+    total = left + right
+    # A difference of nearly equal numbers is only rounding error.
+    is_rounding = not isinstance(total, Fraction) and abs(total) < _ZERO * max(_size(left), _size(right))
+    return Fraction(0) if is_rounding else total
+
+
+def _subtract(left: Number, right: Number) -> Number:
+    return _add(left, -right)
+
+
+def over(above: Number, below: Number) -> Number:
+    return above * (1 / below if isinstance(below, Fraction) else context.mpf(1) / below)
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if abs(exponent) >= _LARGEST or base == 0 and not context.convert(exponent).real > 0:
+        raise ValueError("the exponent is too large, or zero has no such power")
+    if isinstance(exponent, Fraction) and not isinstance(base, context.mpc):
+        is_whole = exponent.denominator == 1
+        if is_whole and isinstance(base, Fraction) and abs(exponent) * _bits(base) <= _MOST_BITS:
+            return base**exponent.numerator
+        # An odd root of a negative number is real, where mpmath gives the complex principal root.
+        if not is_whole and exponent.denominator % 2 and base < 0:
+            return (-1) ** (exponent.numerator % 2) * context.power(-base, exponent)
+    return context.power(base, exponent)
+
+
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    **{name: getattr(context, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh")},
+    **{name: getattr(context, name) for name in ("tanh", "exp", "ln", "floor", "ceil")},
+    **{
+        f"{arc}{name}": getattr(context, f"a{name}") for arc in ("a", "arc") for name in ("sin", "cos", "tan")
+    },
+    "log": context.ln,
+    "!": context.factorial,
+    "!!": context.fac2,
+}
+FUNCTION_NAMES = frozenset(name for name in _FUNCTIONS if name.isalpha())
+
+
+def _apply(name: str, power: Number, value: Number) -> Number:
+    """Return a power of a function; `\\sin^{-1}` is the inverse function."""
+    if abs(value) >= _LARGEST:
+        raise ValueError("the argument is too large")
+    if power == -1 and f"arc{name}" in _FUNCTIONS:
+        return _FUNCTIONS[f"arc{name}"](value)
+    result = _FUNCTIONS[name](context.convert(value))
+    # A value that should be 0, such as sin(pi), is only rounded to almost 0.
+    return _power(Fraction(0) if abs(result) < _ZERO else result, power)
+
+
+def _binomial(above: Number, below: Number) -> Number:
+    if max(_size(above), _size(below)) >= _LARGEST:
+        raise ValueError("the binomial coefficient is too large")
+    return context.binomial(above, below)
+
+
+# ---- the parser
+
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+    "tau phi varphi chi psi omega"
+)
+GREEK_NAMES = frozenset(_GREEK.split()) | frozenset(name.capitalize() for name in _GREEK.split())
+_CONSTANTS = {"pi": context.pi, "e": context.e, "i": context.mpc(0, 1), "imath": context.mpc(0, 1)}
+_COMMANDS = {*FUNCTION_NAMES, "sqrt", "frac", "binom", "logbase", "circ"}
+# Words that are not products of two variables.
+_SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")
+_THOUSANDS = r"\d{1,3}(?:(?:,|\{,\})\d{3})+"
+_TOKEN = re.compile(
+    r"(?P<digits>[0-9A-F]*\d[0-9A-F]*)_(?:\{(?P<base>\d+)\}|(?P<plain_base>\d+))"
+    rf"|(?P<number>{_THOUSANDS}(?!\d)(?:\.\d+)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
+    r"|(?P<slash>\\?)(?P<word>[A-Za-z]+)(?P<index>\s*_\s*(?:\{[^{}]*\}|\d+|\\?[A-Za-z]+))?"
+)
+_DECIMAL = re.compile(
+    rf"\s*([+-]?)\s*({_THOUSANDS}|\d*)\.(\d+)\s*"
+    r"(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(-?\d+)\s*\}?)?\s*"
+)
+_ELLIPSIS = r"\s*(?:\\[lc]?dots|\.\.\.|…)"
+_REPEATING = re.compile(
+    r"(?<![\d.])(?P<before>\d*)\.(?P<after>\d*?)(?:\\(?:overline|bar|dot)\s*\{\s*(?P<line>\d+)\s*\}"
+    rf"|\(\s*(?P<round>\d+)\s*\)|(?:(?P<digit>\d)(?P=digit){{2,}}|(?P<period>\d{{2,20}}?)(?P=period)+){_ELLIPSIS})"
+)
+_CONTINUED = re.compile(rf"(?<=\d){_ELLIPSIS}\s*$")
+_MIXED = re.compile(
+    r"(?<![\w.^_{/\\)])(\d+)(?:\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s+(\d+)\s*/\s*(\d+)(?![\d.]))"
+)
+# A single digit or letter as an argument needs no braces; the index of a logarithm is its base.
+_REWRITES = (
+    (re.compile(r"\\(frac|binom)\s*(\d|[A-Za-z])\s*(?=[\d{A-Za-z\\])"), r"\\\1{\2}"),
+    (re.compile(r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d|[A-Za-z])"), r"\1{\2}"),
+    (re.compile(r"\\?log\s*_\s*(\d+|[A-Za-z])"), r"\\logbase^{\1}"),
+    (re.compile(r"\\?log\s*_"), r"\\logbase^"),
+    (re.compile(r"\\?sqrt\s*\["), r"\\sqrt^["),
+    (re.compile(r"(?:\^|\*\*)\s*\\circ(?![A-Za-z])"), r"\\circ "),
+    (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
+    (re.compile(r"\\div(?![A-Za-z])"), "/"),
+    (re.compile(r"\*\*"), "^"),
+)
+# A function without a definition would be read as a product.
+_CALL = re.compile(r"(?<![A-Za-z\\_])(?:[fghFG]\s*\(|[A-Z]\s*\(\s*\d+\s*\)|[A-Za-z]\s*\(\s*0\s*\))")
+_BRACKETS = re.compile(r"\(([^()\[\]{}]*)\)|\[([^()\[\]{}]*)\]|(?<!\\)\{([^()\[\]{}]*)(?<!\\)\}")
+_MARK = r"\s*[#@&]\d+;"  # of a number, another value, or brackets
+_TWO_NUMBERS = re.compile(r"(?<![a-z]\^)#\d+;\s*#")
+_PRODUCT = rf"{_MARK}(?:(?:\s*[*/][\s-]*)?{_MARK})*"
+_SUM = re.compile(rf"[\s+-]*{_PRODUCT}(?:\s*[+-][\s+-]*{_PRODUCT})*\s*")
+_TERM = re.compile(rf"([\s+-]*)({_PRODUCT})")
+_FACTOR = re.compile(r"([\s*/-]*)[#@&](\d+);")
+
+
+def _rules_of_functions(argument: str) -> tuple[tuple[re.Pattern[str], Callable[..., Number]], ...]:
+    name = rf"\\({'|'.join(sorted(FUNCTION_NAMES, key=len, reverse=True))})(?![A-Za-z])"
+    return (
+        (
+            re.compile(rf"\\logbase\^({_MARK}){argument}"),
+            lambda base, at: over(context.ln(at), context.ln(base)),
+        ),
+        (re.compile(rf"{name}\s*\^(\s*-?{_MARK}){argument}"), _apply),
+        (re.compile(rf"{name}{argument}"), lambda function, at: _apply(function, Fraction(1), at)),
+    )
+
+
+# What is replaced by its value, in this order, beginning again after each replacement. Without brackets, the
+# argument of a function is a product up to the next function, and one division.
+_RULES = (
+    (re.compile(rf"\\frac({_MARK})({_MARK})"), over),
+    (re.compile(rf"\\binom({_MARK})({_MARK})"), _binomial),
+    (
+        re.compile(rf"\\sqrt\^({_MARK})({_MARK})"),
+        lambda degree, value: _power(value, over(Fraction(1), degree)),
+    ),
+    (re.compile(rf"\\sqrt({_MARK})"), lambda value: _power(value, Fraction(1, 2))),
+    *_rules_of_functions(r"(\s*&\d+;)"),
+    (re.compile(rf"({_MARK})\s*\\circ"), lambda value: value * (context.pi / 180)),
+    (re.compile(rf"({_MARK})\s*\^(\s*-?{_MARK})(?!\s*\^)"), _power),
+    (re.compile(rf"({_MARK})\s*(!!?)"), lambda name, value: _apply(name, Fraction(1), value)),
+    (re.compile(r"\|([^|\\]*;\s*)\|"), abs),
+    *_rules_of_functions(rf"(\s*-?{_MARK}(?:{_MARK})*(?:\s*/{_MARK})?)(?!{_MARK}|\s*[\^!])"),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> Formula:
+    """Parse a formula that has one value for each choice of its variables.
+
+    Raises:
+        ValueError: The text is something else, such as a set, an equation or a sentence.
+    """
+    # Dots without a repeating period only mean that the digits continue.
+    decimal = None if _REPEATING.search(text) else _DECIMAL.fullmatch(_CONTINUED.sub("", text))
+    if decimal:
+        sign, whole, decimals, *exponents = decimal.groups()
+        exponent = int("".join(filter(None, exponents))[:9] or 0)
+        value = _decimal(f"{sign}{whole}.{decimals}e{exponent}")
+        return Formula(lambda at: value, last_place=_decimal(f"1e{exponent - len(decimals)}"))
+
+    plain = _REPEATING.sub(_as_fraction, text)
+    for pattern, same in _REWRITES:
+        plain = pattern.sub(same, plain)
+    plain = _MIXED.sub(_as_sum, plain)
+    if _CALL.search(plain):
+        raise ValueError("a function without a definition")
+    parser = _Parser()
+    parser.read(plain)
+
+    return Formula(parser.value, frozenset(parser.names))
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    # The repeating decimal 0.ppp... of a period with n digits is p / (10 ** n - 1).
+    period = found["line"] or found["round"] or found["digit"] or found["period"]
+    start = found["before"] + found["after"]
+    value = Fraction(
+        int(start + period) - int(start or 0), (10 ** len(period) - 1) * 10 ** len(found["after"])
+    )
+    return f"({value.numerator}/{value.denominator})"
+
+
+def _as_sum(found: re.Match[str]) -> str:
+    whole, above, below = filter(None, found.groups())
+    return f"({whole}+{above}/{below})" if int(above) < int(below) else found.group()
+
+
+def _decimal(digits: str) -> Fraction:
+    plain, _, exponent = re.sub(r"[,{}]", "", digits).lower().partition("e")
+    if len(plain) > _LONGEST_NUMBER or len(exponent) > 5 or abs(int(exponent or 0)) > _LONGEST_NUMBER:
+        raise ValueError("the number is too long")
+    return Fraction(plain.rstrip(".")) * Fraction(10) ** int(exponent or 0)
+
+
+def is_prose(word: str) -> bool:
+    """Whether a word is not a product of variables, such as xy or the consecutive letters abc."""
+    lower = word.lower()
+    is_run = "".join(sorted(word)) in string.ascii_lowercase
+    return lower in _SHORT_WORDS or (len(word) > 2 and bool(set(lower) & set("aeiou")) and not is_run)
+
+
+class _Parser:
+    """Replaces the parts of a formula by marks with the number of the step that computes their value."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        # The name of a variable, or a function and the numbers of the steps with its arguments.
+        self._steps: list[str | tuple[Callable[..., Number], Sequence[int]]] = []
+
+    def read(self, text: str) -> None:
+        text = _TOKEN.sub(self._token, text)
+        if _TWO_NUMBERS.search(text):  # it may be a mixed number or a list
+            raise ValueError("two adjacent numbers")
+        count = 1
+        while count:
+            text, count = _BRACKETS.subn(
+                lambda found: f"&{self._flat(next(filter(None, found.groups()), ''))};", text
+            )
+        self._flat(text)
+
+    def value(self, at: Point) -> Number | None:
+        values: list[Number | None] = []
+        for step in self._steps:
+            if isinstance(step, str):
+                values.append(at(step))
+            else:
+                function, arguments = step
+                values.append(_checked(function, *(values[number] for number in arguments)))
+        return values[-1]
+
+    def _step(self, function: Callable[..., Number], *arguments: int) -> int:
+        self._steps.append((function, arguments))
+        return len(self._steps) - 1
+
+    def _token(self, found: re.Match[str]) -> str:
+        if found["number"] or found["digits"]:
+            base = int(found["base"] or found["plain_base"] or 10)
+            value = _decimal(found["number"]) if found["number"] else Fraction(int(found["digits"], base))
+            return f"#{self._step(lambda: value)};"
+        word = found["word"]
+        if word in _COMMANDS and not found["index"]:
+            return f"\\{word}"
+        is_letter = len(word) == 1 or word in _CONSTANTS or word in GREEK_NAMES
+        if not is_letter and (found["slash"] or is_prose(word)):
+            raise ValueError(f"the word {word!r}")
+        letters = [word] if is_letter else list(word)  # `xy` is a product
+        letters[-1] += re.sub(r"[\s{}\\]", "", found["index"] or "")
+        return "".join(f"@{self._variable(name)};" for name in letters)
+
+    def _variable(self, name: str) -> int:
+        if name in _CONSTANTS:
+            return self._step(lambda: +context.convert(_CONSTANTS[name]))  # the plus rounds it
+        self.names.add(name)
+        self._steps.append(name)
+        return len(self._steps) - 1
+
+    def _flat(self, text: str) -> int:
+        """Return the step of a text without brackets."""
+        at = 0
+        while at < len(_RULES):
+            text, count = _RULES[at][0].subn(functools.partial(self._replaced, _RULES[at][1]), text)
+            at = 0 if count else at + 1
+        return self._sum(text)
+
+    def _replaced(self, function: Callable[..., Number], found: re.Match[str]) -> str:
+        names = [group for group in found.groups() if group in _FUNCTIONS]
+        operands = [self._sum(group) for group in found.groups() if group not in _FUNCTIONS]
+        return f"@{self._step(functools.partial(function, *names), *operands)};"
+
+    def _sum(self, text: str) -> int:
+        """Return the step of a sum of products of marks."""
+        if not _SUM.fullmatch(text):
+            raise ValueError(f"unexpected {text!r}")
+        total = self._step(Fraction)
+        for signs, product in _TERM.findall(text):
+            value = self._step(functools.partial(Fraction, (-1) ** signs.count("-")))
+            for sign, mark in _FACTOR.findall(product):
+                value = self._step(over if "/" in sign else operator.mul, value, int(mark))
+                value = self._step(operator.neg, value) if sign.count("-") % 2 else value
+            total = self._step(_add, total, value)
+        return total
+
+
+@functools.lru_cache(maxsize=4096)
+def _at(number: int, name: str) -> Fraction:
+    """Return the value of a variable: positive at the first eight points, then whole, then negative.
+
+    The values are derived from a hash, so that a verdict never differs between processes.
+    """
+    digest = hashlib.sha256(f"{number % 12} {name}".encode()).digest()
+    if 8 <= number < 12:
+        return Fraction(_WHOLE[digest[0] % len(_WHOLE)])
+    return Fraction(11 + digest[0] % 89, 37 if number < 8 else -37)
+
+
+POINTS: tuple[Point, ...] = tuple(functools.partial(_at, number) for number in range(_NUM_POINTS))
+
+
+# ---- comparison
+
+
+def is_real(value: Number) -> bool:
+    return not isinstance(value, context.mpc) or abs(value.imag) <= _SAME * abs(value.real)
+
+
+def same_number(left: Number, right: Number) -> bool:
+    if isinstance(left, Fraction) and isinstance(right, Fraction) or not context.isfinite(left + right):
+        return left == right
+    return bool(_size(_subtract(left, right)) <= _SAME * max(_size(left), _size(right)))
+
+
+def same_value(left: Formula, right: Formula) -> bool:
+    if not left.names and not right.names:
+        return _same_constant(left, right)
+    agreed = 0
+    # Formulas with variables are equal if they agree at enough points.
+    for point in POINTS:
+        pair = (left.value(point), right.value(point))
+        # A root of a negative number may be another one of several complex numbers.
+        if None in pair or agreed >= _FEWEST_POINTS and not all(map(is_real, pair)):
+            continue
+        if not same_number(*pair):
+            return False
+        agreed += 1
+
+    return agreed >= _FEWEST_POINTS
+
+
+def _same_constant(left: Formula, right: Formula) -> bool:
+    pair = (left.constant, right.constant)
+    if pair[0] is None or pair[1] is None or same_number(*pair):
+        return None not in pair
+    # A decimal agrees up to its last place, at least six digits: 0.333333 is 1/3.
+    places = [place for place in (left.last_place, right.last_place) if place is not None]
+    if not places or not all(map(is_real, pair)):
+        return False
+    difference = _size(_subtract(*pair))
+    return bool(difference < context.convert(max(places)) and difference <= 2e-6 * max(map(_size, pair)))
+
+
+def is_below(left: Formula, right: Formula) -> bool:
+    """Whether a constant is less than another one; true if it is not known."""
+    difference = right.minus(left)
+    value = difference.constant
+    return bool(difference.names or value is None or not is_real(value) or value.real > 0)
+
+
+def is_rounded(exact: Formula, rounded: Formula) -> bool:
+    """Whether a number is the other one rounded to its last place, or to an integer."""
+    difference = exact.minus(rounded)
+    value = difference.constant
+    if difference.names or value is None or not is_real(value):
+        return False
+    return bool(_size(value) <= context.convert(rounded.last_place or Fraction(1, 2)))
