@@ -27,6 +27,7 @@ _ZERO = 2.0**-350  # size of a number that is only the rounding error of zero
 _MOST_BITS = 200_000  # maximum size of an exact number
 _LONGEST_NUMBER = 4000  # digits
 _LARGEST = 2**50  # maximum argument of a function
+_MOST_STEPS = 5000  # of the computation of a formula
 _NUM_POINTS = 15
 _FEWEST_POINTS = 3  # minimum number of points at which two formulas must have values
 _WHOLE = (2, 3, 5, 7)  # for formulas that have values only at integers, such as (-1)^n
@@ -316,6 +317,8 @@ class _Parser:
         return values[-1]
 
     def _step(self, function: Callable[..., Number], *arguments: int) -> int:
+        if len(self._steps) >= _MOST_STEPS:
+            raise ValueError("the formula is too long")
         self._steps.append((function, arguments))
         return len(self._steps) - 1
 

@@ -17,7 +17,7 @@ import math
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -283,13 +283,7 @@ def _without_box(line: str) -> str | None:
     formulas = list(_FORMULA.finditer(line))
     if formulas:
         parts = [next(filter(None, formula.groups())) for formula in formulas]
-        between = [
-            line[left.end() : right.start()] for left, right in zip(formulas, formulas[1:], strict=False)
-        ]
-        # Formulas that are separated only by commas or "and" are a list.
-        if between and all(_SEPARATORS.fullmatch(each) for each in between):
-            return ", ".join(parts)
-        return parts[-1]
+        return ", ".join(parts) if _is_list(line, formulas) else parts[-1]
 
     # The result follows the last equals sign.
     equal = line.rpartition("=")[2]
@@ -298,18 +292,17 @@ def _without_box(line: str) -> str | None:
         return line.strip().rstrip(".") or None
     if len(numbers) == 1:
         return numbers[0].group() if _stands_alone(equal, numbers[0]) else equal.strip(" .*")
-    between = [equal[left.end() : right.start()] for left, right in zip(numbers, numbers[1:], strict=False)]
-    if all(_SEPARATORS.fullmatch(each) for each in between):
+    if _is_list(equal, numbers):
         return ", ".join(number.group() for number in numbers)
+    # A calculation, such as 2 + 3.
+    is_calculation = re.fullmatch(r"(?!.*[A-Za-z]{3})(?=.*[+*/^-])[\d\s.+*/^()!=\\{}A-Za-z-]*", equal)
+    return equal.strip(" .") if is_calculation else None
 
-    if (
-        re.fullmatch(r"[\d\s.+*/^()!=\\{}A-Za-z-]*", equal)
-        and re.search(r"[+*/^-]", equal)
-        and not re.search(r"[A-Za-z]{3,}", equal)
-    ):
-        return equal.strip(" .")
 
-    return None
+def _is_list(text: str, found: Sequence[re.Match[str]]) -> bool:
+    """Whether several formulas or numbers are separated only by commas, "and" or "or"."""
+    between = [text[left.end() : right.start()] for left, right in zip(found, found[1:], strict=False)]
+    return bool(between) and all(_SEPARATORS.fullmatch(each) for each in between)
 
 
 def _stands_alone(text: str, number: re.Match[str]) -> bool:
