@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
-from megarl.rollout.interface import RolloutEngine
+from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.session import is_lost
@@ -95,6 +96,27 @@ class StartedRollout(Rollout):
 
     def send(self, weights: Mapping[str, torch.Tensor], version: int, wakes: bool = False) -> None:
         self.update_weights(Push(weights, version, wakes), version)
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
+        """Yield samples as they finish. Closing the iterator cancels the rest."""
+        self._weights.bring_in()
+        arrived: list[FinishedRequest] = []
+
+        def deliver(request_id: int, replica: int, sample: Sample) -> None:
+            arrived.append(FinishedRequest(request_id, sample))
+
+        with self._replicas.exclusive():
+            delivers = [partial(deliver, request.request_id) for request in requests]
+            numbers = self.scheduler.begin(requests, delivers, first=True)
+            missing = len(requests)
+            try:
+                while missing:
+                    self.scheduler.poll()
+                    missing -= len(arrived)
+                    yield from arrived
+                    arrived.clear()
+            finally:
+                self.scheduler.cancel(numbers)
 
     def settle(self) -> None:
         self.weights.settle()

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from megarl.agents.protocol import Task
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.machine.errors import RunError
 from megarl.machine.files import read_json_object
@@ -107,6 +108,7 @@ class GenerationRequest(NamedTuple):
         sampling: Its `n` is 1.
         uid: The uid of the prompt.
         images: The image files of the prompt, whose tokens it contains.
+        task: The task of the episode that it begins. Engines get requests without it.
     """
 
     request_id: int
@@ -114,6 +116,7 @@ class GenerationRequest(NamedTuple):
     sampling: SamplingParameters
     uid: str = ""
     images: tuple[bytes, ...] = ()
+    task: Task | None = None
 
 
 class VersionSpan(NamedTuple):

@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Collection, Iterable
 
 # 0 for continued requests, 1 for requests with priority, 2 for others; then the request id
-_Priority = tuple[int, int]
+_Place = tuple[int, int]
 
 
 class RequestRoutingError(RuntimeError):
@@ -23,7 +23,7 @@ class RequestRoutingError(RuntimeError):
 
 
 class RequestRouter[Request]:
-    """Queue of requests for replicas.
+    """Queue of requests for replicas, which holds each request until it has finished.
 
     Args:
         num_replicas: Number of replicas, which are numbered from 0.
@@ -31,10 +31,9 @@ class RequestRouter[Request]:
     """
 
     def __init__(self, num_replicas: int, max_concurrency: int) -> None:
-        self._requests: dict[int, Request] = {}  # unfinished requests
-        self._priorities: dict[int, _Priority] = {}
-        self._preferred: dict[int, int] = {}  # request -> replica that has its prefix in the cache
-        self._waiting: list[tuple[_Priority, int]] = []  # a heap, which may still contain cancelled requests
+        # unfinished requests, with their places in the queue and the replicas that have their prefixes
+        self._requests: dict[int, tuple[Request, _Place, int | None]] = {}
+        self._waiting: list[_Place] = []  # a heap, which may still contain cancelled requests
         self._in_flight: list[set[int]] = [set() for _ in range(num_replicas)]
 
         # cancelled while they were in flight at the replica
@@ -45,6 +44,10 @@ class RequestRouter[Request]:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    def unfinished(self) -> dict[int, Request]:
+        """Return the unfinished requests by id, in order of arrival. Thread-safe."""
+        return {number: request for number, (request, *_) in self._requests.copy().items()}
 
     def load(self, replica: int) -> int:
         """Return the number of requests in flight at a replica."""
@@ -69,18 +72,14 @@ class RequestRouter[Request]:
         Raises:
             ValueError: The ids do not increase.
         """
+        priority = 0 if prefer is not None else 1 if first else 2
         for request_id, request in requests:
             if request_id <= self._last_id:
                 raise ValueError(f"request ids must increase: {request_id} came after {self._last_id}")
             self._last_id = request_id
-            self._requests[request_id] = request
-            self._priorities[request_id] = place = (
-                0 if prefer is not None else 1 if first else 2,
-                request_id,
-            )
-            heapq.heappush(self._waiting, (place, request_id))
-            if prefer is not None:
-                self._preferred[request_id] = prefer
+            place = (priority, request_id)
+            self._requests[request_id] = (request, place, prefer)
+            heapq.heappush(self._waiting, place)
 
     def resize(self, num_replicas: int) -> None:
         """Add replicas, or remove those with the highest numbers, whose requests must have been requeued."""
@@ -95,7 +94,7 @@ class RequestRouter[Request]:
         # Unknown ids belong to requests that have finished.
         wanted = self._requests.keys() & set(request_ids)
         for request_id in wanted:
-            self._drop(request_id)
+            del self._requests[request_id]
         cancelled: dict[int, list[int]] = {}
 
         # A replica may still finish a cancelled request, so its id is kept until then.
@@ -121,23 +120,24 @@ class RequestRouter[Request]:
             # A cancelled request stays in the heap until it is popped.
             if request_id in self._requests:
                 # Follow the cached prefix unless its replica is much busier than the least busy one.
-                preferred = self._preferred.get(request_id, least)
+                request, _, prefer = self._requests[request_id]
+                preferred = least if prefer is None else prefer
                 most = min(2 * (self.load(least) + 1), self._max_concurrency - 1)
                 replica = preferred if preferred in ready and self.load(preferred) <= most else least
                 self._in_flight[replica].add(request_id)
-                assigned.setdefault(replica, []).append(self._requests[request_id])
+                assigned.setdefault(replica, []).append(request)
 
         return assigned
 
-    def finish(self, replica: int, request_id: int) -> bool:
-        """Mark a request as finished. Returns False if it was cancelled.
+    def finish(self, replica: int, request_id: int) -> Request | None:
+        """Remove a finished request and return it, or None if it was cancelled.
 
         Raises:
             RequestRoutingError: The replica does not have the request in flight.
         """
         if request_id in self._cancelled[replica]:
             self._cancelled[replica].remove(request_id)
-            return False
+            return None
 
         if request_id not in self._in_flight[replica]:
             known = (
@@ -148,21 +148,16 @@ class RequestRouter[Request]:
             raise RequestRoutingError(f"replica {replica} finished request {request_id}, which {known}")
 
         self._in_flight[replica].remove(request_id)
-        self._drop(request_id)
-        return True
+        request, *_ = self._requests.pop(request_id)
+        return request
 
     def requeue(self, replica: int) -> Collection[int]:
         """Requeue the requests in flight at a replica at their old positions. Returns their ids."""
         lost = self._in_flight[replica]
         for request_id in lost:
-            heapq.heappush(self._waiting, (self._priorities[request_id], request_id))
+            heapq.heappush(self._waiting, self._requests[request_id][1])
         self._in_flight[replica] = set()
         # A lost replica finishes nothing, so its cancelled requests can be forgotten.
         self._cancelled[replica] = set()
 
         return lost
-
-    def _drop(self, request_id: int) -> None:
-        del self._requests[request_id]
-        del self._priorities[request_id]
-        self._preferred.pop(request_id, None)

@@ -16,11 +16,11 @@ replaces dropped groups, with a margin. Groups of the last round that are not ne
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
 from itertools import islice
 
 from megarl.machine.errors import RunError
+from megarl.rollout.driver.sample_groups import Group, GroupState
 
 _MARGIN = 1.2  # A few surplus groups cost less than one more round.
 
@@ -42,6 +42,8 @@ class StalenessController:
     Attributes:
         runs_ahead: Whether groups of later steps may be started before a step is taken. Otherwise each step
             is generated in rounds.
+        live: Groups that are neither taken nor dropped, in order.
+        dropped: Dropped groups that have not left with a step, in order.
     """
 
     def __init__(
@@ -63,10 +65,8 @@ class StalenessController:
         self._step_pushes = step_pushes
         self.next_step = next_step
         self._next_version = version  # version that `next_step` trains
-
-        # in order: group -> (version that started it, whether it is finished)
-        self._live: dict[int, tuple[int, bool]] = {}
-        self._dropped: list[int] = []  # since the last taken group, in order
+        self.live: list[Group] = []
+        self.dropped: list[Group] = []
         self._num_admitted = 0
 
         # the rounds of the next step, if no other step runs ahead of it
@@ -74,19 +74,14 @@ class StalenessController:
         self._num_wanted = prompts_per_step  # number of groups over all its rounds
 
     @property
-    def live(self) -> dict[int, int]:
-        """Groups that are neither taken nor dropped, in order, with the versions that started them."""
-        return {group: version for group, (version, _) in self._live.items()}
-
-    @property
     def num_finished(self) -> int:
         """Number of finished groups that are not taken."""
-        return sum(is_finished for _, is_finished in self._live.values())
+        return sum(group.state is GroupState.finished for group in self.live)
 
     @property
     def num_missing(self) -> int:
         """Number of groups of this round that have not been admitted yet, at `max_staleness` 0."""
-        return self._num_wanted - len(self._live) - len(self._dropped)
+        return self._num_wanted - len(self.live) - len(self.dropped)
 
     def may_admit(self, version: int) -> bool:
         """Return whether weights of `version` may start the next group."""
@@ -94,8 +89,8 @@ class StalenessController:
             step = self.next_step
             has_room = self.num_missing > 0
         else:
-            step = self.next_step + len(self._live) // self.prompts_per_step  # step that would train it
-            has_room = len(self._live) < (self._max_staleness + 1) * self.prompts_per_step
+            step = self.next_step + len(self.live) // self.prompts_per_step  # step that would train it
+            has_room = len(self.live) < (self._max_staleness + 1) * self.prompts_per_step
         if not has_room or step > self._total_steps:
             return False
 
@@ -106,39 +101,43 @@ class StalenessController:
         """Return the version of the weights that `step` trains. `step` must not be before `next_step`."""
         return self._next_version + sum(map(self._step_pushes, range(self.next_step, step)))
 
-    def admit(self, version: int) -> int:
-        """Admit a group and return its number. The caller has checked `may_admit`."""
-        group = self._num_admitted
+    def admit(self, group: Group, version: int) -> None:
+        """Admit a group that weights of `version` start. The caller has checked `may_admit`."""
+        group.number = self._num_admitted
+        group.version = version
         self._num_admitted += 1
-        self._live[group] = (version, False)
-        return group
+        self.live.append(group)
 
-    def finish(self, group: int) -> None:
-        """Mark a group as finished: it has all its samples."""
-        self._live[group] = (self._live[group][0], True)
+    def finish(self, group: Group) -> None:
+        """Mark a group as finished: it has all its samples, and may be trained."""
+        group.state = GroupState.finished
         self._extend_round()
 
-    def drop(self, group: int) -> None:
+    def drop(self, group: Group) -> None:
         """Drop a group, which is then not trained."""
-        del self._live[group]
-        self._dropped.insert(bisect_left(self._dropped, group), group)
+        group.state = GroupState.dropped
+        self.live.remove(group)
+        self.dropped = _in_order([*self.dropped, group])
         self._extend_round()
 
     @property
     def is_ready(self) -> bool:
         """Whether all groups of the next step are finished."""
         first = self._next()
+        if len(first) < self.prompts_per_step:
+            return False
+        # Without a step that runs ahead, surplus groups of the last round are finished too.
         if not self.runs_ahead:
-            return len(first) == self.prompts_per_step and not self._is_open
-        return len(first) == self.prompts_per_step and all(self._live[group][1] for group in first)
+            return not self._is_open
+        return all(group.state is GroupState.finished for group in first)
 
     @property
     def num_dropped(self) -> int:
         """Number of groups that were dropped among or before the groups of the next step."""
         first = self._next()
         if not self.runs_ahead or len(first) < self.prompts_per_step:
-            return len(self._dropped)
-        return bisect_left(self._dropped, first[-1])
+            return len(self.dropped)
+        return sum(group.number < first[-1].number for group in self.dropped)
 
     def expect(self, version: int) -> None:
         """Declare the version of the weights that the next step trains.
@@ -157,51 +156,59 @@ class StalenessController:
             )
         self._next_version = version
 
-    def take(self, version: int) -> list[int]:
-        """Return the groups of the next step in order.
+    def take(self, version: int) -> list[Group]:
+        """Return the groups of the next step, and those that leave with them, in order.
 
-        The step must be ready and train the weights of `version`.
+        The step must be ready and train the weights of `version`. Its groups are `taken`. Groups that were
+        dropped before the last of them leave with them, and at staleness 0 all others do.
         """
         assert self.is_ready
         assert version == self._next_version, (version, self._next_version)
-        groups = self._next()
-        # Clear the drops among these groups now: `num_dropped` depends on `_live`, which changes below.
-        self._dropped = self._dropped[self.num_dropped :]
+        num_dropped = self.num_dropped  # depends on the groups that are taken below
+        leaving = [*self._next(), *self.dropped[:num_dropped]]
+        self.dropped = self.dropped[num_dropped:]
 
-        for group in groups:
-            age = version - self._live.pop(group)[0]
-            assert 0 <= age <= (self._max_staleness if self.in_order else age), (group, age)
+        for group in self._next():
+            age = version - group.version
+            assert 0 <= age <= (self._max_staleness if self.in_order else age), (group.number, age)
+            group.state = GroupState.taken
+            self.live.remove(group)
 
         # At staleness 0, remaining groups would be too old for the next step.
         if not self.runs_ahead:
-            self._live.clear()
+            leaving += self.live
+            self.live = []
             self.num_rounds = 1
             self._num_wanted = self.prompts_per_step
 
         self._next_version += self._step_pushes(self.next_step)
         self.next_step += 1
-        return groups
+        return _in_order(leaving)
 
-    def _next(self) -> list[int]:
+    def _next(self) -> list[Group]:
         """Return the groups that the next step trains, or as many of them as have been admitted."""
         candidates = (
-            self._live
+            self.live
             if self.in_order
-            else (group for group, (_, is_finished) in self._live.items() if is_finished)
+            else (group for group in self.live if group.state is GroupState.finished)
         )
         return list(islice(candidates, self.prompts_per_step))
 
     @property
     def _is_open(self) -> bool:
         """Whether groups of the round are missing, or neither finished nor dropped."""
-        return self.num_missing > 0 or not all(is_finished for _, is_finished in self._live.values())
+        return self.num_missing > 0 or self.num_finished < len(self.live)
 
     def _extend_round(self) -> None:
         """Begin another round when all groups of this one are decided and too few remain."""
-        if not self.runs_ahead and not self._is_open and len(self._live) < self.prompts_per_step:
+        if not self.runs_ahead and not self._is_open and len(self.live) < self.prompts_per_step:
             self.num_rounds += 1
-            num_decided = len(self._live) + len(self._dropped)
-            self._num_wanted += _num_to_replace(self.prompts_per_step, len(self._live), num_decided)
+            num_decided = len(self.live) + len(self.dropped)
+            self._num_wanted += _num_to_replace(self.prompts_per_step, len(self.live), num_decided)
+
+
+def _in_order(groups: list[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: group.number)
 
 
 def _num_to_replace(num_wanted: int, num_kept: int, num_decided: int) -> int:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from megarl.config.schema import PPOConfig
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
-from megarl.rollout.driver.scheduler import ReplicaState, RequestState, SchedulerTotals
+from megarl.rollout.driver.scheduler import RequestState, SchedulerTotals
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import WAIT, Monitor
@@ -52,7 +52,7 @@ class StatusReader:
     def snapshot(self) -> RunStatus:
         rollout = self._roles.rollout
         position = self._position
-        requests, replicas = rollout.snapshot()
+        requests, replicas = rollout.runner.snapshot()
         recovery = self._recovery.totals
 
         # Rates are averages over a sliding window of about a minute.
@@ -73,7 +73,7 @@ class StatusReader:
         num_groups = self._num_groups(groups)
         self._monitor.count("prompts", num_groups)
         self._monitor.count(
-            "requests", {f"replica {number}": replica.in_flight for number, replica in enumerate(replicas)}
+            "requests", {f"replica {number}": in_flight for number, (_, in_flight, _) in enumerate(replicas)}
         )
         self._monitor.count("weights", {"version": self._roles.weights.version})
 
@@ -90,16 +90,10 @@ class StatusReader:
             oldest=[_shown(uid, of_group) for uid, of_group in list(groups.items())[:_MOST_SHOWN]],
             replicas=[
                 ReplicaStatus(
-                    state="starting"
-                    if replica.is_starting
-                    else "generating"
-                    if replica.in_flight
-                    else "idle",
-                    in_flight=replica.in_flight,
-                    tokens_per_s=count / seconds,
-                    silent_s=replica.silent_s,
+                    state=state, in_flight=in_flight, tokens_per_s=count / seconds, silent_s=silent_s
                 )
-                for replica, count in zip(replicas, num_tokens, strict=False)  # some may have left
+                # Some may have left.
+                for (state, in_flight, silent_s), count in zip(replicas, num_tokens, strict=False)
             ],
             num_restarts=rollout.num_restarts,
             num_recoveries=recovery.num_recoveries,
@@ -126,22 +120,17 @@ class StatusReader:
             "training": self._config.trainer.prompts_per_step if training else 0,
         }
 
-    def _stalled(self, requests: list[RequestState], replicas: list[ReplicaState]) -> str | None:
+    def _stalled(self, requests: list[RequestState], replicas: list[tuple[str, int, float]]) -> str | None:
         limit_s = self._config.trainer.phase_time_limit_s
-        at_work = [(number, replica) for number, replica in enumerate(replicas) if replica.in_flight]
-
-        # Warn well before the limit after which the replica is restarted.
-        silent = [
-            (number, replica) for number, replica in at_work if replica.silent_s > _STALLED_SHARE * limit_s
-        ]
-        if not silent:
+        if not replicas:
             return None
-        number, replica = max(silent, key=lambda one: one[1].silent_s)
-        oldest = (
-            next(one for one in requests if one.replica == number)
-            if any(one.replica == number for one in requests)
-            else None
-        )
+        number, (_, in_flight, silent_s) = max(enumerate(replicas), key=lambda one: one[1][2])
+
+        # Warn well before the limit after which the replica is restarted. A replica without requests has
+        # been silent for 0 s.
+        if silent_s <= _STALLED_SHARE * limit_s:
+            return None
+        oldest = next((one for one in requests if one.replica == number), None)
         which = (
             ""
             if oldest is None
@@ -149,8 +138,8 @@ class StatusReader:
         )
 
         return (
-            f"rollout replica {number} has finished none of its {replica.in_flight} requests for "
-            f"{replica.silent_s:.0f} s{which}. After {limit_s:g} s (trainer.phase_time_limit_s) it is "
+            f"rollout replica {number} has finished none of its {in_flight} requests for "
+            f"{silent_s:.0f} s{which}. After {limit_s:g} s (trainer.phase_time_limit_s) it is "
             "considered hung and restarted"
         )
 

@@ -101,7 +101,7 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
         scheduler = roles.rollout.scheduler
         environments = roles.rollout.environments
         turn = environments.poll
-        add = scheduler.add
+        begin = scheduler.begin
         (replica,) = roles.rollout.replicas[0].call(RolloutWorker.process_ids)
 
         def turn_and_kill(wait_s: float) -> Any:
@@ -110,15 +110,15 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
                 os.kill(killed[0], signal.SIGKILL)
             return turn(wait_s)
 
-        def add_and_kill(*requests: Any, **options: Any) -> list[int]:
-            numbers = add(*requests, **options)
+        def begin_and_kill(*requests: Any, **options: Any) -> list[int]:
+            numbers = begin(*requests, **options)
             if len(killed) == 1 and len(called.read_text().split()) > 3:
                 killed.append(replica)
                 os.kill(replica, signal.SIGKILL)  # the newest requests cannot have completed yet
             return numbers
 
         environments.poll = turn_and_kill  # type: ignore[method-assign]
-        scheduler.add = add_and_kill  # type: ignore[method-assign]
+        scheduler.begin = begin_and_kill  # type: ignore[method-assign]
 
     config = load_config(
         PPOConfig,

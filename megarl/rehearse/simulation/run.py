@@ -27,7 +27,7 @@ from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer
 from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
-from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
 from megarl.rollout.staleness import StalenessController
 
@@ -236,20 +236,9 @@ class Simulation:
             for place, length in enumerate(self._script.lengths[_number_of(uid)])
         ]
 
-    def begin(
-        self,
-        prompts: DataProto,
-        rows: Sequence[int],
-        requests: Sequence[GenerationRequest],
-        delivers: Sequence[Deliver[RolloutOutput]],
-        on_failure: OnFailure,
-    ) -> Callable[[], None]:
-        numbers = self.scheduler.add(requests, delivers, on_failure=on_failure)
-        return lambda: self.scheduler.cancel(numbers)
-
     @property
-    def is_at_work(self) -> bool:
-        return self.scheduler.is_at_work
+    def runner(self) -> RequestScheduler:
+        return self.scheduler
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
         """Return the prompts, since scoring reads only their uids."""

@@ -229,7 +229,7 @@ class BufferedRollout:
         return self._buffer
 
     def _generate_step(self, buffer: RolloutBuffer) -> StepGroups:
-        rollout = self._rollout
+        runner = self._rollout.runner
         buffer.expect_step()
         while True:
             buffer.score()
@@ -237,13 +237,13 @@ class BufferedRollout:
                 return buffer.take()
 
             # Idle engines may sleep, or may have no weights since a restart: start a round.
-            if not rollout.is_at_work:
+            if not runner.is_at_work:
                 self._weights.bring_in()
             buffer.begin()
-            if buffer.awaits_scores and not rollout.is_at_work:
+            if buffer.awaits_scores and not runner.is_at_work:
                 time.sleep(_WAIT_S)
             else:
-                rollout.poll()
+                runner.poll()
 
     def _exclusive(self) -> AbstractContextManager[None]:
         return nullcontext() if self._thread is None else self._thread.exclusive()

@@ -55,7 +55,8 @@ class GenerationThread:
     """
 
     def __init__(self, rollout: Rollout, buffer: RolloutBuffer, on_update: OnUpdate) -> None:
-        self._rollout = rollout
+        self._scheduler = rollout.scheduler
+        self._runner = rollout.runner
         self._buffer = buffer
         self._on_update = on_update
         self._orders: SimpleQueue[_Order] = SimpleQueue()
@@ -141,12 +142,12 @@ class GenerationThread:
                 self._buffer.begin()
                 if pending is not None and self._is_due(pending[0]):
                     pending = self._serve(*pending)
-                elif self._rollout.is_at_work or pending is not None:
+                elif self._runner.is_at_work or pending is not None:
                     # An order is awaited: poll the engines and environments even if none seems to work. A
                     # restarted replica gets the actor's weights, which are the engines' version only while
                     # the trainer waits.
-                    self._rollout.scheduler.may_readmit = pending is not None and pending[0] is _Command.take
-                    self._rollout.poll(_TURN_S)
+                    self._scheduler.may_readmit = pending is not None and pending[0] is _Command.take
+                    self._runner.poll(_TURN_S)
         except BaseException as error:  # noqa: BLE001
             # Boundary of the thread: the next `take` raises the error.
             self._failure = error
@@ -162,7 +163,7 @@ class GenerationThread:
     def _next_order(self) -> _Order | None:
         """Return the next order. An idle thread waits briefly for one."""
         try:
-            return self._orders.get(timeout=0 if self._rollout.is_at_work else _TURN_S)
+            return self._orders.get(timeout=0 if self._runner.is_at_work else _TURN_S)
         except Empty:
             return None
 
@@ -170,7 +171,7 @@ class GenerationThread:
         if command is _Command.take:
             return self._buffer.is_ready
         if command is _Command.drain:
-            return not (self._rollout.is_at_work or self._buffer.awaits_scores)
+            return not (self._runner.is_at_work or self._buffer.awaits_scores)
         return True
 
     def _serve(self, command: _Command, answer: Future[StepGroups | None]) -> _Order | None:
@@ -187,8 +188,8 @@ class GenerationThread:
 
         # In the meantime, the trainer may poll the scheduler itself, and must then be able to readmit
         # replicas.
-        self._rollout.scheduler.pause()
-        self._rollout.scheduler.may_readmit = True
+        self._scheduler.pause()
+        self._scheduler.may_readmit = True
         answer.set_result(None)
         following = self._orders.get()
         return None if following[0] is _Command.resume else following

@@ -5,13 +5,11 @@ Generation survives the death of replicas.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from itertools import zip_longest
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -25,22 +23,18 @@ from megarl.data.images import row_files
 from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
 from megarl.rollout.driver.replicas import ExclusiveAccess
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.scheduler import (
-    Deliver,
-    OnFailure,
-    ReplicaState,
-    RequestScheduler,
-    RequestState,
-)
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import (
     EngineFaultError,
-    FinishedRequest,
     GenerationRequest,
     Sample,
     SamplingParameters,
     plan_requests,
 )
 from megarl.tracking.timeline import Span
+
+if TYPE_CHECKING:
+    from megarl.rollout.episodes.episode_runner import EpisodeRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +59,10 @@ class Rollout:
 
     A replica that dies or hangs is restarted with the current weights. Its unfinished requests are sent again
     with the same seeds, so that they give the same samples.
+
+    Attributes:
+        scheduler: Runs the requests on the replicas.
+        runner: Runs what becomes a sample: the scheduler, or the runner of episodes on top of it.
     """
 
     kind: type[RolloutOutput] = Sample
@@ -80,7 +78,6 @@ class Rollout:
         """Create the rollout.
 
         Args:
-            scheduler: Runs the requests on the replicas.
             weights: Weight sync of their engines.
             seed: Seed of the run.
             routes_of: Samples drawn with this configuration return the experts of their tokens. The engines
@@ -92,7 +89,7 @@ class Rollout:
         self._rules = rules
         self._seed = seed
         self.scheduler = scheduler
-        self._reported = 0, self.scheduler.totals()  # the restarts and totals until `drain_metrics` last ran
+        self.runner: RequestScheduler | EpisodeRunner = scheduler
 
     @property
     def replicas(self) -> Sequence[RoleGroup]:
@@ -141,18 +138,29 @@ class Rollout:
             with_prompt_rows(prompts.columns), prompts.non_tensor_batch, prompts.meta_info
         )
         requests = self.requests(prompts, sampling, step, generation)
-        rows = prompts.repeat(sampling.n)
 
         # Engines that sleep or were restarted need the current weights before they get requests.
         self._weights.bring_in()
         version = self._weights.version
         samples: dict[int, RolloutOutput] = {}
 
-        # No weight sync happens in the meantime: another version means that an engine missed one.
-        for replica, number, sample in self._finished(rows, requests):
+        def deliver(request_id: int, replica: int, sample: RolloutOutput) -> None:
+            # No weight sync happens in the meantime: another version means that an engine missed one.
             check_versions(replica, sample, oldest=version, newest=version)
-            samples[number] = sample
+            samples[request_id] = sample
 
+        with self._replicas.exclusive():
+            # These requests have priority: the trainer waits for them, but not for those generated ahead.
+            delivers = [partial(deliver, request.request_id) for request in requests]
+            numbers = self.runner.begin(requests, delivers, first=True)
+            try:
+                while len(samples) < len(requests):
+                    self.runner.poll()
+            finally:
+                # After a failure, the rest of the samples is not needed.
+                self.runner.cancel(numbers)
+
+        rows = prompts.repeat(sampling.n)
         return self.assemble(rows, [samples[request.request_id] for request in requests], version)
 
     def requests(
@@ -171,49 +179,6 @@ class Rollout:
             images=row_files(prompts.ragged) if IMAGE_BYTES in prompts.ragged else None,
         )
 
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
-        """Yield samples as they finish.
-
-        Closing the iterator cancels the rest. Raises the errors of `generate`.
-        """
-        self._weights.bring_in()
-        for _, number, sample in self._finished(DataProto(), requests):
-            yield FinishedRequest(number, cast("Sample", sample))
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether there are requests and a replica that works on them."""
-        return self.scheduler.is_at_work
-
-    def begin(
-        self,
-        prompts: DataProto,
-        rows: Sequence[int],
-        requests: Sequence[GenerationRequest],
-        delivers: Sequence[Deliver[RolloutOutput]],
-        on_failure: OnFailure | None = None,
-        *,
-        first: bool = False,
-    ) -> Callable[[], None]:
-        """Start generating samples.
-
-        Args:
-            prompts: The prompts.
-            rows: Row of each sample's prompt.
-            requests: Requests of the samples.
-            delivers, on_failure: See RequestScheduler.add.
-            first: Whether these requests have priority over others.
-
-        Returns:
-            A function that cancels the missing samples.
-        """
-        numbers = self.scheduler.add(requests, delivers, on_failure=on_failure, first=first)
-        return lambda: self.scheduler.cancel(numbers)
-
-    def poll(self, wait_s: float = math.inf) -> None:
-        """Make progress on requests; see RequestScheduler.poll."""
-        self.scheduler.poll(wait_s)
-
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
         # The seed does not depend on the replica, so any number of replicas gives the same samples.
         return SamplingParameters(
@@ -228,38 +193,6 @@ class Rollout:
             with_routes=sampling == self._routes_of,
         )
 
-    def _finished(
-        self, prompts: DataProto, requests: Sequence[GenerationRequest]
-    ) -> Iterator[tuple[int, int, RolloutOutput]]:
-        """Yields the replica, the request id and the sample of each request, as they finish.
-
-        `prompts` has one row per request.
-        """
-        arrived: list[tuple[int, int, RolloutOutput]] = []
-
-        def deliver(request_id: int, replica: int, output: RolloutOutput) -> None:
-            arrived.append((replica, request_id, output))
-
-        with self._replicas.exclusive():
-            # These requests have priority: the trainer waits for them, but not for those generated ahead.
-            cancel = self.begin(
-                prompts,
-                range(len(requests)),
-                requests,
-                [partial(deliver, request.request_id) for request in requests],
-                first=True,
-            )
-            missing = len(requests)
-            try:
-                while missing:
-                    self.poll()
-                    missing -= len(arrived)
-                    yield from arrived
-                    arrived.clear()
-            finally:
-                # If the consumer stopped early or failed, the rest of the samples is not needed.
-                cancel()
-
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
         """Build the batch that `generate` returns, from prompts and samples in matching rows.
 
@@ -270,44 +203,9 @@ class Rollout:
     # ---- observation
 
     def drain_metrics(self) -> dict[str, float]:
-        """Returns metrics since the last call.
-
-        These are `rollout/num_restarts`, `rollout/num_resent`, `perf/engines_idle` (the share of the time in
-        which a replica had no request, averaged over replicas), per replica
-        `rollout/replica_<number>/tokens_per_s` while samples were being generated, and with speculative
-        decoding `rollout/spec_accept_length`.
-        """
+        """Return metrics since the last call; see the methods of the runner."""
         with self._replicas.exclusive():
-            # The scheduler counts from the start of the run, so report the difference.
-            restarts_before, before = self._reported
-            num_restarts = self._replicas.num_restarts
-            now = self.scheduler.totals()
-            self._reported = num_restarts, now
-            metrics = {
-                "rollout/num_restarts": float(num_restarts - restarts_before),
-                "rollout/num_resent": float(now.num_resent - before.num_resent),
-            }
-            # Two calls at the same instant leave no time to relate the idle time to.
-            if seconds := now.now_s - before.now_s:
-                metrics["perf/engines_idle"] = 1 - (sum(now.busy_s) - sum(before.busy_s)) / (
-                    seconds * len(self._replicas)
-                )
-            if generating_s := now.generating_s - before.generating_s:
-                # The number of replicas may have changed between the two counts.
-                written = [
-                    last - first
-                    for first, last in zip_longest(before.num_tokens, now.num_tokens, fillvalue=0)
-                ]
-                for replica, num_tokens in enumerate(written[: len(self._replicas)]):
-                    metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / generating_s
-            if num_verifications := now.num_verifications - before.num_verifications:
-                num_tokens = now.num_speculative_tokens - before.num_speculative_tokens
-                metrics["rollout/spec_accept_length"] = num_tokens / num_verifications
-            return metrics
-
-    def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
-        """Return the state of requests and replicas; see RequestScheduler.snapshot. Thread-safe."""
-        return self.scheduler.snapshot()
+            return self.runner.drain_metrics()
 
     @property
     def num_restarts(self) -> int:

@@ -1,14 +1,13 @@
 """Rollout buffer: groups (a prompt with its samples) from their admission to the step that trains them.
 
-    generating -> unscored -> finished -> taken with its step
-        |            |           ^
-        |            v           |
-        |     waits_for_scores --+   if samples of equal score are dropped (DAPO)
-        |            |
-        +------------+-> dropped     an engine cannot generate a sample, or the scores are equal
+    drawn -> generating -----------> finished -> taken with its step
+                 |                      ^
+                 +-----> undecided -----+   if samples of equal score are dropped (DAPO)
+                 |           |
+                 +-----------+-> dropped    an engine cannot generate a sample, or the scores are equal
 
-Without early scores, a group with all its samples is finished at once: it is scored with its step. Early
-scores delay a step only if they decide which groups it trains; otherwise it may also take unscored groups.
+The staleness controller has the groups from `generating` on. Early scores delay a step only if they decide
+which groups it trains; otherwise it may also take unscored groups.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import batched, chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -40,9 +39,12 @@ from megarl.rollout.driver.sample_groups import (
     StepGroups,
     rows_of,
 )
-from megarl.rollout.driver.scheduler import Deliver, OnFailure
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
+
+if TYPE_CHECKING:
+    from megarl.rollout.episodes.episode_runner import EpisodeRunner
 
 _log = logging.getLogger(__name__)
 _MOST_SHOWN = 5
@@ -68,17 +70,8 @@ class Requests(Protocol):
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]: ...
 
-    def begin(
-        self,
-        prompts: DataProto,
-        rows: Sequence[int],
-        requests: Sequence[GenerationRequest],
-        delivers: Sequence[Deliver[RolloutOutput]],
-        on_failure: OnFailure,
-    ) -> Callable[[], None]: ...
-
     @property
-    def is_at_work(self) -> bool: ...
+    def runner(self) -> RequestScheduler | EpisodeRunner: ...
 
     @property
     def version(self) -> int: ...
@@ -105,7 +98,7 @@ class Scoring(Protocol):
 class RolloutBuffer:
     """Starts groups as the staleness controller allows, and has finished groups scored.
 
-    One thread at a time uses the buffer, calling `score`, `begin` and the rollout's `poll` in turn until the
+    One thread at a time uses the buffer, calling `score`, `begin` and the runner's `poll` in turn until the
     next step `is_ready`. The seeds of a prompt's samples depend on its position in the data. If no group is
     dropped, they are those of a run that generates each step's prompts when the step is due.
 
@@ -117,7 +110,7 @@ class RolloutBuffer:
         while not buffer.is_ready:
             buffer.score()
             buffer.begin()
-            rollout.poll()
+            rollout.runner.poll()
         groups = buffer.take()
     """
 
@@ -135,9 +128,6 @@ class RolloutBuffer:
         self._rules = rules
         self.staleness = staleness
         self._drawn: deque[Group] = deque()  # their prompts were drawn; they are not started
-
-        # Groups by number in the staleness controller, until their step is taken.
-        self._groups: dict[int, Group] = {}
         self._failures: list[str] = []  # reasons of the failures since the last step was taken
         self.num_failed = 0
         self._scores: list[float] = []  # scores that have decided since the last step was taken
@@ -155,7 +145,7 @@ class RolloutBuffer:
     @property
     def awaits_scores(self) -> bool:
         """Whether finished groups may still be dropped because of their scores."""
-        return bool(self._undecided())
+        return any(group.state is GroupState.undecided for group in self.staleness.live)
 
     def expect_step(self) -> None:
         """Prepare for the next step, which trains the current weights. See StalenessController.expect."""
@@ -183,25 +173,18 @@ class RolloutBuffer:
             # A stored group keeps its age; if it is too old for its step, it is generated again.
             stored = self._stored.pop(uid, None)
             if stored is not None and (staleness.may_admit(stored.version) or not staleness.in_order):
-                group.version = stored.version
                 group.samples = dict(enumerate(stored.samples))
-                number = staleness.admit(stored.version)
-                self._groups[number] = group
+                staleness.admit(group, stored.version)
                 if stored.is_dropped:
-                    self._drop(number)
+                    staleness.drop(group)
                 else:
-                    self._finish(number)
+                    self._finish(group)
             else:
-                # Admit before the request starts: the callbacks need the number of the group.
-                group.version = version
-                number = staleness.admit(version)
-                self._groups[number] = group
-                group.cancel = self._rollout.begin(
-                    group.prompts,
-                    [group.place] * len(group.requests),
+                staleness.admit(group, version)
+                group.request_numbers = self._rollout.runner.begin(
                     group.requests,
-                    [partial(self._deliver, number, index) for index in range(len(group.requests))],
-                    partial(self._fail, number),
+                    [partial(self._deliver, group, index) for index in range(len(group.requests))],
+                    on_failure=partial(self._fail, group),
                 )
 
     def score(self) -> None:
@@ -210,25 +193,25 @@ class RolloutBuffer:
         Call this repeatedly.
         """
         scoring = self._scoring
-        unscored = [group for group in self._groups.values() if group.state is GroupState.unscored]
+        live = self.staleness.live
+        unscored = [group for group in live if group.is_unscored]
 
         # If nothing runs ahead, the step's scores are requested as soon as generation is idle.
-        is_early = self.staleness.runs_ahead or self._rollout.is_at_work or self._is_filtered
+        is_early = self.staleness.runs_ahead or self._rollout.runner.is_at_work or self._is_filtered
         if unscored and is_early and scoring.may_begin:
             for group in unscored:
-                group.state = GroupState.waits_for_scores if self._is_filtered else GroupState.finished
+                group.is_unscored = False
             scoring.begin(self._training_rows(unscored))
 
-        undecided = self._undecided()
+        undecided = [group for group in live if group.state is GroupState.undecided]
         if not undecided:
             return
 
         # A reward model may need the engines' devices, so it scores when no group is being generated.
         if not scoring.scores_rounds:
             self._filter(scoring.scored(), undecided)
-        elif all(group.state is not GroupState.generating for group in self._groups.values()):
-            of_round = [self._groups[number] for number in undecided.values()]
-            self._filter(scoring.score_round(self._training_rows(of_round)), undecided)
+        elif all(group.state is not GroupState.generating for group in live):
+            self._filter(scoring.score_round(self._training_rows(undecided)), undecided)
 
     def take(self) -> StepGroups:
         """Return the groups of the next step, which must be ready.
@@ -240,19 +223,8 @@ class RolloutBuffer:
         if not staleness.is_ready:
             raise NoSignalError(self._explain())
         num_rounds = staleness.num_rounds
-        taken = set(staleness.take(self._rollout.version))
-        last = max(taken)
-
-        # Dropped groups among the taken ones leave with them and remain visible in the step's metrics. If
-        # nothing runs ahead, no group is left for the next step.
-        gone = [
-            number
-            for number, group in self._groups.items()
-            if number in taken
-            or not staleness.runs_ahead
-            or (group.state is GroupState.dropped and number < last)
-        ]
-        groups = {number: self._groups.pop(number) for number in gone}
+        # Groups that leave with the taken ones remain visible in the step's metrics.
+        groups = staleness.take(self._rollout.version)
 
         # A trained prompt after an open group must be skipped when the data is read again from there. A
         # prompt with unknown position has not been served yet.
@@ -260,21 +232,19 @@ class RolloutBuffer:
         self._trained = {
             uid: serial for uid, serial in self._trained.items() if serial > first or serial == math.inf
         }
-        self._trained |= {group.uid: group.serial for group in groups.values() if group.serial > first}
+        self._trained |= {group.uid: group.serial for group in groups if group.serial > first}
         self._failures = []
         self._scores = []
 
         # A group that failed or was cancelled has missing samples and cannot become rows.
-        whole = {number: group for number, group in groups.items() if self._is_whole(group)}
+        whole = [group for group in groups if self._is_whole(group)]
+        decided = (GroupState.taken, GroupState.dropped)
         return StepGroups(
-            rows_of(list(whole.values())),
-            [group.first_samples(self._rules.size) for group in whole.values()],
-            [group.version for group in whole.values()],
-            [number in taken for number in whole],
-            num_surplus=sum(
-                number not in taken and group.state is not GroupState.dropped
-                for number, group in whole.items()
-            ),
+            rows_of(whole),
+            [group.first_samples(self._rules.size) for group in whole],
+            [group.version for group in whole],
+            [group.state is GroupState.taken for group in whole],
+            num_surplus=sum(group.state not in decided for group in whole),
             num_rounds=num_rounds,
         )
 
@@ -289,7 +259,7 @@ class RolloutBuffer:
 
     def num_finished(self) -> int:
         """Return the number of finished groups that wait for their step. Thread-safe."""
-        return sum(self._is_whole(group) for group in list(self._groups.values()))
+        return sum(map(self._is_whole, self._groups()))
 
     # ---- for checkpoints
 
@@ -317,7 +287,7 @@ class RolloutBuffer:
                 group.first_samples(self._rules.size),
                 group.state is GroupState.dropped,
             )
-            for group in self._groups.values()
+            for group in self._groups()
             if self._is_whole(group)
         ]
 
@@ -341,12 +311,17 @@ class RolloutBuffer:
 
     # ---- internals
 
+    def _groups(self) -> list[Group]:
+        """Return the groups that were admitted and whose step was not taken, in order."""
+        groups = [*self.staleness.live, *self.staleness.dropped]
+        return sorted(groups, key=lambda group: group.number)
+
     def _is_whole(self, group: Group) -> bool:
         return len(group.samples) == self._rules.size
 
     def _first_open(self) -> Group | None:
         """Return the group of the first drawn prompt whose step was not taken."""
-        return next(chain(self._groups.values(), self._drawn), None)
+        return next(chain(self._groups(), self._drawn), None)
 
     def _first_open_serial(self) -> float:
         opened = self._first_open()
@@ -383,21 +358,19 @@ class RolloutBuffer:
             for place, of_prompt in enumerate(requests)
         )
 
-    def _deliver(self, number: int, index: int, replica: int, sample: RolloutOutput) -> None:
+    def _deliver(self, group: Group, index: int, replica: int, sample: RolloutOutput) -> None:
         # A sample may span several weight syncs, but never weights older than its start or not yet synced.
-        group = self._groups[number]
         check_versions(replica, sample, oldest=group.version, newest=self._rollout.version)
 
         group.samples[index] = sample
         if self._is_whole(group):
-            self._finish(number)
+            self._finish(group)
 
-    def _fail(self, number: int, why: str) -> None:
+    def _fail(self, group: Group, why: str) -> None:
         """Drop a group whose samples cannot be generated. Another group is started instead."""
         # Cancel the other samples of the group, since an incomplete group cannot be trained.
-        group = self._groups[number]
-        group.cancel()
-        self._drop(number)
+        self._rollout.runner.cancel(group.request_numbers)
+        self.staleness.drop(group)
         self._failures.append(f"prompt {group.uid}: {why}")
         self.num_failed += 1
         _log.warning("dropped: %s", self._failures[-1])
@@ -411,41 +384,32 @@ class RolloutBuffer:
                 + "\n".join(f"  {cause}" for cause in self._failures[:_MOST_SHOWN])
             )
 
-    def _finish(self, number: int) -> None:
-        is_scored_early = self._is_filtered or self._rules.scores_early
-        self._groups[number].state = GroupState.unscored if is_scored_early else GroupState.finished
+    def _finish(self, group: Group) -> None:
+        group.is_unscored = self._is_filtered or self._rules.scores_early
 
         # With a filter the step may train the group only when its scores show a signal.
-        if not self._is_filtered:
-            self.staleness.finish(number)
-
-    def _drop(self, number: int) -> None:
-        self._groups[number].state = GroupState.dropped
-        self.staleness.drop(number)
+        if self._is_filtered:
+            group.state = GroupState.undecided
+        else:
+            self.staleness.finish(group)
 
     @property
     def _is_filtered(self) -> bool:
         """Whether scores decide which groups are trained."""
         return self._rules.max_without_signal is not None
 
-    def _undecided(self) -> dict[str, int]:
-        """Return the groups by uid, in order, whose scores decide whether they are trained."""
-        if not self._is_filtered:
-            return {}
-        states = (GroupState.unscored, GroupState.waits_for_scores)
-        return {group.uid: number for number, group in self._groups.items() if group.state in states}
-
-    def _filter(self, scored: Mapping[str, Sequence[float]], undecided: Mapping[str, int]) -> None:
+    def _filter(self, scored: Mapping[str, Sequence[float]], undecided: Sequence[Group]) -> None:
+        groups = {group.uid: group for group in undecided}
         for uid, scores in scored.items():
-            number = undecided[uid]
+            group = groups[uid]
+            group.is_unscored = False  # a round is scored at once
             self._scores += scores
             values = torch.tensor(scores, dtype=torch.float64)
             if bool(rows_with_signal(values, np.full(len(scores), uid)).any()):
-                self._groups[number].state = GroupState.finished
-                self.staleness.finish(number)
+                self.staleness.finish(group)
             else:
                 # Later groups move up: the step trains the next group that has a signal.
-                self._drop(number)
+                self.staleness.drop(group)
 
     def _explain(self) -> str:
         staleness = self.staleness

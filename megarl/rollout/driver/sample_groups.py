@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import groupby
@@ -76,26 +76,26 @@ class StepGroups(NamedTuple):
 
 
 class GroupState(Enum):
-    """State of a group in the rollout buffer, whose docstring has the transitions.
+    """State of a group, see the rollout buffer's docstring for the transitions.
 
     Attributes:
         generating: Samples are missing.
-        unscored: It has all samples, and has not been sent for scoring.
-        waits_for_scores: It has been sent, and its scores decide whether it is trained.
+        undecided: It has all samples, and its scores decide whether it is trained.
         finished: It waits for its step. Its scores may still be missing.
         dropped: It is excluded from training.
+        taken: It is trained.
     """
 
     generating = auto()
-    unscored = auto()
-    waits_for_scores = auto()
+    undecided = auto()
     finished = auto()
     dropped = auto()
+    taken = auto()
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
-    """A prompt and its samples so far.
+    """A prompt and its samples so far, from its draw to the step that trains it.
 
     Attributes:
         prompts: The prompts that were drawn together with its prompt.
@@ -103,9 +103,11 @@ class Group:
         position: The position of the loader before they were drawn.
         serial: The position of its prompt in the data.
         requests: The requests of its samples.
+        number: Its position among the admitted groups; -1 before it is admitted.
         version: Version of the weights that started it; -1 before it is started.
         samples: Its samples by their index in the group.
-        cancel: Cancels the missing samples.
+        is_unscored: Whether it has all its samples, and must still be sent for scoring.
+        request_numbers: The numbers of its requests at their runner.
     """
 
     prompts: DataProto
@@ -113,10 +115,12 @@ class Group:
     position: Any
     serial: int
     requests: Sequence[GenerationRequest]
+    number: int = -1
     version: int = -1
     samples: dict[int, RolloutOutput] = field(default_factory=dict)
     state: GroupState = GroupState.generating
-    cancel: Callable[[], None] = lambda: None
+    is_unscored: bool = False
+    request_numbers: Sequence[int] = ()
 
     @property
     def uid(self) -> str:

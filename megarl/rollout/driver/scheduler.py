@@ -64,20 +64,6 @@ class RequestState(NamedTuple):
     waits_for_tools: bool = False
 
 
-class ReplicaState(NamedTuple):
-    """State of a replica.
-
-    Attributes:
-        is_starting: Whether it has no weights yet.
-        in_flight: Number of its requests.
-        silent_s: Time since its last sample, or since its first request; 0 if it has no requests.
-    """
-
-    is_starting: bool
-    in_flight: int
-    silent_s: float
-
-
 class SchedulerTotals(NamedTuple):
     """Totals since the scheduler was created.
 
@@ -100,11 +86,8 @@ class SchedulerTotals(NamedTuple):
     now_s: float
 
 
-class _PendingRequest(NamedTuple):
-    request: GenerationRequest
-    deliver: Deliver[Sample]
-    on_failure: OnFailure | None
-    since_s: float  # by the scheduler's clock
+# A request, its callbacks, and since when it is unfinished by the scheduler's clock.
+type _Pending = tuple[GenerationRequest, Deliver[Sample], OnFailure | None, float]
 
 
 @dataclass
@@ -150,8 +133,7 @@ class RequestScheduler:
         self._clock = clock
         self._wait = wait
         self._numbers = itertools.count()  # Numbers are never reused, so that late samples are recognized.
-        self._pending: dict[int, _PendingRequest] = {}
-        self._queue: RequestRouter[GenerationRequest] = RequestRouter(len(replicas), limits.max_concurrency)
+        self._queue: RequestRouter[_Pending] = RequestRouter(len(replicas), limits.max_concurrency)
 
         # groups that have the requests in flight
         self._groups: list[RoleGroup | None] = [None] * len(replicas)
@@ -171,6 +153,7 @@ class RequestScheduler:
         self._generating_s = 0.0
         self._counted_s = clock()
         self.may_readmit = True  # If False, restarted replicas stay without weights.
+        self._reported = 0, self.totals()  # the restarts and totals until `drain_metrics` last ran
 
     @property
     def num_unfinished(self) -> int:
@@ -183,7 +166,7 @@ class RequestScheduler:
             self.may_readmit or len(self.replicas.starting) < len(self.replicas)
         )
 
-    def add(
+    def begin(
         self,
         requests: Sequence[GenerationRequest],
         delivers: Sequence[Deliver[Sample]],
@@ -195,7 +178,6 @@ class RequestScheduler:
         """Add requests to the queue.
 
         Args:
-            requests: The requests.
             delivers: For each request, the function that is called with its sample during a call of `poll`.
             on_failure: Called for each sample that the engine cannot generate. Without it, such a failure
                 ends the run.
@@ -208,20 +190,17 @@ class RequestScheduler:
         # The ids of a plan repeat in the next one. From here to the engine, a request has one number.
         numbered = [request._replace(request_id=next(self._numbers)) for request in requests]
         now_s = self._clock()
-
-        # Register before queueing: a snapshot by another thread must find every queued request.
-        self._pending |= {
-            request.request_id: _PendingRequest(request, deliver, on_failure, now_s)
+        pending = [
+            (request.request_id, (request, deliver, on_failure, now_s))
             for request, deliver in zip(numbered, delivers, strict=True)
-        }
-        self._queue.add(((request.request_id, request) for request in numbered), first=first, prefer=prefer)
+        ]
+        self._queue.add(pending, first=first, prefer=prefer)
 
         return [request.request_id for request in numbered]
 
     def cancel(self, numbers: Collection[int]) -> None:
         """Cancels requests that are queued or in flight. Finished requests are ignored."""
         for number in numbers:
-            self._pending.pop(number, None)
             self._losses.pop(number, None)
 
         # Abort requests that were sent at the engine. The others are just not sent.
@@ -286,25 +265,29 @@ class RequestScheduler:
 
     # ---- observation
 
-    def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
+    def snapshot(self) -> tuple[list[RequestState], list[tuple[str, int, float]]]:
         """Return the unfinished requests, oldest first, and the replicas.
+
+        Of a replica: `starting` without weights, otherwise `generating` or `idle`; the number of its
+        requests; and the time since its last sample, or since its first request (0 without requests).
 
         Any thread may call this during a `poll`. Each part is copied atomically, so a request that moves in
         the meantime is seen at either its old or its new location.
         """
-        orders = self._pending.copy()
+        unfinished = self._queue.unfinished()
         in_flight = self._queue.in_flight()
         now_s = self._clock()
         at = {number: replica for replica, numbers in enumerate(in_flight) for number in numbers}
         # The polling thread may set times that are later than `now_s`.
         requests = [
-            RequestState(order.request.uid, at.get(number), max(0.0, now_s - order.since_s))
-            for number, order in orders.items()
+            RequestState(request.uid, at.get(number), max(0.0, now_s - since_s))
+            for number, (request, _, _, since_s) in unfinished.items()
         ]
         silent_s = [now_s - last_s for last_s in self._last_sample_s]
+        starting = self.replicas.starting
         replicas = [
-            ReplicaState(
-                replica in self.replicas.starting,
+            (
+                "starting" if replica in starting else "generating" if numbers else "idle",
                 len(numbers),
                 max(0.0, silent_s[replica]) if numbers else 0.0,
             )
@@ -333,6 +316,41 @@ class RequestScheduler:
             self._generating_s,
             now_s,
         )
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Return metrics since the last call.
+
+        These are `rollout/num_restarts`, `rollout/num_resent`, `perf/engines_idle` (the share of the time in
+        which a replica had no request, averaged over replicas), per replica
+        `rollout/replica_<number>/tokens_per_s` while samples were being generated, and with speculative
+        decoding `rollout/spec_accept_length`.
+        """
+        # The totals are those of the whole run, so report the difference.
+        restarts_before, before = self._reported
+        num_restarts = self.replicas.num_restarts
+        now = self.totals()
+        self._reported = num_restarts, now
+        metrics = {
+            "rollout/num_restarts": float(num_restarts - restarts_before),
+            "rollout/num_resent": float(now.num_resent - before.num_resent),
+        }
+
+        # Two calls at the same instant leave no time to relate the idle time to.
+        if seconds := now.now_s - before.now_s:
+            metrics["perf/engines_idle"] = 1 - (sum(now.busy_s) - sum(before.busy_s)) / (
+                seconds * len(self.replicas)
+            )
+        if generating_s := now.generating_s - before.generating_s:
+            # The number of replicas may have changed between the two counts.
+            written = [
+                last - first for first, last in zip_longest(before.num_tokens, now.num_tokens, fillvalue=0)
+            ]
+            for replica, num_tokens in enumerate(written[: len(self.replicas)]):
+                metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / generating_s
+        if num_verifications := now.num_verifications - before.num_verifications:
+            num_tokens = now.num_speculative_tokens - before.num_speculative_tokens
+            metrics["rollout/spec_accept_length"] = num_tokens / num_verifications
+        return metrics
 
     def _count(self) -> None:
         now_s = self._clock()
@@ -377,8 +395,8 @@ class RequestScheduler:
                 self._last_sample_s[replica] = now_s
 
         # Assign first, then call, so that one call carries all new requests.
-        for replica, requests in self._queue.assign(at_work).items():
-            self._unsent[replica] += requests
+        for replica, assigned in self._queue.assign(at_work).items():
+            self._unsent[replica] += [request for request, *_ in assigned]
         for replica in at_work:
             if replica in self._tasks:
                 if self._unsent[replica]:
@@ -462,13 +480,9 @@ class RequestScheduler:
         most = max((self._losses[number] for number in lost), default=0)
         if most < 2:
             return ""
-        uids = list(
-            dict.fromkeys(
-                self._pending[number].request.uid or "-"
-                for number in sorted(lost)
-                if self._losses[number] == most
-            )
-        )
+        unfinished = self._queue.unfinished()
+        blamed = [unfinished[number][0] for number in sorted(lost) if self._losses[number] == most]
+        uids = list(dict.fromkeys(request.uid or "-" for request in blamed))
         more = f" and {len(uids) - _MOST_SHOWN} more" if len(uids) > _MOST_SHOWN else ""
 
         return (
@@ -478,11 +492,13 @@ class RequestScheduler:
     def _deliver(self, replica: int, finished: FinishedRequest | FailedRequest) -> None:
         number = finished.request_id
 
+        pending = self._queue.finish(replica, number)
+
         # The request was cancelled while the engine finished it.
-        if not self._queue.finish(replica, number):
+        if pending is None:
             return
         self._losses.pop(number, None)
-        request, deliver, on_failure, _ = self._pending.pop(number)
+        request, deliver, on_failure, _ = pending
 
         # Only the owner of the request knows whether the run can continue without the sample.
         if isinstance(finished, FailedRequest):

@@ -23,7 +23,6 @@ from megarl.agents.episode import (
     TurnPosition,
     WriteTurn,
 )
-from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Trajectory
 from megarl.endpoint.session import SampledTurn
 from megarl.endpoint.session_messages import (
@@ -48,8 +47,7 @@ class _Running:
     """An episode in progress.
 
     Attributes:
-        request: Its prompt, sampling and seed, as for its first turn.
-        task: Task for its environment or program.
+        request: Its prompt, sampling and seed, as for its first turn, and its task.
         deliver: Called with the replica of the last turn and the trajectory when it has ended.
         on_failure: Called if it cannot be finished.
         is_first: Whether it has priority over other requests.
@@ -64,7 +62,6 @@ class _Running:
     """
 
     request: GenerationRequest
-    task: Task
     deliver: Deliver[Trajectory]
     on_failure: OnFailure | None
     is_first: bool
@@ -98,7 +95,7 @@ class EpisodeRunner(ABC):
         self.environments = environments
         self._limits = limits
         self._clock = clock
-        self._waited_s = self._played_s = 0.0  # for episodes that have ended since `drain_wait`
+        self._waited_s = self._played_s = 0.0  # for episodes that have ended since `drain_metrics`
         self._numbers = itertools.count()  # Numbers are never reused, so that late answers are recognized.
         self._running: dict[int, _Running] = {}
 
@@ -109,24 +106,23 @@ class EpisodeRunner(ABC):
     def begin(
         self,
         requests: Sequence[GenerationRequest],
-        tasks: Sequence[Task],
         delivers: Sequence[Deliver[Trajectory]],
         *,
         on_failure: OnFailure | None = None,
         first: bool = False,
     ) -> list[int]:
-        """Start one episode per request. The request is that of the episode's first turn.
+        """Start one episode per request, which is that of the episode's first turn and has its task.
 
-        `on_failure` and `first` have the meaning of RequestScheduler.add. Later turns have priority over all
-        first turns.
+        `on_failure` and `first` have the meaning of RequestScheduler.begin. Later turns have priority over
+        all first turns.
 
         Returns:
             Numbers by which the episodes can be cancelled.
         """
         numbers = []
-        for request, task, deliver in zip(requests, tasks, delivers, strict=True):
+        for request, deliver in zip(requests, delivers, strict=True):
             number = next(self._numbers)
-            self._running[number] = _Running(request, task, deliver, on_failure, first, self._clock())
+            self._running[number] = _Running(request, deliver, on_failure, first, self._clock())
             numbers.append(number)
             self._start(number)
 
@@ -163,28 +159,37 @@ class EpisodeRunner(ABC):
             if number in self._running:
                 self._restart(number)
 
-    def waiting(self) -> list[RequestState]:
-        """Return the episodes for which no engine works. Thread-safe."""
+    def snapshot(self) -> tuple[list[RequestState], list[tuple[str, int, float]]]:
+        """Return the result of RequestScheduler.snapshot, with the episodes for which no engine works.
+
+        Thread-safe.
+        """
+        requests, replicas = self.scheduler.snapshot()
         now_s = self._clock()
 
         # Copy first: the polling thread may change the dictionary.
         all_running = list(self._running.values())
         since = [(running.request.uid, running.waits_since_s) for running in all_running]
-
-        return [
+        requests += [
             RequestState(uid, None, now_s - since_s, waits_for_tools=True)
             for uid, since_s in since
             if since_s is not None
         ]
 
-    def drain_wait(self) -> float | None:
-        """Return the share of time in which no engine worked for the episodes that ended since the last call.
+        return sorted(requests, key=lambda one: -one.seconds), replicas
 
-        The result is None if no episode has ended.
+    def drain_metrics(self) -> dict[str, float]:
+        """Return the metrics of RequestScheduler.drain_metrics and those of the environments.
+
+        `agent/num_restarts` counts the restarted environment processes of this run. `agent/waiting_share` is
+        the share of the time of ended episodes in which no engine worked for them.
         """
-        share = self._waited_s / self._played_s if self._played_s else None
+        metrics = self.scheduler.drain_metrics()
+        metrics["agent/num_restarts"] = float(self.environments.num_restarts)
+        if self._played_s:
+            metrics["agent/waiting_share"] = self._waited_s / self._played_s
         self._waited_s = self._played_s = 0.0
-        return share
+        return metrics
 
     @abstractmethod
     def _start(self, number: int) -> None:
@@ -208,10 +213,10 @@ class EpisodeRunner(ABC):
     ) -> int:
         """Have a turn generated, and return the scheduler's number of it."""
         sampling = replace(running.request.sampling, max_new_tokens=max_new_tokens, seed=seed)
-        turn = running.request._replace(prompt=token_ids, sampling=sampling)
+        turn = running.request._replace(prompt=token_ids, sampling=sampling, task=None)
 
         # Prefer the replica of the last turn, whose prefix cache contains the episode so far.
-        (number,) = self.scheduler.add(
+        (number,) = self.scheduler.begin(
             [turn],
             [deliver],
             on_failure=running.on_failure,
@@ -299,7 +304,7 @@ class TurnRunner(EpisodeRunner):
         elif isinstance(step, AnswerTurn):
             running.waits_since_s = self._clock()
             # After a restart, the episode begins with its first turn again.
-            task = running.task if step.place.turn == 0 else None
+            task = running.request.task if step.place.turn == 0 else None
             self.environments.order(TurnOrder(number, task, step))
         else:
             assert running.replica is not None, "the model has written"
@@ -322,7 +327,8 @@ class SessionRunner(EpisodeRunner):
     def _start(self, number: int) -> None:
         running = self._running[number]
         running.waits_since_s = self._clock()
-        self.environments.order(SessionOrder(number, running.task, running.request.prompt))
+        assert running.request.task is not None, "the request of an episode has its task"
+        self.environments.order(SessionOrder(number, running.request.task, running.request.prompt))
 
     def _start_again(self, number: int) -> str | None:
         running = self._running[number]

@@ -5,8 +5,7 @@ A sample is an episode whose turns engines generate and environments answer.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -16,10 +15,10 @@ from megarl.agents.trajectory import EpisodeEnd, Trajectory
 from megarl.batch.branches import BRANCH, FAILURE
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
+from megarl.config.schema import SamplingConfig
 from megarl.rollout.driver.finished_groups import RolloutOutput
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.scheduler import Deliver, OnFailure, ReplicaState, RequestState
 from megarl.rollout.episodes.episode_runner import EpisodeRunner
 from megarl.rollout.interface import GenerationRequest
 from megarl.tracking.timeline import Span
@@ -41,56 +40,29 @@ class EpisodeRollout(Rollout):
     def __init__(self, runner: EpisodeRunner, weights: RolloutWeights, rules: TokenRules, seed: int) -> None:
         super().__init__(runner.scheduler, weights, rules, seed)
         self.environments = runner.environments
-        self._runner = runner
+        self.runner = runner
 
-    @property
-    def is_at_work(self) -> bool:
-        return self._runner.is_at_work
+    def requests(
+        self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
+    ) -> list[GenerationRequest]:
+        """Return the requests of Rollout.requests with the tasks of their episodes."""
+        planned = super().requests(prompts, sampling, step, generation, first=first)
+        columns = {
+            name: prompts.non_tensor_batch[name] for name in ("messages", "reward_model", "extra_info")
+        }
 
-    def begin(
-        self,
-        prompts: DataProto,
-        rows: Sequence[int],
-        requests: Sequence[GenerationRequest],
-        delivers: Sequence[Deliver[RolloutOutput]],
-        on_failure: OnFailure | None = None,
-        *,
-        first: bool = False,
-    ) -> Callable[[], None]:
-        tasks = [_task(prompts, row, request) for row, request in zip(rows, requests, strict=True)]
-        numbers = self._runner.begin(requests, tasks, delivers, on_failure=on_failure, first=first)
+        def task(place: int, seed: int) -> Task:
+            row = place // sampling.n
+            return Task(seed=seed, **{name: column[row] for name, column in columns.items()})
 
-        return lambda: self._runner.cancel(numbers)
-
-    def poll(self, wait_s: float = math.inf) -> None:
-        """Poll engines and environments; see EpisodeRunner.poll."""
-        self._runner.poll(wait_s)
+        return [
+            request._replace(task=task(place, request.sampling.seed)) for place, request in enumerate(planned)
+        ]
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
         return batch_of_trajectories(
             prompts, cast("Sequence[Trajectory]", samples), version, self._rules.pad_token_id
         )
-
-    def drain_metrics(self) -> dict[str, float]:
-        """Return the metrics of Rollout and of the environments.
-
-        `agent/num_restarts` counts the restarted environment processes of this run. `agent/waiting_share` is
-        the share of the time of ended episodes in which they waited for tools.
-        """
-        with self._replicas.exclusive():
-            # The generation thread updates the same counters.
-            share = self._runner.drain_wait()
-        of_waits = {} if share is None else {"agent/waiting_share": share}
-        return {
-            **super().drain_metrics(),
-            "agent/num_restarts": float(self.environments.num_restarts),
-            **of_waits,
-        }
-
-    def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:
-        """Return the result of Rollout.snapshot plus the episodes that wait for tools."""
-        requests, replicas = super().snapshot()
-        return sorted([*requests, *self._runner.waiting()], key=lambda one: -one.seconds), replicas
 
     def drain_spans(self) -> list[Span]:
         with self._replicas.exclusive():
@@ -99,13 +71,6 @@ class EpisodeRollout(Rollout):
     def shutdown(self) -> None:
         super().shutdown()
         self.environments.shutdown()
-
-
-def _task(prompts: DataProto, row: int, request: GenerationRequest) -> Task:
-    of_row = {
-        name: prompts.non_tensor_batch[name][row] for name in ("messages", "reward_model", "extra_info")
-    }
-    return Task(seed=request.sampling.seed, **of_row)
 
 
 def batch_of_trajectories(

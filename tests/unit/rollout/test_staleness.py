@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
+from megarl.batch.data_proto import DataProto
+from megarl.rollout.driver.sample_groups import Group, GroupState
 from megarl.rollout.staleness import StalenessController
 
 
@@ -25,6 +27,16 @@ class Trained(NamedTuple):
     age: int
 
 
+def admitted(staleness: StalenessController, version: int) -> Group:
+    group = Group(DataProto(), 0, None, 0, ())
+    staleness.admit(group, version)
+    return group
+
+
+def trained_numbers(groups: list[Group]) -> list[int]:
+    return [group.number for group in groups if group.state is GroupState.taken]
+
+
 def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
     """Admit whatever may be admitted; groups end, steps begin and weights are synced in any possible
     order."""
@@ -39,12 +51,12 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
         step_pushes=lambda step: step > warmup,
     )
     trained: list[Trained] = []
-    unfinished: list[int] = []
+    unfinished: list[Group] = []
     in_training: int | None = None
 
     while staleness.next_step <= total or in_training is not None:
         while staleness.may_admit(version):
-            unfinished.append(staleness.admit(version))
+            unfinished.append(admitted(staleness, version))
         moves = ["finish"] * bool(unfinished) + ["push"] * (in_training is not None)
         moves += ["take"] * (in_training is None and staleness.is_ready)
         match chance.choice(moves):  # raises if it is stuck
@@ -52,9 +64,9 @@ def run(schedule: Schedule, chance: random.Random) -> list[Trained]:
                 staleness.finish(unfinished.pop(chance.randrange(len(unfinished))))
             case "take":
                 in_training = staleness.next_step
-                begun = staleness.live
                 trained += [
-                    Trained(in_training, group, version - begun[group]) for group in staleness.take(version)
+                    Trained(in_training, group.number, version - group.version)
+                    for group in staleness.take(version)
                 ]
             case "push":
                 version += in_training is not None and in_training > warmup
@@ -97,10 +109,10 @@ def staleness(max_staleness: int, warmup_steps: int = 0) -> StalenessController:
 
 
 def admit_all(staleness: StalenessController, version: int) -> list[int]:
-    groups = []
+    numbers = []
     while staleness.may_admit(version):
-        groups.append(staleness.admit(version))
-    return groups
+        numbers.append(admitted(staleness, version).number)
+    return numbers
 
 
 @pytest.mark.parametrize(("max_staleness", "ahead"), [(0, 0), (1, 1), (2, 2)])
@@ -108,11 +120,11 @@ def test_so_many_steps_are_generated_ahead(max_staleness: int, ahead: int) -> No
     one = staleness(max_staleness)
     assert admit_all(one, version=1) == list(range(2 * (1 + ahead)))
 
-    for group in (1, 0):
+    for number in (1, 0):
         assert not one.is_ready
-        one.finish(group)
+        one.finish(one.live[number])
 
-    assert one.take(version=1) == [0, 1]
+    assert trained_numbers(one.take(version=1)) == [0, 1]
 
     # groups of step 2 + ahead would be too far from the current weights
     assert admit_all(one, version=1) == []
@@ -122,8 +134,8 @@ def test_so_many_steps_are_generated_ahead(max_staleness: int, ahead: int) -> No
 def test_while_the_critic_warms_up_weights_do_not_age() -> None:
     one = staleness(max_staleness=1, warmup_steps=3)
     assert admit_all(one, version=1) == [0, 1, 2, 3]
-    one.finish(0)
-    one.finish(1)
+    one.finish(one.live[0])
+    one.finish(one.live[1])
     one.take(version=1)
     assert admit_all(one, version=1) == [4, 5]  # step 3 is trained with version 1 as well
     assert one.trained_version(5) == 2
@@ -143,16 +155,19 @@ def test_at_staleness_0_dropped_groups_are_replaced_in_rounds() -> None:
     rounds = []
     for dropped in ([0, 3], [5, 6, 7], [8, 9]):
         rounds.append(admit_all(one, version=1))
-        for group in rounds[-1]:
+        for number in rounds[-1]:
             assert not one.is_ready
             assert not one.may_admit(1)
-            (one.drop if group in dropped else one.finish)(group)
+            (group,) = (each for each in one.live if each.number == number)
+            (one.drop if number in dropped else one.finish)(group)
 
     assert rounds == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert one.is_ready
     assert (one.num_rounds, one.num_dropped, one.num_finished) == (3, 7, 5)
-    assert one.take(version=1) == [1, 2, 4, 10]
-    assert one.live == {}
+    left = one.take(version=1)
+    assert trained_numbers(left) == [1, 2, 4, 10]
+    assert [group.number for group in left] == list(range(12))
+    assert one.live == one.dropped == []
     assert admit_all(one, version=1) == []
     assert admit_all(one, version=2) == [12, 13, 14, 15]
     assert (one.num_rounds, one.num_dropped) == (1, 0)

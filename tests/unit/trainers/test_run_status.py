@@ -38,7 +38,7 @@ class Scene:
         monitor: Any = SimpleNamespace(
             position=self.position, count=lambda name, values: self.counts.append((name, values))
         )
-        rollout = SimpleNamespace(scheduler=self.scheduler, snapshot=self.scheduler.snapshot, num_restarts=0)
+        rollout = SimpleNamespace(scheduler=self.scheduler, runner=self.scheduler, num_restarts=0)
         roles: Any = SimpleNamespace(rollout=rollout, weights=SimpleNamespace(version=7))
         config = PPOConfig(
             rollout=RolloutConfig(max_staleness=2),
@@ -52,7 +52,7 @@ class Scene:
         requests = [
             GenerationRequest(number, [length], sampling, uid) for number, (length, uid) in enumerate(lengths)
         ]
-        self.scheduler.add(requests, [lambda replica, sample: None] * len(requests))
+        self.scheduler.begin(requests, [lambda replica, sample: None] * len(requests))
 
     def look_at(self, second: float) -> RunStatus:
         while self.scheduler.num_unfinished and self.clock.now_s < second:

@@ -68,16 +68,19 @@ class FakeRollout:
             prompts.non_tensor_batch["uid"],
         )
 
+    @property
+    def runner(self) -> FakeRollout:
+        return self
+
     def begin(
         self,
-        prompts: DataProto,
-        rows: Sequence[int],
         requests: Sequence[GenerationRequest],
         delivers: Sequence[Deliver[RolloutOutput]],
-        on_failure: Callable[[str], None] | None = None,
-    ) -> Callable[[], None]:
+        *,
+        on_failure: Callable[[str], None],
+    ) -> Sequence[int]:
         self._waiting += zip(requests, delivers, strict=True)
-        return lambda: None
+        return ()
 
     @property
     def is_at_work(self) -> bool:

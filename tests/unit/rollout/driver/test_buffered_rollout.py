@@ -86,20 +86,25 @@ class MadeUpWeights:
             self._engines.push(self.version)
 
 
-class TrainedInNoTime(Rollout):
-    """Generates only while the trainer waits for a step, so that neither thread's speed has an effect.
+def trains_in_no_time(on_update: OnUpdate, scheduler: RequestScheduler) -> bool:
+    """Return whether nothing is generated now: only while the trainer waits for a step, so that neither
+    thread's speed has an effect.
 
     Samples of later steps are therefore in flight when weights are synced. With `drain`, which waits for
     them, the generation thread runs at all times.
     """
+    is_ahead = threading.current_thread().name == "generation"
+    trains = is_ahead and on_update is OnUpdate.continue_ and not scheduler.may_readmit
+    if trains:
+        time.sleep(YIELD_S)
+    return trains
 
+
+class SchedulerInNoTime(RequestScheduler):
     on_update = OnUpdate.continue_
 
     def poll(self, wait_s: float = math.inf) -> None:
-        is_ahead = threading.current_thread().name == "generation"
-        if is_ahead and self.on_update is OnUpdate.continue_ and not self.scheduler.may_readmit:
-            time.sleep(YIELD_S)
-        else:
+        if not trains_in_no_time(self.on_update, self):
             super().poll(wait_s)
 
 
@@ -197,9 +202,15 @@ def scene(
     )
     weights = MadeUpWeights(engines, version)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101)
-    scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
-    rollout = TrainedInNoTime(scheduler, weights, tokens, seed=0)  # type: ignore[arg-type]
-    rollout.on_update = on_update
+    scheduler = SchedulerInNoTime(
+        engines,  # type: ignore[arg-type]
+        weights.readmit,
+        LIMITS,
+        clock=lambda: clock.now_s,
+        wait=clock.wait,
+    )
+    scheduler.on_update = on_update
+    rollout = Rollout(scheduler, weights, tokens, seed=0)  # type: ignore[arg-type]
     loader = loader or BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
 
     def staleness(version: int) -> StalenessController:
@@ -343,7 +354,7 @@ def test_validation_goes_first_and_begins_no_group() -> None:
         assert sum(len(given) for engine in one.engines.groups for _, given in engine.submitted) == 2
         trained = train(one, [1, 2])
         with one.engines.exclusive():
-            live = one.buffered._buffer.staleness.live  # type: ignore[union-attr]
+            live = list(one.buffered._buffer.staleness.live)  # type: ignore[union-attr]
             after = one.rollout.generate(held_out, SamplingConfig(n=1), 0)
             assert one.buffered._buffer.staleness.live == live  # type: ignore[union-attr]
         assert after.non_tensor_batch["weight_version"].tolist() == [3, 3]
@@ -530,7 +541,8 @@ def test_an_order_that_comes_while_the_thread_fails_is_answered(monkeypatch: pyt
         failing()
 
     monkeypatch.setattr(generation_thread, "SimpleQueue", Orders)
-    rollout = SimpleNamespace(is_at_work=True, scheduler=SimpleNamespace(may_readmit=False), poll=poll)
+    runner = SimpleNamespace(is_at_work=True, poll=poll, may_readmit=False)
+    rollout = SimpleNamespace(runner=runner, scheduler=runner)
     buffer = SimpleNamespace(score=lambda: None, begin=lambda: None)
     thread = generation_thread.GenerationThread(rollout, buffer, OnUpdate.drain)  # type: ignore[arg-type]
     polled.wait()

@@ -39,7 +39,7 @@ class Scene:
 
     def add(self, *lengths: int, first: bool = False) -> list[int]:
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
-        return self.scheduler.add(
+        return self.scheduler.begin(
             [GenerationRequest(length, [length], sampling) for length in lengths],
             [partial(self.deliver, length) for length in lengths],
             first=first,
@@ -127,11 +127,11 @@ def test_a_sample_that_cannot_be_written_ends_the_run_or_is_given_up() -> None:
     scene = Scene(1)
     failed = list[str]()
     request = GenerationRequest(7, [0], SamplingParameters(max_new_tokens=200, seed=0), "a")
-    scene.scheduler.add([request], [partial(scene.deliver, 7)], on_failure=failed.append)
+    scene.scheduler.begin([request], [partial(scene.deliver, 7)], on_failure=failed.append)
     scene.add(20)
     assert scene.run() == [(20, 20)]
     assert failed == ["scripted"]
-    scene.scheduler.add([request], [partial(scene.deliver, 7)])
+    scene.scheduler.begin([request], [partial(scene.deliver, 7)])
     with pytest.raises(RunError, match="rollout replica 0 cannot write a sample of prompt a: scripted"):
         scene.run()
 
@@ -156,9 +156,9 @@ def test_replicas_join_and_leave_and_no_request_is_lost() -> None:
     scene.engines.groups.append(ScriptedEngine(scene.clock, length_of, 1, 5.0))
     scene.engines.starting.add(1)
     scene.scheduler.resize()
-    assert [(one.is_starting, one.in_flight) for one in scene.scheduler.snapshot()[1]] == [
-        (False, 2),
-        (True, 0),
+    assert [(state, in_flight) for state, in_flight, _ in scene.scheduler.snapshot()[1]] == [
+        ("generating", 2),
+        ("starting", 0),
     ]
     while scene.clock.now_s < 12:
         scene.scheduler.poll(wait_s=1.0)

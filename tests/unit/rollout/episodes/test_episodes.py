@@ -53,7 +53,7 @@ from megarl.data.tokenizer import render_chat
 from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import unshared
-from megarl.rollout.driver.rollout import TokenRules
+from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.scheduler import Deliver, RequestScheduler, RolloutLimits
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
@@ -381,7 +381,7 @@ class Writing(RequestScheduler):
 
     is_at_work = property(lambda self: bool(self._waiting))
 
-    def add(
+    def begin(
         self,
         requests: Sequence[GenerationRequest],
         delivers: Sequence[Deliver[Sample]],
@@ -646,5 +646,5 @@ def test_an_episode_that_ends_while_its_turn_waits_gets_no_environment() -> None
 def test_of_one_turn_the_requests_are_those_without_an_environment(tmp_path: Path) -> None:
     rollout, writing = episode_rollout(tmp_path, max_turns=1)
     made = rollout.generate(prompts(3), SamplingConfig(n=2), step=4)
-    assert writing.seen == rollout.requests(prompts(3), SamplingConfig(n=2), 4)
+    assert writing.seen == Rollout.requests(rollout, prompts(3), SamplingConfig(n=2), 4)
     assert made.tensors["response_mask"].all()
