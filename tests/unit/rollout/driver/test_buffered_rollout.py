@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -28,9 +27,9 @@ from megarl.data.tables import RowIdentity
 from megarl.machine.background import in_background
 from megarl.machine.errors import RunError
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
-from megarl.rollout.driver import generation_thread
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import FinishedGroup, from_bytes, to_bytes
+from megarl.rollout.driver.generation_thread import GenerationThread
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_buffer import FailedPromptsError, NoSignalError
 from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
@@ -527,27 +526,49 @@ def failing() -> None:
     raise RunError("no such layer")
 
 
-def test_an_order_that_comes_while_the_thread_fails_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    polled, ordered = threading.Event(), threading.Event()
-
-    class Orders(SimpleQueue):  # type: ignore[type-arg]
-        def put(self, order: object) -> None:  # type: ignore[override]
-            super().put(order)
-            ordered.set()
+def test_a_step_that_is_awaited_while_the_thread_fails_raises_its_error() -> None:
+    polled, awaited = threading.Event(), threading.Event()
 
     def poll(wait_s: float) -> None:
         polled.set()
-        ordered.wait()
+        awaited.wait()
         failing()
 
-    monkeypatch.setattr(generation_thread, "SimpleQueue", Orders)
     runner = SimpleNamespace(is_at_work=True, poll=poll, may_readmit=False)
     rollout = SimpleNamespace(runner=runner, scheduler=runner)
     buffer = SimpleNamespace(score=lambda: None, begin=lambda: None)
-    thread = generation_thread.GenerationThread(rollout, buffer, OnUpdate.drain)  # type: ignore[arg-type]
+    thread = GenerationThread(rollout, buffer, OnUpdate.drain)  # type: ignore[arg-type]
     polled.wait()
-    with pytest.raises(RunError, match="no such layer"):
-        in_background(thread.take, "taking").result(timeout=60)
+    taking = in_background(thread.take, "taking")
+    awaited.set()
+    for _ in range(2):  # and every later one
+        with pytest.raises(RunError, match="no such layer"):
+            taking.result(timeout=60)
+        taking = in_background(thread.take, "taking")
+    thread.stop()
+
+
+def test_after_a_failed_weight_sync_nothing_is_generated_until_one_succeeds() -> None:
+    iterated = threading.Semaphore(0)
+    runner = SimpleNamespace(
+        is_at_work=True, poll=lambda wait_s: iterated.release(), may_readmit=False, pause=lambda: None
+    )
+    rollout = SimpleNamespace(runner=runner, scheduler=runner)
+    buffer = SimpleNamespace(score=lambda: None, begin=lambda: None)
+    thread = GenerationThread(rollout, buffer, OnUpdate.continue_)  # type: ignore[arg-type]
+
+    with pytest.raises(RunError, match="no such layer"), thread.exclusive(for_weights=True):
+        failing()
+    while iterated.acquire(blocking=False):  # those before the sync
+        pass
+    with thread.exclusive(), thread.exclusive():  # nested, as in a validation
+        pass
+    assert not iterated.acquire(timeout=0.1)
+    with thread.exclusive(for_weights=True):
+        pass
+    assert iterated.acquire(timeout=60)
+    thread.stop()
+    assert not has_thread()
 
 
 def test_a_run_that_goes_on_trains_the_same_prompts_and_generates_nothing_twice() -> None:
