@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from megarl.agents.protocol import Message
-from megarl.endpoint.api_error import refuse_unsupported, unsupported
-from megarl.endpoint.openai_chat import refuse_answered
+from megarl.endpoint.api_error import unsupported
 from megarl.endpoint.request_fields import (
+    ConversationFields,
     Count,
     JsonSchema,
     Name,
     RequestFields,
     StopTexts,
+    ToolFunction,
     as_parts,
     call_of,
-    checked,
-    function_schema,
     of_kinds,
     text_of,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
-_NEUTRAL: Mapping[str, Collection[Any]] = {
-    "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
-}
 _BLOCKS_HINT = "messages may contain text, calls and their results"
 
 
@@ -48,18 +43,14 @@ class _Result(RequestFields):
     content: Annotated[str, text_of("text")] = ""
 
 
-class _Thinking(RequestFields):
-    """Thinking, which is in the recorded tokens."""
-
-
-_Block = _Text | _Call | _Result | _Thinking
 _KIND = of_kinds(
     {
         "text": _Text,
         "tool_use": _Call,
         "tool_result": _Result,
-        "thinking": _Thinking,
-        "redacted_thinking": _Thinking,
+        # Thinking is in the recorded tokens.
+        "thinking": RequestFields,
+        "redacted_thinking": RequestFields,
     },
     _BLOCKS_HINT,
 )
@@ -72,7 +63,7 @@ _ROLE_OF: Mapping[type, tuple[str, str]] = {
 
 class _Message(RequestFields):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Annotated[_Block, _KIND]], BeforeValidator(as_parts)]
+    content: Annotated[list[Annotated[RequestFields, _KIND]], BeforeValidator(as_parts)]
 
     def for_template(self, where: str) -> list[Message]:
         """Return the messages of templates. Results of tools are messages of their own, before other text.
@@ -99,19 +90,21 @@ class _Message(RequestFields):
         return [*results, made | {"tool_calls": calls} if calls else made]
 
 
-class _Tool(RequestFields):
-    name: Name
-    description: str | None = None
-    input_schema: JsonSchema | None = None
+class _Tool(ToolFunction):
+    parameters: JsonSchema | None = Field(default=None, alias="input_schema")
 
 
 _OWN_TOOL = of_kinds({"custom": _Tool, None: _Tool}, "the provider's own tools do not exist")
 
 
-class _Request(RequestFields):
+class MessagesRequest(ConversationFields):
     """The body of a request."""
 
-    model: str | None = None
+    neutral = {
+        "thinking": ({"type": "disabled"},),
+        "tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
+    }
+
     system: Annotated[str, text_of("text")] = ""
     messages: list[_Message]
     tools: list[Annotated[_Tool, _OWN_TOOL]] = []
@@ -119,23 +112,17 @@ class _Request(RequestFields):
     stop_sequences: StopTexts = []
     stream: bool = False
 
+    def query(self) -> TurnQuery:
+        messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        for index, message in enumerate(self.messages):
+            messages += message.for_template(f"messages[{index}]")
 
-def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
-    """Return the query of a request. Raises ApiError."""
-    refuse_unsupported(body, _Request.model_fields, _NEUTRAL, ignored)
-    request = checked(_Request, body)
-    messages: list[Message] = [{"role": "system", "content": request.system}] if request.system else []
-    for index, message in enumerate(request.messages):
-        messages += message.for_template(f"messages[{index}]")
-
-    refuse_answered(messages)
-    return TurnQuery(
-        messages=messages,
-        tools=[function_schema(each.name, each.description, each.input_schema) for each in request.tools]
-        or None,
-        max_tokens=request.max_tokens,
-        stop=tuple(request.stop_sequences),
-    )
+        return TurnQuery(
+            messages=messages,
+            tools=[tool.for_template() for tool in self.tools] or None,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences),
+        )
 
 
 # ---- answers

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from megarl.agents.protocol import Message
-from megarl.endpoint.api_error import invalid, refuse_unsupported, unsupported
 from megarl.endpoint.request_fields import (
     CallArguments,
+    ConversationFields,
     Count,
     Name,
     RequestFields,
     StopTexts,
     ToolFunction,
     call_of,
-    checked,
     of_kinds,
     text_of,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
-
-_NEUTRAL: Mapping[str, Collection[Any]] = {
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-    "top_logprobs": (0,),
-}
 
 
 class _Function(RequestFields):
@@ -81,10 +69,20 @@ class _StreamOptions(RequestFields):
     include_usage: bool = False
 
 
-class _Request(RequestFields):
+class ChatRequest(ConversationFields):
     """The body of a request."""
 
-    model: str | None = None
+    neutral = {
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (True,),
+        "presence_penalty": (0,),
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("auto",),
+        "top_logprobs": (0,),
+    }
+
     messages: list[_Message]
     tools: list[Annotated[_Tool, of_kinds({"function": _Tool}, "tools must be functions")]] = []
     n: Count = 1
@@ -95,29 +93,14 @@ class _Request(RequestFields):
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 
-
-def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
-    """Return the query of a request. Raises ApiError."""
-    refuse_unsupported(body, _Request.model_fields, _NEUTRAL, ignored)
-    request = checked(_Request, body)
-    messages = [message.for_template() for message in request.messages]
-    refuse_answered(messages)
-
-    return TurnQuery(
-        messages=messages,
-        tools=[tool.function.for_template() for tool in request.tools] or None,
-        num_choices=request.n,
-        max_tokens=request.max_completion_tokens or request.max_tokens,
-        stop=tuple(request.stop),
-    )
-
-
-def refuse_answered(messages: list[Message]) -> None:
-    """Refuse a conversation that is empty or ends with a message of the assistant."""
-    if not messages:
-        raise invalid("messages", "is empty")
-    if messages[-1]["role"] == "assistant":
-        raise unsupported("an assistant message at the end (prefill)", "end with another message")
+    def query(self) -> TurnQuery:
+        return TurnQuery(
+            messages=[message.for_template() for message in self.messages],
+            tools=[tool.function.for_template() for tool in self.tools] or None,
+            num_choices=self.n,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            stop=tuple(self.stop),
+        )
 
 
 # ---- answers

@@ -5,37 +5,27 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from megarl.agents.protocol import Message
-from megarl.endpoint.api_error import refuse_unsupported
-from megarl.endpoint.openai_chat import refuse_answered, usage
+from megarl.endpoint.openai_chat import usage
 from megarl.endpoint.request_fields import (
     CallArguments,
+    ConversationFields,
     Count,
     Name,
     RequestFields,
     ToolFunction,
     call_of,
-    checked,
     of_kinds,
     text_of,
     wrong,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
-_NEUTRAL: Mapping[str, Collection[Any]] = {
-    "background": (False,),
-    "include": ([], ["reasoning.encrypted_content"]),
-    "parallel_tool_calls": (True,),
-    "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("auto",),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
 _TEXT = text_of("input_text", "output_text", "text", "refusal")
 
 
@@ -55,21 +45,17 @@ class _Result(RequestFields):
     output: Annotated[str, _TEXT] = ""
 
 
-class _Reasoning(RequestFields):
-    """Thinking, which is in the recorded tokens."""
-
-
 _KIND = of_kinds(
     {
         "message": _Text,
         None: _Text,
         "function_call": _Call,
         "function_call_output": _Result,
-        "reasoning": _Reasoning,
+        "reasoning": RequestFields,  # which is in the recorded tokens
     },
     "give messages, function calls and their outputs",
 )
-_Item = Annotated[_Text | _Call | _Result | _Reasoning, _KIND]
+_Item = Annotated[RequestFields, _KIND]
 _FUNCTION = of_kinds({"function": ToolFunction}, "tools must be functions")
 
 
@@ -79,36 +65,40 @@ def _as_items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-class _Request(RequestFields):
+class ResponsesRequest(ConversationFields):
     """The body of a request."""
 
-    model: str | None = None
+    neutral = {
+        "background": (False,),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "parallel_tool_calls": (True,),
+        "text": ({}, {"format": {"type": "text"}}),
+        "tool_choice": ("auto",),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
     instructions: Annotated[str, _TEXT] = ""
     input: Annotated[list[_Item], BeforeValidator(_as_items)]
     tools: list[Annotated[ToolFunction, _FUNCTION]] = []
     max_output_tokens: Count | None = None
     stream: bool = False
 
+    def query(self) -> TurnQuery:
+        messages: list[Message] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in self.input:
+            _append(messages, item)
 
-def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
-    """Return the query of a request. Raises ApiError."""
-    refuse_unsupported(body, _Request.model_fields, _NEUTRAL, ignored)
-    request = checked(_Request, body)
-    messages: list[Message] = []
-    if request.instructions:
-        messages.append({"role": "system", "content": request.instructions})
-    for item in request.input:
-        _append(messages, item)
-
-    refuse_answered(messages)
-    return TurnQuery(
-        messages=messages,
-        tools=[tool.for_template() for tool in request.tools] or None,
-        max_tokens=request.max_output_tokens,
-    )
+        return TurnQuery(
+            messages=messages,
+            tools=[tool.for_template() for tool in self.tools] or None,
+            max_tokens=self.max_output_tokens,
+        )
 
 
-def _append(messages: list[Message], item: _Text | _Call | _Result | _Reasoning) -> None:
+def _append(messages: list[Message], item: RequestFields) -> None:
     """Append an item. Text and calls of one answer are items of their own, and become one message."""
     last: Message = messages[-1] if messages else {"role": None}
     if isinstance(item, _Text):

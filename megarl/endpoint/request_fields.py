@@ -1,4 +1,4 @@
-"""Schemas of requests: types that several APIs share, and the error of a body that does not match.
+"""Schemas of requests: what several APIs share, and the error of a body that does not match.
 
 The schemas are pydantic models. Null counts as absent, and fields that a schema does not declare are not
 read.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -27,7 +28,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
-from megarl.endpoint.api_error import ApiError, invalid, unsupported
+from megarl.endpoint.api_error import ApiError, invalid, refuse_unsupported, unsupported
+from megarl.endpoint.turn_query import TurnQuery
 from megarl.machine.strict_json import MAX_DEPTH, is_too_deep
 from megarl.machine.wording import in_short, named
 
@@ -57,6 +59,40 @@ class RequestFields(BaseModel):
         if not isinstance(fields, Mapping):
             return fields
         return {name: value for name, value in fields.items() if value is not None}
+
+
+class ConversationFields(RequestFields, ABC):
+    """The body of a request that continues a conversation.
+
+    Attributes:
+        neutral: Values with which parameters change nothing, although the API here does not have them.
+    """
+
+    neutral: ClassVar[Mapping[str, Collection[Any]]]
+
+    model: str | None = None
+
+    @abstractmethod
+    def query(self) -> TurnQuery:
+        """Return the query of a request. Raises ApiError."""
+
+
+def read_query(
+    schema: type[ConversationFields], body: Mapping[str, Any], ignored: Collection[str]
+) -> TurnQuery:
+    """Return the query of a request.
+
+    Raises:
+        ApiError: A parameter is not supported or invalid, or the conversation is empty, or ends with a
+            message of the assistant.
+    """
+    refuse_unsupported(body, schema.model_fields, schema.neutral, ignored)
+    query = checked(schema, body).query()
+    if not query.messages:
+        raise invalid("messages", "is empty")
+    if query.messages[-1]["role"] == "assistant":
+        raise unsupported("an assistant message at the end (prefill)", "end with another message")
+    return query
 
 
 def checked[Schema: RequestFields](schema: type[Schema], body: Mapping[str, Any]) -> Schema:
@@ -211,23 +247,19 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class ToolFunction(RequestFields):
-    """A tool of OpenAI's APIs."""
+    """A tool, with the field names of OpenAI's APIs."""
 
     name: Name
     description: str | None = None
     parameters: JsonSchema | None = None
 
     def for_template(self) -> dict[str, Any]:
-        return function_schema(self.name, self.description, self.parameters)
-
-
-def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a tool, as chat templates read it."""
-    function: dict[str, Any] = {"name": name}
-    if description is not None:
-        function["description"] = description
-    function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        no_parameters = {"type": "object", "properties": {}}
+        function["parameters"] = no_parameters if self.parameters is None else self.parameters
+        return {"type": "function", "function": function}
 
 
 def call_of(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:

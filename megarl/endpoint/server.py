@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -19,9 +19,10 @@ from megarl.agents.trajectory import EpisodeEnd
 from megarl.endpoint import anthropic_messages, openai_chat, openai_responses
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.request_body import BodyTooLargeError, RequestBodies, bearer_key, disconnected
+from megarl.endpoint.request_fields import ConversationFields, read_query
 from megarl.endpoint.session import AgentSession, TurnPlan
 from megarl.endpoint.session_access import record_reward, task_fields
-from megarl.endpoint.turn_query import TurnQuery, TurnReply
+from megarl.endpoint.turn_query import TurnReply
 from megarl.machine.ports import hold_port
 
 MODEL = "policy"  # the name under which the model is listed; requests may use any other
@@ -34,20 +35,26 @@ _CLIENT_GONE = 499  # nginx's status, which no client reads
 Body = Mapping[str, Any]
 
 
-class _Api(NamedTuple):
-    """How one API writes requests and answers."""
-
-    read: Callable[[Body, Collection[str]], TurnQuery]
-    whole: Callable[[Body, TurnReply], dict[str, Any]]
-    events: Callable[[Body, TurnReply], Iterator[str]]
-
-
-_APIS = {
-    "/v1/chat/completions": _Api(openai_chat.read_query, openai_chat.completion, openai_chat.chunks),
-    "/v1/messages": _Api(
-        anthropic_messages.read_query, anthropic_messages.message, anthropic_messages.events
+# How each API writes a request, a whole answer, and a streamed one.
+_APIS: Mapping[
+    str,
+    tuple[
+        type[ConversationFields],
+        Callable[[Body, TurnReply], dict[str, Any]],
+        Callable[[Body, TurnReply], Iterator[str]],
+    ],
+] = {
+    "/v1/chat/completions": (openai_chat.ChatRequest, openai_chat.completion, openai_chat.chunks),
+    "/v1/messages": (
+        anthropic_messages.MessagesRequest,
+        anthropic_messages.message,
+        anthropic_messages.events,
     ),
-    "/v1/responses": _Api(openai_responses.read_query, openai_responses.response, openai_responses.events),
+    "/v1/responses": (
+        openai_responses.ResponsesRequest,
+        openai_responses.response,
+        openai_responses.events,
+    ),
 }
 
 
@@ -77,11 +84,11 @@ def build_app(
         return Response(status_code=_CLIENT_GONE)
 
     async def complete(request: Request) -> Response:
-        api = _APIS[request.url.path]
+        schema, whole, events = _APIS[request.url.path]
         session = _session_of(request, sessions)
 
         def read(body: Body) -> tuple[Body, TurnPlan]:
-            return body, session.plan(api.read(body, ignored))
+            return body, session.plan(read_query(schema, body, ignored))
 
         try:
             body, plan = await bodies.process(request, read)
@@ -91,9 +98,10 @@ def build_app(
         # Refusals have a status of their own, so all of them come before a stream begins.
         answering = session.answer(plan)
         if body.get("stream"):
-            return _EventStream(session, answering, _events(api, body, answering))
+            written = _written(answering, lambda reply: events(body, reply))
+            return _EventStream(session, answering, written)
         reply = await _while_connected(request, session, answering)
-        return Response(status_code=_CLIENT_GONE) if reply is None else JSONResponse(api.whole(body, reply))
+        return Response(status_code=_CLIENT_GONE) if reply is None else JSONResponse(whole(body, reply))
 
     for path in _APIS:
         app.add_api_route(path, complete, methods=["POST"])
@@ -103,7 +111,8 @@ def build_app(
         session = _session_of(request, sessions)
 
         def count(body: Body) -> int:
-            return len(session.plan(anthropic_messages.read_query(body, ignored)).token_ids)
+            query = read_query(anthropic_messages.MessagesRequest, body, ignored)
+            return len(session.plan(query).token_ids)
 
         return {"input_tokens": await bodies.process(request, count)}
 
@@ -177,11 +186,13 @@ class _EventStream(StreamingResponse):
             self._answering.cancel()
 
 
-async def _events(api: _Api, body: Body, answering: asyncio.Task[TurnReply]) -> AsyncIterator[str]:
+async def _written(
+    answering: asyncio.Task[TurnReply], events: Callable[[TurnReply], Iterator[str]]
+) -> AsyncIterator[str]:
     # Comments keep the connection alive. The answer is sent when it is complete.
     while not (await asyncio.wait({answering}, timeout=_ALIVE_S))[0]:
         yield ": waiting for the model\n\n"
-    for event in api.events(body, answering.result()):
+    for event in events(answering.result()):
         yield event
 
 

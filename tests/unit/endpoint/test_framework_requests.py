@@ -18,6 +18,7 @@ from megarl.config.schema import AgentConfig
 from megarl.endpoint import openai_chat
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.endpoint.request_fields import read_query
 from megarl.endpoint.session import AgentSession, SampledTurn
 from megarl.rollout.tool_calls import call_format
 
@@ -45,7 +46,7 @@ def play(bodies: Sequence[dict[str, Any]], turns: Sequence[str], ignored: Sequen
     )
 
     async def ask(body: dict[str, Any]) -> None:
-        await session.answer(session.plan(openai_chat.read_query(body, ignored)))
+        await session.answer(session.plan(read_query(openai_chat.ChatRequest, body, ignored)))
 
     for body in bodies:
         asyncio.run(ask(body))
