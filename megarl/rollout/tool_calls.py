@@ -35,18 +35,12 @@ def call_format(
     agent: AgentConfig, tools: Sequence[Schema] | None, opens_thinking: bool
 ) -> tuple[CallParser, CallTags | None]:
     """Return the parser of `call_parser`, and the tags around a call if the format has its own."""
-    if agent.parser is None:
-        tags = CallTags(OPEN, CLOSE)
-        parse = parse_outside_thinking(
-            parse_calls, tags, agent.calls_in_thinking, opens_thinking=opens_thinking
-        )
-        return parse, tags
-
-    parser = sglang_parser(agent.parser, tools)
-    parse = parse_outside_thinking(
-        parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking
-    )
-    return parse, parser.tags
+    parse: CallParser = parse_calls
+    tags: CallTags | None = CallTags(OPEN, CLOSE)
+    if agent.parser is not None:
+        parse = sglang_parser(agent.parser, tools)
+        tags = parse.tags
+    return parse_outside_thinking(parse, tags, agent.calls_in_thinking, opens_thinking=opens_thinking), tags
 
 
 def example_call(tool: Schema) -> ToolCall:

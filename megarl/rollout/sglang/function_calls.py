@@ -16,7 +16,6 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,10 +117,10 @@ class SGLangParser:
         for detector, pattern, spelling in _SPELLINGS:
             text = re.sub(pattern, spelling, text) if self._detector == detector else text
         form = FORMATS.get(self._name)
-        tagged = TaggedCalls() if form is None else read_tagged(text, form)
+        tagged = None if form is None else TaggedCalls(text, form)
 
         # Only the calls before the first problem are those that the model wrote.
-        if tagged.bad_tag is not None:
+        if tagged is not None and tagged.bad_tag is not None:
             problem = (
                 f"{tagged.bad_tag} may not stand in or after a value of a call of the form {self._name!r}"
             )
@@ -130,9 +129,10 @@ class SGLangParser:
             problem = f"{self._begin} and {self._end} may not stand in a call of the form {self._name!r}"
             return [*self(text[:start]), unreadable(problem)]
 
-        num_begun = text.count(self._begin) if self._begin and form is None else tagged.num_begun
-        calls = self._parsed(text, num_begun)
-        if form is None or len(calls) != len(tagged.values):
+        if tagged is None or form is None:
+            return self._parsed(text, text.count(self._begin) if self._begin else 0)
+        calls = self._parsed(text, tagged.num_begun)
+        if len(calls) != len(tagged.values):
             return calls
         return [_checked(call, values, form) for call, values in zip(calls, tagged.values, strict=True)]
 
@@ -239,36 +239,6 @@ FORMATS: Mapping[str, TagFormat] = {
 }
 
 
-@dataclass
-class TaggedCalls:
-    """The calls of a text.
-
-    Attributes:
-        values: The raw values of each call, as pairs of key and text.
-        num_blocks: Outermost containers that begin.
-        bad_tag: The first tag that is not where the format has it; None if all are.
-        bad_from: Where the outermost container with this tag begins.
-    """
-
-    values: list[list[tuple[str, str]]] = field(default_factory=list)
-    num_blocks: int = 0
-    bad_tag: str | None = None
-    bad_from: int = 0
-
-    @property
-    def num_begun(self) -> int:
-        """The least number of calls that the text attempts."""
-        return max(self.num_blocks, len(self.values))
-
-
-def read_tagged(text: str, form: TagFormat) -> TaggedCalls:
-    """Read the calls of a text up to the first tag that is not where the format has it.
-
-    A closing tag also closes the tags inside, because models leave some of them out.
-    """
-    return _Reader(form).read(text)
-
-
 def lost_value(values: Sequence[tuple[str, str]], arguments: Any, form: TagFormat) -> str | None:
     """Describe a raw value that a parser has lost or changed, or return None.
 
@@ -300,36 +270,52 @@ def _plain(raw: str, form: TagFormat) -> str:
     return raw.strip()
 
 
-class _Reader:
-    """Reads a text tag by tag. `_open` has the tags that are open, as numbers of `_tags`, outermost first."""
+class TaggedCalls:
+    """The calls of a text, up to the first tag that is not where the format has it.
 
-    def __init__(self, form: TagFormat) -> None:
+    A closing tag also closes the tags inside, because models leave some of them out.
+
+    Attributes:
+        values: The raw values of each call, as pairs of key and text.
+        bad_tag: The first tag that is not where the format has it; None if all are.
+        bad_from: Where the outermost container with this tag begins.
+    """
+
+    def __init__(self, text: str, form: TagFormat) -> None:
+        self.values: list[list[tuple[str, str]]] = []
+        self.bad_tag: str | None = None
+        self.bad_from = 0
         self._tags = [*form.containers, form.value, *([form.key] if form.key else [])]
         self._num_containers = len(form.containers)
-        self._pattern = re.compile(
+        self._num_blocks = 0  # outermost containers that begin
+        self._open: list[int] = []  # tags that are open, as numbers of `_tags`, outermost first
+        self._key = ""
+        self._begun: int | None = None  # where the last outermost container begins
+        self._has_values = False  # since the last container was opened
+        self._read(text)
+
+    @property
+    def num_begun(self) -> int:
+        """The least number of calls that the text attempts."""
+        return max(self._num_blocks, len(self.values))
+
+    def _read(self, text: str) -> None:
+        pattern = re.compile(
             "<(?P<close>/?)(?:"
             + "|".join(f"(?P<tag{number}>{tag})" for number, tag in enumerate(self._tags))
             + r")(?P<rest>(?:[=\s:/][^<>]*)?)>"
         )
-        self._calls = TaggedCalls()
-        self._open: list[int] = []
-        self._key = ""
-        self._begun: int | None = None  # where the last outermost container begins
-        self._has_values = False  # since the last container was opened
-
-    def read(self, text: str) -> TaggedCalls:
         end = 0
-        for tag in self._pattern.finditer(text):
+        for tag in pattern.finditer(text):
             number = next(index for index in range(len(self._tags)) if tag[f"tag{index}"] is not None)
             # In a value, all tags are text but those that close it, or a tag around it.
             if self._is_in_value and not (tag["close"] and number in self._open):
                 continue
             if not self._takes(number, tag, text[end : tag.start()]):
-                self._calls.bad_tag = tag[0]
-                self._calls.bad_from = self._begun or 0
+                self.bad_tag = tag[0]
+                self.bad_from = self._begun or 0
                 break
             end = tag.end()
-        return self._calls
 
     @property
     def _is_in_value(self) -> bool:
@@ -349,9 +335,9 @@ class _Reader:
             return self._opens_value(number, tag["rest"])
         if not self._open:
             self._begun = tag.start()
-            self._calls.num_blocks += 1
+            self._num_blocks += 1
         if number == self._num_containers - 1:
-            self._calls.values.append([])
+            self.values.append([])
         self._has_values = False
         if not tag["rest"].endswith("/"):
             self._open.append(number)
@@ -365,7 +351,7 @@ class _Reader:
         return True
 
     def _opens_value(self, number: int, rest: str) -> bool:
-        if not self._open or not self._calls.values:
+        if not self._open or not self.values:
             return self._begun is None
         if named := re.search(r"(?:\bname\s*=\s*|^\s*=)[\"']?([^\"'>]*)", rest):
             self._key = named[1].strip()
@@ -375,6 +361,6 @@ class _Reader:
 
     def _end_value(self, text: str) -> None:
         if self._open[-1] == self._num_containers:
-            self._calls.values[-1].append((self._key, text))
+            self.values[-1].append((self._key, text))
         else:
             self._key = text.strip()

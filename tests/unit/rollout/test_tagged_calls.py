@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megarl.rollout.sglang.function_calls import FORMATS, TagFormat, lost_value, read_tagged
+from megarl.rollout.sglang.function_calls import FORMATS, TagFormat, TaggedCalls, lost_value
 from tests import fork_server
 from tests.fork_server.client import SGLANG
 
@@ -188,7 +188,7 @@ FUNCTION = FORMATS["qwen3_coder"]
     ],
 )
 def test_tags_are_read(text: str, values: list[list[tuple[str, str]]], bad_tag: str | None) -> None:
-    read = read_tagged(text, FUNCTION)
+    read = TaggedCalls(text, FUNCTION)
     assert (read.values, read.bad_tag) == (values, bad_tag)
 
 
