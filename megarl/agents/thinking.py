@@ -26,11 +26,8 @@ class CallTags(NamedTuple):
     end: str = ""
 
 
-class TurnPart(NamedTuple):
-    """A part of a turn, without the thinking tags around it."""
-
-    text: str
-    is_thinking: bool
+# The text of a part of a turn, without the thinking tags around it, and whether it is thinking.
+TurnPart = tuple[str, bool]
 
 
 def parse_outside_thinking(
@@ -51,9 +48,9 @@ def parse_outside_thinking(
     def read(text: str) -> list[ToolCall | CallError]:
         parts = split_thinking(text, tags, opens_thinking=opens_thinking)
         if calls_in_thinking is CallsInThinking.ignore:
-            return list(parse("".join(part.text for part in parts if not part.is_thinking)))
+            return list(parse("".join(part for part, is_thinking in parts if not is_thinking)))
         # Parse each part by itself: in thinking, only well-formed calls count.
-        found = [(part.is_thinking, each) for part in parts for each in parse(part.text)]
+        found = [(is_thinking, each) for part, is_thinking in parts for each in parse(part)]
         return [each for is_thinking, each in found if not (is_thinking and isinstance(each, CallError))]
 
     return read
@@ -66,22 +63,17 @@ def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = F
     again. Such thinking needs both tags: a `<think>` without an end tag is treated as ordinary text.
     """
     thinking, rest = split_thinking_off(text, opens_thinking=opens_thinking)
-    parts = [TurnPart(thinking, is_thinking=True)]
+    parts = [(thinking, True)]
     start = len(text) - len(rest)
     is_thinking = False
 
     while start < len(text):
-        if is_thinking:
-            end = _find(text, END_THINK, start)
-            parts.append(TurnPart(text[start:end], is_thinking=True))
-            start = end + len(END_THINK)
-        else:
-            end = _next_thinking(text, tags, start)
-            parts.append(TurnPart(text[start:end], is_thinking=False))
-            start = end + len(THINK)
+        end = _find(text, END_THINK, start) if is_thinking else _next_thinking(text, tags, start)
+        parts.append((text[start:end], is_thinking))
+        start = end + len(END_THINK if is_thinking else THINK)
         is_thinking = not is_thinking
 
-    return [part for part in parts if part.text]
+    return [part for part in parts if part[0]]
 
 
 def _next_thinking(text: str, tags: CallTags | None, start: int) -> int:

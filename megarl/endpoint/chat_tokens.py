@@ -6,7 +6,6 @@ import re
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,12 +24,8 @@ _TOKEN_BYTES = 100  # of a token in a request, on average, at most
 _FIELD_BYTES = 1 << 20  # of a request without its texts, such as ids and the names of fields
 
 
-class _OfTools(NamedTuple):
-    """The template and the parser for one set of tools."""
-
-    template: TurnTemplate
-    parse: CallParser
-    tags: CallTags | None
+# The template, the parser and the tags of calls for one set of tools.
+_OfTools = tuple[TurnTemplate, CallParser, CallTags | None]
 
 
 class ChatTokens:
@@ -48,7 +43,7 @@ class ChatTokens:
         self._tokenizer = tokenizer
         self._call_format = call_format
         self._of_tools: dict[str, _OfTools] = {}
-        self._known(None).template.check()
+        self._template(None).check()
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
         """Return the tokens of a whole conversation.
@@ -62,11 +57,11 @@ class ChatTokens:
         self, written: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] | None
     ) -> list[int]:
         """Return the tokens of messages that follow `written`. Raises ValueError as `begin`."""
-        return self._known(tools).template.bridge_from(written, messages)
+        return self._template(tools).bridge_from(written, messages)
 
     def plain(self, token_ids: Sequence[int], tools: Sequence[Schema] | None) -> str:
         """Return the text of a turn without its end token."""
-        return self._known(tools).template.read(list(token_ids))
+        return self._template(tools).read(list(token_ids))
 
     def read(
         self, token_ids: Sequence[int], text: str, tools: Sequence[Schema] | None
@@ -79,16 +74,16 @@ class ChatTokens:
         Returns:
             `text`, `reasoning`, `num_reasoning` and `calls` of SampledChoice.
         """
-        known = self._known(tools)
-        parts = split_thinking(text, known.tags, opens_thinking=known.template.opens_thinking)
-        visible = "".join(part.text for part in parts if not part.is_thinking)
-        reasoning = "".join(part.text for part in parts if part.is_thinking).strip()
+        template, parse, tags = self._known(tools)
+        parts = split_thinking(text, tags, opens_thinking=template.opens_thinking)
+        visible = "".join(part for part, is_thinking in parts if not is_thinking)
+        reasoning = "".join(part for part, is_thinking in parts if is_thinking).strip()
         num_reasoning = self._num_thinking(list(token_ids), text, parts) if reasoning else 0
-        calls = [each for each in known.parse(text) if isinstance(each, ToolCall)] if tools else []
+        calls = [each for each in parse(text) if isinstance(each, ToolCall)] if tools else []
 
         # Templates put line breaks around calls and after thinking, which are not part of the answer.
         if calls:
-            visible = _without_calls(visible, known).strip()
+            visible = _without_calls(visible, parse, tags).strip()
         elif reasoning:
             visible = visible.strip()
         written = [WrittenCall(f"call_{uuid.uuid4().hex[:24]}", *call) for call in calls]
@@ -120,20 +115,24 @@ class ChatTokens:
 
         count = 0
         end = 0
-        for part in parts:
-            begin = text.index(part.text, end)
-            end = begin + len(part.text)
-            if part.is_thinking:
+        for part, is_thinking in parts:
+            begin = text.index(part, end)
+            end = begin + len(part)
+            if is_thinking:
                 begin -= len(THINK) * text[:begin].endswith(THINK)
                 end += len(END_THINK) * text[end:].startswith(END_THINK)
                 count += num_tokens(end) - num_tokens(begin)
         return count
 
+    def _template(self, tools: Sequence[Schema] | None) -> TurnTemplate:
+        template, *_ = self._known(tools)
+        return template
+
     def _known(self, tools: Sequence[Schema] | None) -> _OfTools:
         key = tools_key(tools)
         if key not in self._of_tools:
             template = TurnTemplate(self._tokenizer, _listed(tools))
-            self._of_tools[key] = _OfTools(template, *self._call_format(tools, template.opens_thinking))
+            self._of_tools[key] = (template, *self._call_format(tools, template.opens_thinking))
         return self._of_tools[key]
 
 
@@ -141,14 +140,14 @@ def _listed(tools: Sequence[Schema] | None) -> list[dict] | None:
     return [dict(tool) for tool in tools] if tools else None
 
 
-def _without_calls(text: str, known: _OfTools) -> str:
+def _without_calls(text: str, parse: CallParser, tags: CallTags | None) -> str:
     """Remove the calls that can be read from a text. A format without delimiters is nothing but calls."""
-    if known.tags is None:
+    if tags is None:
         return ""
-    end = re.escape(known.tags.end) if known.tags.end else r"\Z"
+    end = re.escape(tags.end) if tags.end else r"\Z"
     return re.sub(
-        f"{re.escape(known.tags.begin)}.*?{end}",
-        lambda found: "" if any(isinstance(each, ToolCall) for each in known.parse(found[0])) else found[0],
+        f"{re.escape(tags.begin)}.*?{end}",
+        lambda found: "" if any(isinstance(each, ToolCall) for each in parse(found[0])) else found[0],
         text,
         flags=re.DOTALL,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.agents.protocol import CallError, ToolCall
-from megarl.agents.thinking import CallTags, TurnPart, split_thinking
+from megarl.agents.thinking import CallTags, split_thinking
 from megarl.config.schema import AgentConfig, CallsInThinking
 from megarl.rollout.tool_calls import call_parser
 
@@ -77,16 +77,16 @@ def test_ignoring_is_the_default() -> None:
 def test_parts_without_tags_of_calls() -> None:
     text = "<think>a</think>b<think>c</think><think>d"
     parts = [
-        TurnPart("a", is_thinking=True),
-        TurnPart("b", is_thinking=False),
-        TurnPart("c", is_thinking=True),
-        TurnPart("<think>d", is_thinking=False),
+        ("a", True),
+        ("b", False),
+        ("c", True),
+        ("<think>d", False),
     ]
     assert split_thinking(text, None) == parts
     assert split_thinking("x[1]<think>b</think>", CallTags("[CALLS]")) == [
-        TurnPart("x[1]", is_thinking=False),
-        TurnPart("b", is_thinking=True),
+        ("x[1]", False),
+        ("b", True),
     ]
     assert split_thinking("[CALLS]<think>b</think>", CallTags("[CALLS]")) == [
-        TurnPart("[CALLS]<think>b</think>", is_thinking=False)
+        ("[CALLS]<think>b</think>", False)
     ]
