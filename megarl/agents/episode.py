@@ -32,11 +32,9 @@ class EpisodeLimits:
     max_attempts: int = 2
 
 
-class TurnPosition(NamedTuple):
-    """The position of an episode. Requests carry it and results return it, so late results are recognized."""
-
-    attempt: int
-    turn: int
+# The attempt and the turn of an episode. Requests carry it and results return it, so late results are
+# recognized.
+TurnPosition = tuple[int, int]
 
 
 class WriteTurn(NamedTuple):
@@ -100,25 +98,20 @@ class Episode:
         written = self.trajectory
         if written.end is not None:
             return None
-        place = TurnPosition(self.attempt, written.num_turns)
+        turn = written.num_turns
 
         if written.segments and written.segments[-1].author is Author.model:
             # num_turns already counts the turn that awaits its answer.
-            turn = place._replace(turn=place.turn - 1)
-            return AnswerTurn(
-                turn,
-                written.segments[-1].token_ids.tolist(),
-                is_last=written.num_turns == self._limits.max_turns,
-            )
+            token_ids = written.segments[-1].token_ids.tolist()
+            return AnswerTurn((self.attempt, turn - 1), token_ids, is_last=turn == self._limits.max_turns)
 
         # Otherwise the model writes the next turn within the remaining token budget.
         room = self._limits.max_tokens - self._num_tokens
         at_most = self._limits.max_turn_tokens
         token_ids = [*written.prompt, *written.token_ids.tolist()]
 
-        return WriteTurn(
-            place, token_ids, room if at_most is None else min(room, at_most), self._turn_seed(place.turn)
-        )
+        max_new_tokens = room if at_most is None else min(room, at_most)
+        return WriteTurn((self.attempt, turn), token_ids, max_new_tokens, self._turn_seed(turn))
 
     def _turn_seed(self, turn: int) -> int:
         """Return the seed of a turn. The first turn uses the seed of a sample without an environment."""

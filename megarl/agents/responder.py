@@ -62,10 +62,9 @@ class Responder:
     async def answer(self, turn: AnswerTurn) -> tuple[list[int], Reply]:
         """Return the tokens of the answer (see Episode.answered), and the reply that they encode."""
         text = self._tokens.read(turn.token_ids)
-        with self._explained(f"respond, in turn {turn.place.turn + 1}"):
-            reply = await self._environment.respond(
-                Turn(turn.place.turn, text, self._parse(text), turn.is_last)
-            )
+        _, number = turn.place
+        with self._explained(f"respond, in turn {number + 1}"):
+            reply = await self._environment.respond(Turn(number, text, self._parse(text), turn.is_last))
             _refuse_bad_reply(reply)
             # A tool's text may contain code points that no tokenizer can encode, possibly chosen by the
             # policy. This must not end the run.

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.agents.episode import AnswerTurn, TurnPosition
+from megarl.agents.episode import AnswerTurn
 from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import Environment, Message, Schema, SessionTool, Task, Tool
 from megarl.agents.responder import EnvironmentFailedError, Responder
@@ -167,9 +167,7 @@ def try_agent(agent: AgentConfig, task: Task | None) -> tuple[list[dict[str, Any
         await responder.start()
 
         try:
-            _, reply = await responder.answer(
-                AnswerTurn(TurnPosition(0, 0), [0], is_last=agent.max_turns == 1)
-            )
+            _, reply = await responder.answer(AnswerTurn((0, 0), [0], is_last=agent.max_turns == 1))
         finally:
             await responder.close()
 

@@ -101,20 +101,21 @@ class ResponsesRequest(ConversationFields):
 def _append(messages: list[Message], item: RequestFields) -> None:
     """Append an item. Text and calls of one answer are items of their own, and become one message."""
     last: Message = messages[-1] if messages else {"role": None}
-    if isinstance(item, _Text):
-        role = "system" if item.role == "developer" else item.role
-        if role == last["role"] == "assistant" and "tool_calls" in last:
-            last["content"] += item.content
-        else:
-            messages.append({"role": role, "content": item.content})
-    elif isinstance(item, _Call):
-        if last["role"] != "assistant":
-            last = {"role": "assistant", "content": ""}
-            messages.append(last)
-        call = call_of(item.call_id, item.name, item.arguments)
-        last.setdefault("tool_calls", []).append(call)
-    elif isinstance(item, _Result):
-        messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+    match item:
+        case _Text():
+            role = "system" if item.role == "developer" else item.role
+            if role == last["role"] == "assistant" and "tool_calls" in last:
+                last["content"] += item.content
+            else:
+                messages.append({"role": role, "content": item.content})
+        case _Call():
+            if last["role"] != "assistant":
+                last = {"role": "assistant", "content": ""}
+                messages.append(last)
+            call = call_of(item.call_id, item.name, item.arguments)
+            last.setdefault("tool_calls", []).append(call)
+        case _Result():
+            messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
 
 
 # ---- answers

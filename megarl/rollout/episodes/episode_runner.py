@@ -55,7 +55,7 @@ class _Running:
         episode: Its state; None for an agent program, which has it in its process.
         attempt: Number of restarts of an agent program after its process was lost.
         turns: The scheduler's number of each turn that an engine generates. An agent program may ask for
-            several; they are named by the numbers of its requests.
+            several, by the numbers of its requests; an episode of tools has one, 0.
         replica: Replica that generated the last turn.
         waits_since_s: Since when no engine works for it; None while one does.
         waited_s: How long no engine worked for it before that.
@@ -298,13 +298,14 @@ class TurnRunner(EpisodeRunner):
 
         if isinstance(step, WriteTurn):
             deliver = partial(self._wrote, number, step.place)
-            running.turns[step.place.turn] = self._generate(
+            running.turns[0] = self._generate(
                 running, step.token_ids, step.max_new_tokens, step.seed, deliver
             )
         elif isinstance(step, AnswerTurn):
             running.waits_since_s = self._clock()
             # After a restart, the episode begins with its first turn again.
-            task = running.request.task if step.place.turn == 0 else None
+            _, turn = step.place
+            task = running.request.task if turn == 0 else None
             self.environments.order(TurnOrder(number, task, step))
         else:
             assert running.replica is not None, "the model has written"

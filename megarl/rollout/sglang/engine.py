@@ -425,13 +425,10 @@ class SGLangEngine(RolloutEngine):
         self._call("continue_generation", torch_empty_cache=False)
         self._is_paused = False
 
-    def _try_to_flush(self) -> bool:
-        return self._wait_for(self.backend.flush_cache(), self.health_limit_s)
-
     def _flush(self) -> None:
         """Flush the cache once SGLang has processed the pause and the aborts of requests."""
         start_s = time.monotonic()
-        while not self._try_to_flush():
+        while not self._wait_for(self.backend.flush_cache(), self.health_limit_s):
             if time.monotonic() - start_s > self.health_limit_s:
                 raise EngineDeadError(
                     f"SGLang has not emptied its cache within {self.health_limit_s:g} s: it still has "

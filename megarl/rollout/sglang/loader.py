@@ -69,34 +69,35 @@ class RankLoader:
 
     def answer(self, model: Any, rank: int, command: str, arguments: dict[str, Any]) -> Any:
         """Execute a command. Raises WeightTransferError."""
-        if command == "prepare":
-            return self._prepare(model, arguments["manifest"])
-        if command == "zero":
-            self._must_zero = True
-            self._follow(model)
-            return self._zero_padding(model)
+        match command:
+            case "prepare":
+                return self._prepare(model, arguments["manifest"])
+            case "zero":
+                self._must_zero = True
+                self._follow(model)
+                return self._zero_padding(model)
+            case "join":
+                link = EngineLink.decode(arguments["links"][rank])
+                return self._receiver.join(link, self._plan.slices, self._places)
+            case "receive":
+                # The first call of an update prepares the receiver; later ones continue where it stopped.
+                if arguments["is_first"]:
+                    self._begin(model, arguments["first_round"], arguments["folder"])
+                # A rank that has received everything only takes part in the call.
+                return rank not in arguments["ranks"] or self._receive(model)
+            case "leave":
+                return self._receiver.leave()
+            case "meet":
+                return None
+            case "checksums":
+                return self._checksums(model)
+            case "draft_checksums":
+                return draft_checksums(model, self._plan)
+            case _:
+                raise AssertionError(command)
 
-        if command == "join":
-            return self._receiver.join(
-                EngineLink.decode(arguments["links"][rank]), self._plan.slices, self._places
-            )
-
-        if command == "receive":
-            # The first call of an update prepares the receiver; later ones continue where it stopped.
-            if arguments["is_first"]:
-                self._begin(model, arguments["first_round"], arguments["folder"])
-            # A rank that has received everything only takes part in the call.
-            return rank not in arguments["ranks"] or self._receive(model)
-
-        if command == "leave":
-            return self._receiver.leave()
-        if command == "meet":
-            return None
-        if command == "draft_checksums":
-            return draft_checksums(model, self._plan)
-        assert command == "checksums", command
+    def _checksums(self, model: Any) -> dict[str, list[list[Any]]]:
         self._follow(model)
-
         return {
             name: [[*encode_slice(tensor_slice), part] for tensor_slice, part in tensor.checksums()]
             for name, tensor in self._plan.tensors.items()

@@ -45,9 +45,9 @@ def answer(of: Episode, token_ids: list[int], **more: object) -> bool:
 
 def test_tokens_with_their_authors_log_probs_versions_and_rewards() -> None:
     played = episode()
-    assert played.next == WriteTurn(TurnPosition(0, 0), PROMPT, 20, 5)
+    assert played.next == WriteTurn((0, 0), PROMPT, 20, 5)
     write(played, [10, 11])
-    assert played.next == AnswerTurn(TurnPosition(0, 0), [10, 11], is_last=False)
+    assert played.next == AnswerTurn((0, 0), [10, 11], is_last=False)
     answer(played, [20, 21, 22], reward=0.5, num_calls=2, errors=[BUSY], tool_s=0.25)
     second = played.next
     assert isinstance(second, WriteTurn)
@@ -114,12 +114,12 @@ def test_a_turn_has_a_limit_of_its_own() -> None:
 
 def test_an_answer_that_takes_too_long_ends_an_episode_with_what_the_model_wrote() -> None:
     played = episode()
-    assert not played.timed_out(TurnPosition(0, 0))  # nothing was requested yet
+    assert not played.timed_out((0, 0))  # nothing was requested yet
     write(played, [10])
-    assert not played.timed_out(TurnPosition(0, 1))
-    assert played.timed_out(TurnPosition(0, 0))
+    assert not played.timed_out((0, 1))
+    assert played.timed_out((0, 0))
     assert (played.trajectory.token_ids.tolist(), played.trajectory.end) == ([10], EpisodeEnd.time)
-    assert not played.timed_out(TurnPosition(0, 0))
+    assert not played.timed_out((0, 0))
 
 
 def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up() -> None:
@@ -132,7 +132,7 @@ def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up
     assert played.lost_environment(0)
     assert not played.lost_environment(0)  # a duplicate
     assert not played.answered(late.place, [20], Reply())  # from the lost environment
-    assert played.next == WriteTurn(TurnPosition(1, 0), PROMPT, limits.max_tokens, seeds[0])
+    assert played.next == WriteTurn((1, 0), PROMPT, limits.max_tokens, seeds[0])
     with pytest.raises(EpisodeDroppedError, match="lost 2 times, in turn 0"):
         played.lost_environment(1)
 
@@ -161,7 +161,7 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
                 played.timed_out(step.place)
             elif event == "lost" and draw.random() < 0.3:
                 try:
-                    assert played.lost_environment(step.place.attempt)
+                    assert played.lost_environment(step.place[0])
                 except EpisodeDroppedError:
                     break
                 sent = None

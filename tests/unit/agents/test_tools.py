@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from megarl.agents.episode import AnswerTurn, TurnPosition
+from megarl.agents.episode import AnswerTurn
 from megarl.agents.function_tool import FunctionTool, function_schema
 from megarl.agents.protocol import (
     BrokenToolError,
@@ -253,7 +253,7 @@ def answered(environment: Environment, text: str, template: str = CHATML) -> str
     async def play() -> str:
         await responder.start()
         written = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        token_ids, reply = await responder.answer(AnswerTurn(TurnPosition(0, 0), written, is_last=False))
+        token_ids, reply = await responder.answer(AnswerTurn((0, 0), written, is_last=False))
         assert str(reply.messages).encode()  # it can be encoded
         await responder.close()
         return str(tokenizer.decode(token_ids))

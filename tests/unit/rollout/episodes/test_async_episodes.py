@@ -102,7 +102,7 @@ class ScriptedEnvironments:
         if order.task is not None:
             self._seeds[number] = order.task.seed
         prompt = self._seeds[number]
-        is_done = place.turn + 1 == turns_of(self.prompts[prompt])
+        is_done = place[1] + 1 == turns_of(self.prompts[prompt])
         reply = Reply(reward=0.25, is_done=is_done, num_calls=1, tool_s=0.5)
         seconds = SLOW_S if self.prompts[prompt] == SLOW else 0.03 * (1 + number % 3)
 

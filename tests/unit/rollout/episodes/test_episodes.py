@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, TurnPosition, WriteTurn
+from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, WriteTurn
 from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import CallError, CallErrorKind, Reply, Task
 from megarl.agents.responder import Responder
@@ -589,8 +589,8 @@ def test_a_task_is_sent_once_to_each_process_of_its_episode(tmp_path: Path, deat
         assert rollout.environments.num_restarts == len(deaths)
         assert made.non_tensor_batch["num_turns"].tolist() == [1, 1, 2, 2, 3, 3, 3, 3]
         # The first turn of each attempt has the task, and no other turn has it.
-        assert {order.turn.place.turn == 0 for order in writing.orders if order.task} == {True}
-        assert all(order.task for order in writing.orders if order.turn.place.turn == 0)
+        assert {order.turn.place[1] == 0 for order in writing.orders if order.task} == {True}
+        assert all(order.task for order in writing.orders if order.turn.place[1] == 0)
         later.append(sorted(len(pickle.dumps(order)) for order in writing.orders if not order.task))
         tasks = [len(pickle.dumps(order)) for order in writing.orders if order.task]
         assert min(tasks) > size
@@ -622,7 +622,7 @@ def test_an_episode_that_ends_while_its_turn_waits_gets_no_environment() -> None
 
     async def play() -> list[TurnReport]:
         server = EnvironmentServer(lambda task: Slow(task.extra_info["name"]), 30.0, 1)  # type: ignore[arg-type, return-value]
-        first, second = (AnswerTurn(TurnPosition(0, turn), [1], is_last=False) for turn in (0, 1))
+        first, second = (AnswerTurn((0, turn), [1], is_last=False) for turn in (0, 1))
 
         def task(name: str) -> Task:
             return Task(extra_info={"name": name})
