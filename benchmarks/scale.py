@@ -215,7 +215,7 @@ class Generating:
         return self
 
     def totals(self) -> SchedulerTotals:
-        return SchedulerTotals((0,), 0, 0, (0.0,), 0, 0.0, 0.0)
+        return SchedulerTotals([0], 0, 0, [0.0], 0, 0.0, 0.0)
 
 
 class Weights:

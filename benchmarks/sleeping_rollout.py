@@ -35,7 +35,7 @@ from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
 from megarl.rollout.driver.sample_groups import GroupRules
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
 from megarl.rollout.staleness import StalenessController
 from megarl.weights.plan import TensorSlices
@@ -205,8 +205,14 @@ def _rollout() -> Generator[tuple[Rollout, RolloutWeights]]:
         [ReplicaPlace(part) for part in pool.split()], SleepingEngine, restart_limit=0, phase_time_limit_s=600
     )
     weights = RolloutWeights(FolderWeights(Path("unread"), {}), replicas, OffloadSchedule())
-    limits = RolloutLimits(max_concurrency=SLOTS, answer_limit_s=600, sample_limit_s=600)
-    scheduler = RequestScheduler(replicas, weights.readmit, limits, can_readmit=weights.can_readmit)
+    scheduler = RequestScheduler(
+        replicas,
+        weights.readmit,
+        max_concurrency=SLOTS,
+        answer_limit_s=600,
+        sample_limit_s=600,
+        can_readmit=weights.can_readmit,
+    )
     rules = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=LONGEST)
 
     try:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +21,7 @@ from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.plan import RankLocation
@@ -81,10 +82,26 @@ class TestsPusher:
 class StartedRollout(Rollout):
     """A rollout to which a test sends weights, and on whose replicas it performs the roles' operations."""
 
-    def __init__(self, replicas: Replicas, rules: TokenRules, limits: RolloutLimits, seed: int) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        rules: TokenRules,
+        *,
+        max_concurrency: int = 8,
+        answer_limit_s: float = 60.0,
+        sample_limit_s: float = 60.0,
+        seed: int = 0,
+    ) -> None:
         self._pusher = TestsPusher()
         self.weights = weights = RolloutWeights(self._pusher, replicas, OffloadSchedule())
-        scheduler = RequestScheduler(replicas, weights.readmit, limits, can_readmit=weights.can_readmit)
+        scheduler = RequestScheduler(
+            replicas,
+            weights.readmit,
+            max_concurrency=max_concurrency,
+            answer_limit_s=answer_limit_s,
+            sample_limit_s=sample_limit_s,
+            can_readmit=weights.can_readmit,
+        )
         super().__init__(scheduler, weights, rules, seed)
 
     def update_weights(
@@ -134,22 +151,20 @@ def started_rollout(
     num_replicas: int,
     *,
     rules: TokenRules = RULES,
-    max_concurrency: int = 8,
     restart_limit: int = 3,
-    answer_limit_s: float = 60.0,
-    sample_limit_s: float = 60.0,
-    seed: int = 0,
+    **options: Any,
 ) -> Iterator[StartedRollout]:
-    """Start a rollout, whose processes end with the block."""
+    """Start a rollout, whose processes end with the block.
+
+    Args:
+        options: Of StartedRollout.
+    """
     pool = RayResourcePool([num_replicas], use_gpu=False, name="rollout")
     places = [ReplicaPlace(part) for part in pool.split()]
     replicas = Replicas(places, build_engine, restart_limit=restart_limit, phase_time_limit_s=480)
-    limits = RolloutLimits(
-        max_concurrency=max_concurrency, answer_limit_s=answer_limit_s, sample_limit_s=sample_limit_s
-    )
 
     try:
-        yield StartedRollout(replicas, rules, limits, seed)
+        yield StartedRollout(replicas, rules, **options)
     finally:
         replicas.shutdown()
         pool.release()

@@ -15,7 +15,6 @@ import torch
 
 from megarl.config.schema import Transport
 from megarl.rollout.driver.replicas import Replicas
-from megarl.rollout.driver.scheduler import RolloutLimits
 from megarl.rollout.interface import SamplingParameters, plan_requests
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import checksum
@@ -132,9 +131,7 @@ def test_a_killed_scheduler_costs_no_sample(running: Running, models: dict[str, 
 def check_that_it_is_survived(
     replicas: Replicas, weights: dict[str, torch.Tensor], version: int, later: int
 ) -> None:
-    rollout = StartedRollout(
-        replicas, RULES, RolloutLimits(max_concurrency=8, answer_limit_s=60.0, sample_limit_s=60.0), seed=0
-    )
+    rollout = StartedRollout(replicas, RULES)
     requests = plan_requests(
         [[number + 1] for number in range(40)], SamplingParameters(max_new_tokens=10, seed=3)
     )
@@ -177,12 +174,7 @@ def test_the_end_of_one_node_of_an_engine_costs_no_sample(
     )
 
     with started_engine(OVER_NODES, models, restart_limit=2) as replicas:
-        rollout = StartedRollout(
-            replicas,
-            RULES,
-            RolloutLimits(max_concurrency=8, answer_limit_s=60.0, sample_limit_s=60.0),
-            seed=0,
-        )
+        rollout = StartedRollout(replicas, RULES)
         rollout.send(weights, next(versions))
         expected = {key: sample.token_ids.tolist() for key, sample in rollout.stream(requests)}
 

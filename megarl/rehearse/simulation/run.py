@@ -27,7 +27,7 @@ from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer
 from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
 from megarl.rollout.staleness import StalenessController
 
@@ -170,12 +170,13 @@ class Simulation:
         )
 
         # Use the scheduler, controller and buffer of a real run; replace only what takes time.
-        limits = RolloutLimits(max_concurrency=script.slots, answer_limit_s=_NEVER_S, sample_limit_s=_NEVER_S)
         clock = self.clock
         self.scheduler = RequestScheduler(
             self.engines,  # pyrefly: ignore[bad-argument-type]
             self.engines.readmit,
-            limits,
+            max_concurrency=script.slots,
+            answer_limit_s=_NEVER_S,
+            sample_limit_s=_NEVER_S,
             clock=lambda: clock.now_s,
             wait=clock.wait,
         )

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -31,22 +31,6 @@ type Deliver[Output] = Callable[[int, Output], None]  # receives the replica, an
 OnFailure = Callable[[str], None]  # the reason
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutLimits:
-    """Limits of a replica.
-
-    Attributes:
-        max_concurrency: Maximum number of requests in flight at a replica.
-        answer_limit_s: A replica whose process does not respond for this time is considered hung.
-        sample_limit_s: A replica that finishes no sample, or does not start, within this time is considered
-            hung.
-    """
-
-    max_concurrency: int
-    answer_limit_s: float
-    sample_limit_s: float
-
-
 class RequestState(NamedTuple):
     """State of an unfinished request.
 
@@ -64,7 +48,8 @@ class RequestState(NamedTuple):
     waits_for_tools: bool = False
 
 
-class SchedulerTotals(NamedTuple):
+@dataclass
+class SchedulerTotals:
     """Totals since the scheduler was created.
 
     Attributes:
@@ -74,13 +59,13 @@ class SchedulerTotals(NamedTuple):
         busy_s: The time for which each replica had requests.
         num_resent: The requests that were in flight at a replica when it was lost.
         generating_s: The time spent waiting for replicas.
-        now_s: The scheduler's clock.
+        now_s: The scheduler's clock when they were counted.
     """
 
-    num_tokens: tuple[int, ...]
+    num_tokens: list[int]
     num_speculative_tokens: int
     num_verifications: int
-    busy_s: tuple[float, ...]
+    busy_s: list[float]
     num_resent: int
     generating_s: float
     now_s: float
@@ -106,10 +91,12 @@ class RequestScheduler:
     The scheduler makes progress only while `poll` is called, by one thread at a time.
 
     Args:
-        replicas: The replicas.
         readmit: Sends the current weights to a restarted replica. Returns False if the replica died in the
             meantime and is restarted again.
-        limits: Limits of each replica.
+        max_concurrency: Maximum number of requests in flight at a replica.
+        answer_limit_s: A replica whose process does not respond for this time is considered hung.
+        sample_limit_s: A replica that finishes no sample, or does not start, within this time is considered
+            hung.
         can_readmit: Returns whether `readmit` may be called now; otherwise restarted replicas wait. It may
             return False only while another replica works.
         clock: Has the semantics of time.monotonic.
@@ -120,8 +107,10 @@ class RequestScheduler:
         self,
         replicas: Replicas,
         readmit: Callable[[int], bool],
-        limits: RolloutLimits,
         *,
+        max_concurrency: int,
+        answer_limit_s: float,
+        sample_limit_s: float,
         can_readmit: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[Sequence[RemoteFuture[Any]], float], list[RemoteFuture[Any]]] = wait_for_any,
@@ -129,11 +118,12 @@ class RequestScheduler:
         self.replicas = replicas
         self._readmit = readmit
         self._can_readmit = can_readmit
-        self._limits = limits
+        self._answer_limit_s = answer_limit_s
+        self._sample_limit_s = sample_limit_s
         self._clock = clock
         self._wait = wait
         self._numbers = itertools.count()  # Numbers are never reused, so that late samples are recognized.
-        self._queue: RequestRouter[_Pending] = RequestRouter(len(replicas), limits.max_concurrency)
+        self._queue: RequestRouter[_Pending] = RequestRouter(len(replicas), max_concurrency)
 
         # groups that have the requests in flight
         self._groups: list[RoleGroup | None] = [None] * len(replicas)
@@ -145,13 +135,7 @@ class RequestScheduler:
         # unfinished request -> number of replicas that were lost while they had it
         self._losses: Counter[int] = Counter()
         self._last_sample_s = [0.0] * len(replicas)  # or the time of its first request
-        self._num_tokens = [0] * len(replicas)
-        self._num_speculative_tokens = 0
-        self._num_verifications = 0
-        self._busy_s = [0.0] * len(replicas)
-        self._num_resent = 0
-        self._generating_s = 0.0
-        self._counted_s = clock()
+        self._totals = SchedulerTotals([0] * len(replicas), 0, 0, [0.0] * len(replicas), 0, 0.0, clock())
         self.may_readmit = True  # If False, restarted replicas stay without weights.
         self._reported = 0, self.totals()  # the restarts and totals until `drain_metrics` last ran
 
@@ -260,8 +244,8 @@ class RequestScheduler:
         self._last_sample_s = self._last_sample_s[:count] + [0.0] * (count - before)
 
         # The tokens of replicas that left still count.
-        self._num_tokens += [0] * (count - len(self._num_tokens))
-        self._busy_s += [0.0] * (count - len(self._busy_s))
+        self._totals.num_tokens += [0] * (count - len(self._totals.num_tokens))
+        self._totals.busy_s += [0.0] * (count - len(self._totals.busy_s))
 
     # ---- observation
 
@@ -299,23 +283,13 @@ class RequestScheduler:
     def totals(self) -> SchedulerTotals:
         """Return the totals so far. Thread-safe."""
         now_s = self._clock()
-        counted_s = self._counted_s
+        totals = replace(self._totals)
 
         # Add the busy time since the last count, without changing state that belongs to the polling thread.
-        since = [now_s - counted_s if numbers else 0.0 for numbers in self._queue.in_flight()]
-        busy_s = tuple(
-            before + more for before, more in zip_longest(self._busy_s.copy(), since, fillvalue=0.0)
-        )
+        since = [now_s - totals.now_s if numbers else 0.0 for numbers in self._queue.in_flight()]
+        busy_s = [before + more for before, more in zip_longest(totals.busy_s.copy(), since, fillvalue=0.0)]
 
-        return SchedulerTotals(
-            tuple(self._num_tokens),
-            self._num_speculative_tokens,
-            self._num_verifications,
-            busy_s,
-            self._num_resent,
-            self._generating_s,
-            now_s,
-        )
+        return replace(totals, num_tokens=totals.num_tokens.copy(), busy_s=busy_s, now_s=now_s)
 
     def drain_metrics(self) -> dict[str, float]:
         """Return metrics since the last call.
@@ -356,8 +330,8 @@ class RequestScheduler:
         now_s = self._clock()
         for replica in range(len(self.replicas)):
             if self._queue.load(replica):
-                self._busy_s[replica] += now_s - self._counted_s
-        self._counted_s = now_s
+                self._totals.busy_s[replica] += now_s - self._totals.now_s
+        self._totals.now_s = now_s
 
     # ---- steps of a poll
 
@@ -376,7 +350,7 @@ class RequestScheduler:
             is_admissible = replica in self.replicas.starting and self.may_readmit and self._can_readmit()
             task = self._tasks.get(replica)
             if is_admissible and task is None:
-                deadline_s = self._clock() + self._limits.sample_limit_s
+                deadline_s = self._clock() + self._sample_limit_s
                 self._tasks[replica] = _Task(group.ready, deadline_s, is_start=True)
             elif task is not None and task.is_start and not is_admissible:
                 del self._tasks[replica]
@@ -409,8 +383,7 @@ class RequestScheduler:
                 # There are two ways to hang: the process does not respond, or it responds without finishing a
                 # sample.
                 deadline_s = min(
-                    now_s + self._limits.answer_limit_s,
-                    self._last_sample_s[replica] + self._limits.sample_limit_s,
+                    now_s + self._answer_limit_s, self._last_sample_s[replica] + self._sample_limit_s
                 )
                 self._tasks[replica] = _Task(future, deadline_s, is_start=False)
 
@@ -430,7 +403,7 @@ class RequestScheduler:
         limit_s = min(task.deadline_s for task in self._tasks.values()) - start_s
         ended = self._wait([task.future for task in self._tasks.values()], max(0.0, min(limit_s, wait_s)))
         now_s = self._clock()
-        self._generating_s += now_s - start_s
+        self._totals.generating_s += now_s - start_s
         self._count()
 
         for replica, task in list(self._tasks.items()):
@@ -471,7 +444,7 @@ class RequestScheduler:
         self._unsent[replica] = []
         lost = self._queue.requeue(replica)
         self._losses.update(lost)
-        self._num_resent += len(lost)
+        self._totals.num_resent += len(lost)
         return lost
 
     def _describe(self, lost: Collection[int]) -> str:
@@ -514,10 +487,10 @@ class RequestScheduler:
         sample = finished.sample
         check_sample(replica, request, sample)
         self._last_sample_s[replica] = self._clock()
-        self._num_tokens[replica] += len(sample.token_ids)
+        self._totals.num_tokens[replica] += len(sample.token_ids)
         if sample.num_verifications:
-            self._num_speculative_tokens += len(sample.token_ids)
-            self._num_verifications += sample.num_verifications
+            self._totals.num_speculative_tokens += len(sample.token_ids)
+            self._totals.num_verifications += sample.num_verifications
         deliver(replica, sample)
 
 

@@ -20,7 +20,7 @@ from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.scaling import ReplicaScaling
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.engines import build_engine
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
@@ -161,8 +161,15 @@ def start_rollout(
     """Build the rollout role. With an agent, its samples are episodes."""
     agent = config.agent
     seed = config.trainer.seed
+    limit_s = config.trainer.phase_time_limit_s
+    answers_meanwhile = config.rollout.engine.needs.answers_meanwhile
     scheduler = RequestScheduler(
-        replicas, weights.readmit, _rollout_limits(config), can_readmit=weights.can_readmit
+        replicas,
+        weights.readmit,
+        max_concurrency=config.rollout.max_concurrency,
+        answer_limit_s=config.rollout.health_limit_s + _ANSWER_GRACE_S if answers_meanwhile else limit_s,
+        sample_limit_s=limit_s,
+        can_readmit=weights.can_readmit,
     )
 
     if not agent.is_used:
@@ -185,7 +192,7 @@ def start_rollout(
         restart_window_s=config.rollout.restart_window_s,
         hang_limit_s=(agent.harness.time_limit_s if agent.harness.is_used else agent.time_limit_s)
         + _ANSWER_GRACE_S,
-        phase_time_limit_s=config.trainer.phase_time_limit_s,
+        phase_time_limit_s=limit_s,
         wait_for_node_s=node_wait_s(config.recovery),
     )
 
@@ -201,15 +208,3 @@ def start_rollout(
     runner = SessionRunner if agent.harness.is_used else TurnRunner
 
     return EpisodeRollout(runner(scheduler, environments, of_episodes), weights, rules, seed)
-
-
-def _rollout_limits(config: PPOConfig) -> RolloutLimits:
-    rollout = config.rollout
-    limit_s = config.trainer.phase_time_limit_s
-    return RolloutLimits(
-        max_concurrency=rollout.max_concurrency,
-        answer_limit_s=rollout.health_limit_s + _ANSWER_GRACE_S
-        if rollout.engine.needs.answers_meanwhile
-        else limit_s,
-        sample_limit_s=limit_s,
-    )

@@ -10,7 +10,7 @@ import pytest
 from megarl.config.schema import PPOConfig, RolloutConfig, TrainerConfig
 from megarl.machine import clock as clock_module
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.tracking.status import GroupStatus, RunStatus
 from megarl.trainers import run_status
@@ -18,7 +18,7 @@ from megarl.trainers.monitor import Position
 from megarl.trainers.recovery import NoRecovery
 from megarl.trainers.run_status import StatusReader
 
-LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
+LIMITS = {"max_concurrency": 2, "answer_limit_s": 60, "sample_limit_s": 200}
 
 
 class Scene:
@@ -31,7 +31,7 @@ class Scene:
         monkeypatch.setattr(clock_module, "time", time)
         self.engines = ScriptedEngines(self.clock, 2, lambda request: request.prompt[0])
         self.scheduler = RequestScheduler(
-            self.engines, lambda number: True, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait
+            self.engines, lambda number: True, **LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait
         )  # type: ignore[arg-type]
         self.position = Position()
         self.counts: list[tuple[str, dict[str, float]]] = []

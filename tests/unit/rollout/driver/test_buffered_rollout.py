@@ -33,7 +33,7 @@ from megarl.rollout.driver.generation_thread import GenerationThread
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_buffer import FailedPromptsError, NoSignalError
 from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.staleness import StalenessController
 from megarl.trainers.sampling import Sampling
 from tests.fake_engine import plain_sample
@@ -42,7 +42,7 @@ SAMPLING = SamplingConfig(n=2)
 NUM_ROWS = 64
 PROMPTS = 3
 YIELD_S = 0.0005  # of wall time, so that the generation thread does not spin
-LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
+LIMITS = {"max_concurrency": 2, "answer_limit_s": 60, "sample_limit_s": 200}
 
 
 class Prompts:
@@ -204,7 +204,7 @@ def scene(
     scheduler = SchedulerInNoTime(
         engines,  # type: ignore[arg-type]
         weights.readmit,
-        LIMITS,
+        **LIMITS,
         clock=lambda: clock.now_s,
         wait=clock.wait,
     )

@@ -12,7 +12,7 @@ from megarl.config.schema import SamplingConfig
 from megarl.controller.worker import RemoteMethod
 from megarl.rollout.driver.replicas import unshared
 from megarl.rollout.driver.rollout import Rollout, TokenRules, batch_of_samples
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from tests.fake_engine import plain_sample
@@ -147,12 +147,12 @@ class StubWeights:
         raise AssertionError("no replica is restarted")
 
 
-LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=60)
+LIMITS = {"max_concurrency": 2, "answer_limit_s": 60, "sample_limit_s": 60}
 
 
 def rollout(num_replicas: int) -> Rollout:
     weights = StubWeights()
-    scheduler = RequestScheduler(StubReplicas(num_replicas), weights.readmit, LIMITS)  # type: ignore[arg-type]
+    scheduler = RequestScheduler(StubReplicas(num_replicas), weights.readmit, **LIMITS)  # type: ignore[arg-type]
     return Rollout(scheduler, weights, RULES, seed=4)  # type: ignore[arg-type]
 
 

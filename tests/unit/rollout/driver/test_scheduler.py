@@ -9,10 +9,10 @@ import pytest
 
 from megarl.machine.errors import RunError
 from megarl.rehearse.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
-from megarl.rollout.driver.scheduler import RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
 
-LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
+LIMITS = {"max_concurrency": 2, "answer_limit_s": 60, "sample_limit_s": 200}
 
 
 def length_of(request: GenerationRequest) -> int:
@@ -30,7 +30,7 @@ class Scene:
         self.engines = ScriptedEngines(self.clock, num_replicas, length_of, restart_limit=2)
         self.came: list[tuple[float, int]] = []  # when, and the request
         self.scheduler = RequestScheduler(
-            self.engines, self._readmit, LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait
+            self.engines, self._readmit, **LIMITS, clock=lambda: self.clock.now_s, wait=self.clock.wait
         )  # type: ignore[arg-type]
 
     def _readmit(self, replica: int) -> bool:
@@ -71,7 +71,7 @@ def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admit
     scene.scheduler = RequestScheduler(
         scene.engines,
         readmit,
-        LIMITS,
+        **LIMITS,
         can_readmit=can_readmit,
         clock=lambda: scene.clock.now_s,
         wait=scene.clock.wait,
@@ -80,7 +80,7 @@ def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admit
         scene.engines.restart(replica, "lost")
     scene.add(30, 40)
     scene.scheduler.poll(wait_s=0.0)
-    scene.clock.pass_by(LIMITS.sample_limit_s / 2)  # nothing polls, and both start
+    scene.clock.pass_by(LIMITS["sample_limit_s"] / 2)  # nothing polls, and both start
     assert [request for _, request in scene.run()] == [30, 40]
     assert (readmitted, scene.engines.starting) == ([0], {1})
 
@@ -114,10 +114,10 @@ def test_a_replica_that_finishes_nothing_is_replaced_and_its_requests_go_to_the_
     scene.add(999, 150)
     while not scene.engines.restarted:
         scene.scheduler.poll()
-    assert scene.engines.restarted == [(LIMITS.sample_limit_s, 0)]
+    assert scene.engines.restarted == [(LIMITS["sample_limit_s"], 0)]
     assert scene.came == [(150, 150)]
     scene.scheduler.poll(0.1)
-    assert prompts(scene.engines.groups[1])[-1] == (LIMITS.sample_limit_s, [999])
+    assert prompts(scene.engines.groups[1])[-1] == (LIMITS["sample_limit_s"], [999])
     assert scene.scheduler.totals().num_resent == 1
     with pytest.raises(RunError, match="too many"):  # no replica can write it
         scene.run()
@@ -171,7 +171,7 @@ def test_replicas_join_and_leave_and_no_request_is_lost() -> None:
     scene.scheduler.resize()
     assert [request_id for _, request_id in scene.run()] == [20, 30, 40, 50]
     assert scene.scheduler.totals().num_resent == 2
-    assert scene.scheduler.totals().num_tokens == (140, 0)
+    assert scene.scheduler.totals().num_tokens == [140, 0]
 
 
 def test_a_replica_that_somebody_else_replaced_gets_its_requests_again() -> None:

@@ -27,7 +27,7 @@ from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.rollout.driver.sample_groups import GroupRules
-from megarl.rollout.driver.scheduler import RequestScheduler, RequestState, RolloutLimits
+from megarl.rollout.driver.scheduler import RequestScheduler, RequestState
 from megarl.rollout.episodes.episode_runner import TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
@@ -42,7 +42,7 @@ TOLD = [9, 9]  # an environment's result
 SLOW = 7  # the prompt whose environment takes SLOW_S
 SLOW_S = 4.0
 EPISODES = EpisodeLimits(max_turns=3, max_tokens=200, max_attempts=9)
-LIMITS = RolloutLimits(max_concurrency=4, answer_limit_s=60, sample_limit_s=200)
+LIMITS = {"max_concurrency": 4, "answer_limit_s": 60, "sample_limit_s": 200}
 
 
 def turns_of(prompt: int) -> int:
@@ -174,7 +174,9 @@ def stage(
     weights = MadeUpWeights(engines, version)
     environments = ScriptedEnvironments(clock)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=EPISODES.max_tokens)
-    scheduler = RequestScheduler(engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait)  # type: ignore[arg-type]
+    scheduler = RequestScheduler(
+        engines, weights.readmit, **LIMITS, clock=lambda: clock.now_s, wait=clock.wait
+    )  # type: ignore[arg-type]
     runner = RunnerInNoTime(scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     runner.on_update = on_update
     rollout = EpisodeRollout(runner, weights, tokens, seed=0)  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import unshared
 from megarl.rollout.driver.rollout import Rollout, TokenRules
-from megarl.rollout.driver.scheduler import Deliver, RequestScheduler, RolloutLimits
+from megarl.rollout.driver.scheduler import Deliver, RequestScheduler
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout, batch_of_trajectories
@@ -372,8 +372,13 @@ class Writing(RequestScheduler):
     """Stub for the request scheduler: a turn is two tokens, immediately."""
 
     def __init__(self, end_token_id: int) -> None:
-        limits = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
-        super().__init__(Nobody([None]), lambda replica: True, limits)  # type: ignore[arg-type]
+        super().__init__(
+            Nobody([None]),  # type: ignore[arg-type]
+            lambda replica: True,
+            max_concurrency=2,
+            answer_limit_s=60,
+            sample_limit_s=200,
+        )
         self._end = end_token_id
         self._waiting = list[tuple[GenerationRequest, Deliver[Sample]]]()
         self.seen: list[GenerationRequest] = []
