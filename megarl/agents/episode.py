@@ -57,12 +57,8 @@ class AnswerTurn(NamedTuple):
     is_last: bool
 
 
-class EpisodeDroppedError(RuntimeError):
-    """The environment of an episode was lost `max_attempts` times."""
-
-
 class Episode:
-    """The state machine of one episode.
+    """The state machine of one attempt at an episode.
 
     `next` is the next action, or None when the episode is over; `trajectory.end` then gives the reason. An
     event that does not match the awaited action, because it is late or a duplicate, changes nothing, and the
@@ -70,10 +66,9 @@ class Episode:
 
     Args:
         prompt: Token ids.
-        seed: The sampling seed of the first turn. The seeds of later turns are derived from it.
-
-    Attributes:
-        attempt: Number of restarts so far.
+        seed: The sampling seed of the first turn. The seeds of later turns are derived from it, in every
+            attempt.
+        attempt: Number of earlier attempts, whose environments were lost.
 
     Example::
 
@@ -86,10 +81,10 @@ class Episode:
         episode.trajectory.end
     """
 
-    def __init__(self, prompt: Sequence[int], seed: int, limits: EpisodeLimits) -> None:
+    def __init__(self, prompt: Sequence[int], seed: int, limits: EpisodeLimits, attempt: int = 0) -> None:
         self._seed = seed
         self._limits = limits
-        self.attempt = 0
+        self._attempt = attempt
         self.trajectory = Trajectory(prompt=prompt)
         self._num_tokens = 0
 
@@ -103,7 +98,7 @@ class Episode:
         if written.segments and written.segments[-1].author is Author.model:
             # num_turns already counts the turn that awaits its answer.
             token_ids = written.segments[-1].token_ids.tolist()
-            return AnswerTurn((self.attempt, turn - 1), token_ids, is_last=turn == self._limits.max_turns)
+            return AnswerTurn((self._attempt, turn - 1), token_ids, is_last=turn == self._limits.max_turns)
 
         # Otherwise the model writes the next turn within the remaining token budget.
         room = self._limits.max_tokens - self._num_tokens
@@ -111,7 +106,7 @@ class Episode:
         token_ids = [*written.prompt, *written.token_ids.tolist()]
 
         max_new_tokens = room if at_most is None else min(room, at_most)
-        return WriteTurn((self.attempt, turn), token_ids, max_new_tokens, self._turn_seed(turn))
+        return WriteTurn((self._attempt, turn), token_ids, max_new_tokens, self._turn_seed(turn))
 
     def _turn_seed(self, turn: int) -> int:
         """Return the seed of a turn. The first turn uses the seed of a sample without an environment."""
@@ -182,29 +177,6 @@ class Episode:
         if not isinstance(awaited, AnswerTurn) or awaited.place != place:
             return False
         self.trajectory.end = EpisodeEnd.time
-        return True
-
-    def lost_environment(self, attempt: int) -> bool:
-        """Restart the episode after its environment was lost.
-
-        The environment of `attempt` and its state are gone. The seeds stay the same.
-
-        Raises:
-            EpisodeDroppedError: The episode has been started `max_attempts` times.
-        """
-        if self.trajectory.end is not None or attempt != self.attempt:
-            return False
-        if self.attempt + 1 >= self._limits.max_attempts:
-            raise EpisodeDroppedError(
-                f"the environment was lost {self._limits.max_attempts} times, in turn "
-                f"{self.trajectory.num_turns}"
-            )
-
-        # Keep only the prompt. The attempt number identifies late events of the old attempt.
-        self.attempt += 1
-        self.trajectory = Trajectory(prompt=self.trajectory.prompt)
-        self._num_tokens = 0
-
         return True
 
     def _add(self, segment: Segment) -> None:

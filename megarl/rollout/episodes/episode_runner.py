@@ -18,7 +18,6 @@ from functools import partial
 from megarl.agents.episode import (
     AnswerTurn,
     Episode,
-    EpisodeDroppedError,
     EpisodeLimits,
     TurnPosition,
     WriteTurn,
@@ -53,7 +52,7 @@ class _Running:
         is_first: Whether it has priority over other requests.
         begun_s: When it began.
         episode: Its state; None for an agent program, which has it in its process.
-        attempt: Number of restarts of an agent program after its process was lost.
+        attempt: Number of restarts after its process was lost.
         turns: The scheduler's number of each turn that an engine generates. An agent program may ask for
             several, by the numbers of its requests; an episode of tools has one, 0.
         replica: Replica that generated the last turn.
@@ -200,8 +199,8 @@ class EpisodeRunner(ABC):
         """Continue a running episode after a report of its process."""
 
     @abstractmethod
-    def _start_again(self, number: int) -> str | None:
-        """Start an episode again from its prompt, or return why it cannot be started again."""
+    def _lost(self, number: int) -> str:
+        """Describe the last loss of an episode that is not started again."""
 
     def _generate(
         self,
@@ -248,9 +247,11 @@ class EpisodeRunner(ABC):
         running.turns = {}
         running.replica = running.waits_since_s = None
 
-        why = self._start_again(number)
-        if why is None:
+        running.attempt += 1
+        if running.attempt < self._limits.max_attempts:
+            self._start(number)
             return
+        why = self._lost(number)
         if running.on_failure is None:
             raise RunError(f"the episode of prompt {running.request.uid}: {why}")
         running.on_failure(why)
@@ -260,18 +261,17 @@ class TurnRunner(EpisodeRunner):
     """Runs episodes whose turns environments answer, see Episode."""
 
     def _start(self, number: int) -> None:
-        request = self._running[number].request
-        self._running[number].episode = Episode(request.prompt, request.sampling.seed, self._limits)
+        running = self._running[number]
+        seed = running.request.sampling.seed
+        running.episode = Episode(running.request.prompt, seed, self._limits, running.attempt)
         self._advance(number)
 
-    def _start_again(self, number: int) -> str | None:
-        episode = self._episode(number)
-        try:
-            episode.lost_environment(episode.attempt)
-        except EpisodeDroppedError as error:
-            return f"{error}; see the output of its process above"
-        self._advance(number)
-        return None
+    def _lost(self, number: int) -> str:
+        turn = self._episode(number).trajectory.num_turns
+        return (
+            f"the environment was lost {self._limits.max_attempts} times, in turn {turn}; see the output of "
+            "its process above"
+        )
 
     def _advance_by(self, report: EpisodeReport) -> None:
         assert isinstance(report, TurnReport)
@@ -331,14 +331,9 @@ class SessionRunner(EpisodeRunner):
         assert running.request.task is not None, "the request of an episode has its task"
         self.environments.order(SessionOrder(number, running.request.task, running.request.prompt))
 
-    def _start_again(self, number: int) -> str | None:
-        running = self._running[number]
-        running.attempt += 1
+    def _lost(self, number: int) -> str:
         most = self._limits.max_attempts
-        if running.attempt >= most:
-            return f"the process of its agent program was lost {most} times; see its output above"
-        self._start(number)
-        return None
+        return f"the process of its agent program was lost {most} times; see its output above"
 
     def _advance_by(self, report: EpisodeReport) -> None:
         running = self._running[report.episode]

@@ -286,30 +286,21 @@ def _disable_batch_invariant_kernels() -> None:
     batch_invariant_ops.enable_batch_invariant_mode = nothing
 
 
-class _PaddedBatch(NamedTuple):
-    """Positions of the keys in a decode step, the same for all layers.
-
-    Attributes:
-        slots: Rows of the cache, (B * L,), with L the longest sequence.
-        bias: Shape (B, 1, 1, L), -inf after a sequence's end.
-    """
-
-    length: int
-    slots: torch.Tensor
-    bias: torch.Tensor
-
-
 def pad_batch(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, dtype: torch.dtype
-) -> _PaddedBatch:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of the keys in a decode step, the same for all layers.
+
+    Returns:
+        Rows of the cache, (B * L,), with L the longest sequence; and a bias (B, 1, 1, L), -inf after a
+        sequence's end.
+    """
     length = int(seq_lens.max())
     slots = req_to_token[req_pool_indices, :length].long().flatten()
     # Slots after a sequence's end are arbitrary, so they are masked.
     beyond = torch.arange(length)[None, None, None, :] >= seq_lens[:, None, None, None]
 
-    return _PaddedBatch(
-        length, slots, torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf)
-    )
+    return slots, torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf)
 
 
 def _batch_decode_attention() -> None:
@@ -375,7 +366,7 @@ def padded_decode_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    batch: _PaddedBatch,
+    batch: tuple[torch.Tensor, torch.Tensor],
     scaling: float | None,
 ) -> torch.Tensor:
     """Compute the attention of a decode step.
@@ -384,21 +375,20 @@ def padded_decode_attention(
         query: Shape (B, heads, D), the newest token of each sequence.
         k_cache: Shape (slots, KV heads, D).
         v_cache: Shape (slots, KV heads, D).
+        batch: See `pad_batch`.
 
     Returns:
         Shape (B, heads, D).
     """
-    shape = (query.shape[0], batch.length, *k_cache.shape[1:])
-    keys = k_cache.index_select(0, batch.slots).view(shape).transpose(1, 2).to(query.dtype)
+    slots, bias = batch
+    shape = (query.shape[0], bias.shape[-1], *k_cache.shape[1:])
+    keys = k_cache.index_select(0, slots).view(shape).transpose(1, 2).to(query.dtype)
     values = (
-        v_cache.index_select(0, batch.slots)
-        .view(*shape[:-1], v_cache.shape[-1])
-        .transpose(1, 2)
-        .to(query.dtype)
+        v_cache.index_select(0, slots).view(*shape[:-1], v_cache.shape[-1]).transpose(1, 2).to(query.dtype)
     )
     # The query heads that share a KV head are the rows of its attention, so keys and values are not repeated.
     rows = query.view(query.shape[0], k_cache.shape[1], -1, query.shape[-1])
-    attended = scaled_dot_product_attention(rows, keys, values, attn_mask=batch.bias, scale=scaling)
+    attended = scaled_dot_product_attention(rows, keys, values, attn_mask=bias, scale=scaling)
 
     return attended.flatten(1, 2)
 

@@ -11,7 +11,6 @@ import pytest
 from megarl.agents.episode import (
     AnswerTurn,
     Episode,
-    EpisodeDroppedError,
     EpisodeLimits,
     TurnPosition,
     WriteTurn,
@@ -122,19 +121,22 @@ def test_an_answer_that_takes_too_long_ends_an_episode_with_what_the_model_wrote
     assert not played.timed_out((0, 0))
 
 
-def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up() -> None:
-    played = episode()
-    limits = LIMITS
-    seeds = [played.next.seed]  # type: ignore[union-attr]
-    write(played, [10])
-    late = played.next
+def test_another_attempt_has_the_same_seeds_and_recognizes_what_the_lost_environment_answered() -> None:
+    lost = episode()
+    seeds = [lost.next.seed]  # type: ignore[union-attr]
+    write(lost, [10])
+    late = lost.next
     assert late is not None
-    assert played.lost_environment(0)
-    assert not played.lost_environment(0)  # a duplicate
-    assert not played.answered(late.place, [20], Reply())  # from the lost environment
-    assert played.next == WriteTurn((1, 0), PROMPT, limits.max_tokens, seeds[0])
-    with pytest.raises(EpisodeDroppedError, match="lost 2 times, in turn 0"):
-        played.lost_environment(1)
+    answer(lost, [20])
+    seeds.append(lost.next.seed)  # type: ignore[union-attr]
+
+    played = Episode(PROMPT, 5, LIMITS, attempt=1)
+    assert played.next == WriteTurn((1, 0), PROMPT, LIMITS.max_tokens, seeds[0])
+    write(played, [10])
+    assert not played.answered(late.place, [20], Reply())
+    assert not played.timed_out(late.place)
+    answer(played, [20])
+    assert played.next == WriteTurn((1, 1), [*PROMPT, 10, 20], LIMITS.max_tokens - 2, seeds[1])
 
 
 def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None:
@@ -145,7 +147,9 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
     ends = set()
     for seed in range(400):
         draw = random.Random(seed)
-        played = episode(seed, EpisodeLimits(max_turns=draw.randint(1, 4), max_tokens=30, max_attempts=3))
+        limits = EpisodeLimits(max_turns=draw.randint(1, 4), max_tokens=30)
+        played = episode(seed, limits)
+        attempt = 0
         past: list[TurnPosition] = []
         sent: list[int] | None = None
         while (step := played.next) is not None:
@@ -160,10 +164,10 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
             elif event == "time" and draw.random() < 0.2:
                 played.timed_out(step.place)
             elif event == "lost" and draw.random() < 0.3:
-                try:
-                    assert played.lost_environment(step.place[0])
-                except EpisodeDroppedError:
+                attempt += 1
+                if attempt == 3:
                     break
+                played = Episode(PROMPT, seed, limits, attempt)
                 sent = None
             elif isinstance(step, WriteTurn):
                 assert step.token_ids[: len(sent or [])] == (sent or [])
