@@ -40,7 +40,6 @@ from megarl.models.families import read_architecture
 from megarl.weights.checkpoint_index import SINGLE_FILE
 from megarl.weights.manifest import manifest_of
 from megarl.weights.safetensors_file import SafetensorsFile
-from megarl.weights.tensors import ChunkMeta
 
 TARGET_SPEED = 0.5
 TARGET_EXTRA_BYTES = 500 * 10**6
@@ -75,7 +74,7 @@ def make_model(folder: Path, num_layers: int) -> int:
         largest = max(largest, numel * 2)
         for start in range(0, numel, block.numel()):
             count = min(block.numel(), numel - start)
-            file.write(ChunkMeta(name, start, count), block[:count])
+            file.write(name, start, block[:count])
 
     file.close()
     return largest

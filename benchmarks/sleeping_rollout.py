@@ -39,8 +39,8 @@ from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
 from megarl.rollout.staleness import StalenessController
 from megarl.weights.plan import TensorSlices
-from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest
+from megarl.weights.transports.interface import EngineLink
 
 PROMPTS = 8
 SAMPLES = 8

@@ -32,9 +32,10 @@ from megarl.rollout.interface import (
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
-from megarl.weights.receiver import EngineLink, WeightReceiver
+from megarl.weights.receiver import WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
-from megarl.weights.tensors import ChunkMeta, Manifest, TensorMeta, WeightTransferError
+from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
+from megarl.weights.transports.interface import EngineLink
 
 MANIFEST: Manifest = {
     "embedding": TensorMeta((40, 8), torch.float32),
@@ -265,7 +266,7 @@ class FakeEngine(RolloutEngine):
     def load_folder(self, folder: Path) -> None:
         self._record("load_folder")
         for name, tensor in read_tensors(folder):
-            self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
+            self._lifecycle.record(name, tensor.numel(), tensor.dtype)
             self._weights[name].copy_(tensor)
 
     def end_weight_update(self, version: int) -> None:

@@ -16,13 +16,12 @@ from megarl.models.adapters import is_adapter
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import RankLocation, plan_repeated, plan_transfer, whole_slices
-from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, TensorMeta
 from megarl.weights.transfer import Transfer
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.group import GroupSender, group_transfers
-from megarl.weights.transports.interface import Endpoint, Sender
+from megarl.weights.transports.interface import EngineLink, Sender
 
 LIMIT_S = 60.0
 BACKEND_OF = {"cpu": "gloo", "cuda": "nccl"}
@@ -83,9 +82,7 @@ class PlainTrainer:
             end = DeviceSender(None, 0)
             schedules = self.plan.of_target(rank)
             address = end.serve(0, f"device-{rank}", schedules, self._dtype, self._device)
-            links.append(
-                EngineLink(Endpoint("device", address, device=f"device-{rank}"), schedules, self._dtype)
-            )
+            links.append(EngineLink("device", schedules, self._dtype, address, device=f"device-{rank}"))
             self.ends.append(end)
 
         return links
@@ -102,7 +99,7 @@ class PlainTrainer:
             LIMIT_S,
         )
         links = [
-            EngineLink(Endpoint("group", address, 1 + rank), schedules, self._dtype)
+            EngineLink("group", schedules, self._dtype, address, rank=1 + rank)
             for rank, schedules in enumerate(receives)
         ]
 

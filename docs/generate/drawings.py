@@ -322,7 +322,7 @@ def _draw_push(
         drawing.box(engines, top + row * target, 140, height, FILLS["rollout"], *lines)
 
     for (source, target), schedule in sorted(forecast.plan.schedules.items()):
-        if schedule.numel > forecast.plan.received(target) / 10:
+        if schedule.numel > forecast.plan.of_target(target).numel / 10:
             drawing.arrow(
                 left + 150,
                 top + row * source + height / 2,

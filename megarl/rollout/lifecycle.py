@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt
+from megarl.weights.tensors import Manifest, WeightReceipt
 
 
 class EngineStateError(RuntimeError):
@@ -67,21 +67,21 @@ class EngineLifecycle:
     def require_update(self) -> None:
         self.require("load weights", LifecycleState.UPDATING)
 
-    def record(self, chunk: ChunkMeta, dtype: torch.dtype) -> None:
-        """Record a chunk before it is copied.
+    def record(self, name: str, numel: int, dtype: torch.dtype) -> None:
+        """Record a tensor before it is copied.
 
         Raises WeightTransferError if it does not belong to the update.
         """
         self.require_update()
         assert self._receipt is not None
-        self._receipt.record(chunk, dtype)
+        self._receipt.record(name, 0, numel, dtype)
 
     def record_all(self) -> None:
         """Record that everything has arrived, as the receiver has counted."""
         self.require_update()
         assert self._receipt is not None
         for name, meta in self._receipt.manifest.items():
-            self._receipt.record(ChunkMeta(name, 0, prod(meta.shape)), meta.dtype)
+            self._receipt.record(name, 0, prod(meta.shape), meta.dtype)
 
     def end(self, version: int) -> None:
         self.require("end a weight update", LifecycleState.UPDATING)

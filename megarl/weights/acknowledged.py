@@ -9,7 +9,6 @@ equal schedules get the same messages, and share one copy.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -47,16 +46,8 @@ def most_message_bytes(schedule: TransferSchedule, itemsize: int) -> int:
     return patches + _ROW_BYTES * min(MOST_PATCHES, patch_chunks(schedule).num_rounds)
 
 
-class PatchMessage(NamedTuple):
-    """A message with patches of consecutive chunks.
-
-    Attributes:
-        data: Flat bytes.
-        num_patches: The number of chunks.
-    """
-
-    data: torch.Tensor
-    num_patches: int
+# Flat bytes with patches of consecutive chunks, and the number of chunks.
+PatchMessage = tuple[torch.Tensor, int]
 
 
 class AcknowledgedWeights:
@@ -76,7 +67,7 @@ class AcknowledgedWeights:
         self.capacity = most_message_bytes(schedule, dtype.itemsize)
         self.holders: set[int] = set()
         self.replicas: tuple[int, ...] = ()
-        self.buffers = torch.empty(2, 0, dtype=torch.uint8)
+        self.free_buffers()
         self._dtype = dtype
         self._copy: list[torch.Tensor] = []
         self._before: set[int] = set()  # the holders before the transfer that is under way
@@ -95,6 +86,9 @@ class AcknowledgedWeights:
         self._has_changed = False
         self._next = 0
         self._made = None
+
+    def free_buffers(self) -> None:
+        self.buffers = torch.empty(2, 0, dtype=torch.uint8)
 
     @property
     def is_complete(self) -> bool:
@@ -137,7 +131,7 @@ class AcknowledgedWeights:
         stop = position + _ROW_BYTES * len(table)
         rows = torch.tensor(table, dtype=torch.int32)
         buffer[position:stop] = rows.flatten().view(torch.uint8).to(buffer.device)
-        return PatchMessage(buffer[:stop], len(table))
+        return buffer[:stop], len(table)
 
     def _patch(self, number: int, regions: Regions, are_computed: bool, device: torch.device) -> Patch:
         """Return the patch of a chunk, and update the copy."""
@@ -184,20 +178,21 @@ def read_message(
     Raises:
         WeightTransferError: The message does not contain patches of these chunks.
     """
-    start = len(message.data) - _ROW_BYTES * message.num_patches
-    if start < 0 or first + message.num_patches > chunks.num_rounds:
+    data, num_patches = message
+    start = len(data) - _ROW_BYTES * num_patches
+    if start < 0 or first + num_patches > chunks.num_rounds:
         raise WeightTransferError(
-            f"a message of {len(message.data)} bytes with {message.num_patches} patches, the first for chunk "
-            f"{first}, does not fit a schedule of {chunks.num_rounds} chunks"
+            f"a message of {len(data)} bytes with {num_patches} patches, the first for chunk {first}, does "
+            f"not fit a schedule of {chunks.num_rounds} chunks"
         )
-    rows: Sequence[tuple[int, int]] = message.data[start:].view(torch.int32).view(-1, 2).tolist()
+    rows: Sequence[tuple[int, int]] = data[start:].view(torch.int32).view(-1, 2).tolist()
 
     position = 0
     for number, (form, count) in enumerate(rows, start=first):
         numel = chunks.length(number)
         sections = []
         for size in section_bytes(PatchForm(form), count, numel, dtype.itemsize):
-            sections.append(message.data[position : position + size])
+            sections.append(data[position : position + size])
             position += aligned(size)
 
         if position > start:

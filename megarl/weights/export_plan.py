@@ -6,7 +6,7 @@ A file is written in windows. The plan is pure.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, zip_longest
 from math import prod
 from typing import NamedTuple
@@ -24,10 +24,12 @@ from megarl.weights.plan import (
     one_after_another,
     plan_transfer,
 )
-from megarl.weights.schedule import TransferSchedules
 from megarl.weights.shard_layout import ShardLayout
 from megarl.weights.shards import slices_by_rank
-from megarl.weights.tensors import ChunkMeta, range_slices
+from megarl.weights.tensors import range_slices
+
+# Elements of a row-major tensor: its name, the position of the first one, and their number.
+Chunk = tuple[str, int, int]
 
 
 class Window(NamedTuple):
@@ -41,7 +43,7 @@ class Window(NamedTuple):
     """
 
     file: FilePlan
-    chunks: tuple[ChunkMeta, ...]
+    chunks: tuple[Chunk, ...]
     is_last: bool
     dtype: torch.dtype
 
@@ -55,7 +57,7 @@ class Window(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return sum(chunk.numel for chunk in self.chunks)
+        return sum(numel for _, _, numel in self.chunks)
 
     @property
     def slices(self) -> TensorSlices:
@@ -76,7 +78,7 @@ def windows_of(file: FilePlan, max_numel: int, dtype: torch.dtype) -> Iterator[W
         max_numel: The number of words of a message.
         dtype: The dtype of the messages.
     """
-    chunks: list[ChunkMeta] = []
+    chunks: list[Chunk] = []
     room = max_numel
 
     for name, meta in file.manifest.items():
@@ -89,29 +91,12 @@ def windows_of(file: FilePlan, max_numel: int, dtype: torch.dtype) -> Iterator[W
                 yield Window(file, tuple(chunks), False, dtype)
                 chunks = []
                 room = max_numel
-            chunks.append(ChunkMeta(name, offset, min(room // words * words, numel - offset)))
-            offset += chunks[-1].numel
-            room -= chunks[-1].numel
+            length = min(room // words * words, numel - offset)
+            chunks.append((name, offset, length))
+            offset += length
+            room -= length
 
     yield Window(file, tuple(chunks), True, dtype)
-
-
-class RankExport(NamedTuple):
-    """One rank's share of an export.
-
-    Attributes:
-        sends: What it sends, by other ranks.
-        receives: What it receives, by source rank. It may be a source itself.
-        file_windows: The windows of the files that it writes, in order.
-        num_rounds: The number of rounds of the export.
-        dtype: The dtype of the messages and of most tensors.
-    """
-
-    sends: TransferSchedules
-    receives: TransferSchedules
-    file_windows: tuple[Window, ...]
-    num_rounds: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -130,16 +115,11 @@ class ExportPlan:
     transfer: TransferPlan
     dtype: torch.dtype
 
-    def of_rank(self, rank: int) -> RankExport:
-        sends = {
-            target: schedule for target, schedule in self.transfer.of_source(rank).items() if target != rank
-        }
-        return RankExport(
-            sends,
-            self.transfer.of_target(rank),
-            self.file_windows.get(rank, ()),
-            self.transfer.num_rounds,
-            self.dtype,
+    def of_rank(self, rank: int) -> ExportPlan:
+        """Return the share of a rank: what it writes, sends and receives. It may be a source itself."""
+        own = {pair: schedule for pair, schedule in self.transfer.schedules.items() if rank in pair}
+        return ExportPlan(
+            (), {rank: self.file_windows.get(rank, ())}, replace(self.transfer, schedules=own), self.dtype
         )
 
 

@@ -88,11 +88,6 @@ class IPCWriter:
     def nbytes(self) -> int:
         return self.address.nbytes
 
-    @property
-    def resident_bytes(self) -> int:
-        """The memory that is currently allocated, in bytes."""
-        return 0 if self._memory is None else self.nbytes
-
     def buffer(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         if self._memory is None:
             self._memory = self._allocate()

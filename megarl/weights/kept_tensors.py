@@ -9,13 +9,10 @@ such as the embedding and the output layer in DeepSeek-V3, is copied unchanged t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
@@ -31,8 +28,8 @@ from megarl.weights.checkpoint_index import (
     read_checkpoint_index,
 )
 from megarl.weights.manifest import format_fault, is_kept
-from megarl.weights.safetensors_file import SafetensorsFile
-from megarl.weights.tensors import ChunkMeta, Manifest, TensorMeta, WeightTransferError, contiguous_blocks
+from megarl.weights.safetensors_file import OpenFiles, SafetensorsFile
+from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError, contiguous_blocks
 
 MTP_LAYERS = "the layers that predict further tokens"
 _BLOCK_ELEMENTS = 2**22  # copied at a time
@@ -82,20 +79,20 @@ class KeptTensors:
         output = SafetensorsFile(path, manifest)
 
         try:
-            with _OpenFiles() as files:
+            with OpenFiles() as files:
                 for name, meta in manifest.items():
                     elements = self._open(files, name)
                     for offset, place in contiguous_blocks(meta.shape, _BLOCK_ELEMENTS):
                         # Only elements that were dequantized to float32 have another dtype.
                         block = elements[place.index].to(meta.dtype).reshape(-1)
-                        output.write(ChunkMeta(name, offset, block.numel()), block)
+                        output.write(name, offset, block)
         # Close the file on interrupts too.
         except BaseException:
             output.abandon()
             raise
         output.close()
 
-    def _open(self, files: _OpenFiles, name: str) -> Elements:
+    def _open(self, files: OpenFiles, name: str) -> Elements:
         stored = self.tensors.get(name)
         if stored is None:
             scales = self.tensors[name.removesuffix(SCALE_SUFFIX)].scales
@@ -115,19 +112,6 @@ def kept_parts(architecture: Architecture) -> str:
     if architecture.num_mtp_layers > 0:
         named.append(MTP_LAYERS)
     return " and ".join(named)
-
-
-class _OpenFiles(ExitStack):
-    """Opens each file once, and closes all of them at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._opened: dict[Path, Any] = {}
-
-    def __getitem__(self, file: Path) -> Any:
-        if file not in self._opened:
-            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
-        return self._opened[file]
 
 
 def read_kept_tensors(

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from megarl.models.adapters import is_adapter, module_of
 from megarl.models.architecture import Architecture
@@ -32,7 +31,7 @@ from megarl.weights.manifest import (
 from megarl.weights.mxfp4 import BLOCKS, SCALES, read_unpacked
 from megarl.weights.peft_folder import open_adapter
 from megarl.weights.piece import Piece, enclosing_slice
-from megarl.weights.safetensors_file import check_finite
+from megarl.weights.safetensors_file import OpenFiles, check_finite
 from megarl.weights.shard_layout import (
     ShardLayout,
     held_weights,
@@ -187,13 +186,12 @@ def fill_parameter(
         raise WeightTransferError(f"{weight.megatron_name} was not filled exactly once: {fault}")
 
 
-class _Reader(ExitStack):
+class _Reader(OpenFiles):
     """Reads pieces and keeps the files open."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         super().__init__()
         self._index = index
-        self._opened: dict[Path, Any] = {}
 
     def read(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         """Return the elements of the piece, in the shape of `piece.hf`.
@@ -222,18 +220,13 @@ class _Reader(ExitStack):
                 lambda suffix, slices: self._stored(files[suffix], name + suffix, slices), part.index
             )
 
-        values = self._file(stored.file).get_slice(name)
+        values = self[stored.file].get_slice(name)
         scales = self._stored(stored.scales.file, scale_name(name), (slice(None), slice(None)))
         return ScaledMatrix(values, scales, stored.shape, stored.shape).read(part, dtype)
 
     def _stored(self, file: Path, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        values: torch.Tensor = self._file(file).get_slice(name)[slices]
+        values: torch.Tensor = self[file].get_slice(name)[slices]
         return values
-
-    def _file(self, file: Path) -> Any:
-        if file not in self._opened:
-            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
-        return self._opened[file]
 
 
 # ---- adapters

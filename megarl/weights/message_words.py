@@ -9,14 +9,14 @@ and no bit changes. Tensors in block-scaled FP8 (see models/fp8.py) are sent wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megarl.models.architecture import Architecture
-from megarl.models.fp8 import BLOCK, SCALE_BYTES, scale_name, scale_shape
-from megarl.models.tensor_table import Head, weights_of
-from megarl.weights.plan import TensorSlices
+from megarl.models.fp8 import BLOCK, SCALE_BYTES, quantized_tensors, scale_name, scale_shape
+from megarl.models.tensor_table import Head, hf_tensors, weights_of
+from megarl.weights.plan import RankSlices, TensorSlices, TransferPlan, plan_repeated, plan_transfer
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import TensorMeta, TensorSlice, WeightTransferError
 
@@ -60,6 +60,52 @@ def slices_in_words(
     return {**slices, **wide}
 
 
+def plan_in_words(
+    shapes: Mapping[str, Sequence[int]],
+    counts: WordCounts,
+    sources: Sequence[RankSlices],
+    targets: Sequence[RankSlices],
+    message_words: int,
+    repeated: Collection[str] = (),
+) -> TransferPlan:
+    """Plan a transfer in words, given shapes and slices in elements. Raises the errors of `plan_transfer`.
+
+    Args:
+        shapes: The shapes of all tensors, in the order in which they are sent.
+        counts: The words of the elements of wide tensors.
+        sources: What the sending ranks hold.
+        targets: What the receiving ranks need.
+        message_words: The maximum number of words that a rank sends, and receives, in a round.
+        repeated: The tensors that are sent again whenever they change, see `plan_repeated`. Empty: all.
+    """
+    in_words = {name: shape_in_words(shape, counts.get(name, 1)) for name, shape in shapes.items()}
+    held, needed = (
+        list(
+            zip(
+                [place for place, _ in ranks],
+                once_each([slices for _, slices in ranks], lambda slices: slices_in_words(slices, counts)),
+                strict=True,
+            )
+        )
+        for ranks in (sources, targets)
+    )
+    if repeated:
+        return plan_repeated(in_words, held, needed, message_words, repeated)
+    return plan_transfer(in_words, held, needed, message_words)
+
+
+def once_each(
+    of_ranks: Sequence[TensorSlices], change: Callable[[TensorSlices], TensorSlices]
+) -> list[TensorSlices]:
+    """Return the changed slices of each rank. Ranks with one object, such as replicas, share the result."""
+    # Comparing the slices themselves would take long, since each rank has thousands.
+    changed: dict[int, TensorSlices] = {}
+    for each in of_ranks:
+        if id(each) not in changed:
+            changed[id(each)] = change(each)
+    return [changed[id(each)] for each in of_ranks]
+
+
 def words_of_meta(meta: TensorMeta, dtype: torch.dtype) -> int:
     """Return the number of words of dtype `dtype` in an element of a tensor."""
     return max(1, meta.dtype.itemsize // dtype.itemsize)
@@ -100,6 +146,24 @@ def _as_words(name: str, place: torch.Tensor, count: int, dtype: torch.dtype) ->
 
 
 # ---- block-scaled FP8
+
+
+def sent_tensors(
+    architecture: Architecture, element_bytes: int, head: Head = "lm", *, quantizes: bool
+) -> tuple[dict[str, tuple[int, ...]], WordCounts]:
+    """Return the shapes of all tensors that engines get, in sending order, and the words of their elements.
+
+    Args:
+        element_bytes: The bytes of an element of the model's dtype.
+        quantizes: Whether engines get block-scaled FP8, in messages of bytes.
+    """
+    shapes = {tensor.name: tensor.shape for tensor in hf_tensors(architecture, head)}
+    wide = word_counts(architecture, element_bytes, head)
+    if not quantizes:
+        return shapes, wide
+    quantized = quantized_tensors(architecture)
+    shapes = pushed_shapes(shapes, quantized)
+    return shapes, byte_counts(shapes, quantized, element_bytes, wide)
 
 
 def pushed_shapes(

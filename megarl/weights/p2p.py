@@ -12,11 +12,11 @@ import queue
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +55,25 @@ class P2PAddress(NamedTuple):
     time_limit_s: float
 
 
-class PendingMessages(ABC):
-    """Messages in flight. They keep the tensors that are sent alive, which nothing else may hold."""
+class PendingMessages:
+    """Messages in flight. They keep the tensors that are sent alive, which nothing else may hold.
 
-    @abstractmethod
+    Args:
+        wait: Returns whether all messages have arrived, after at most so many seconds. None: they have.
+        sends: What is sent.
+    """
+
+    def __init__(self, wait: Callable[[float], bool] | None = None, sends: Sequence[Message] = ()) -> None:
+        self._wait = wait
+        self._sends = sends
+
     def is_done(self, patience_s: float) -> bool:
         """Return whether all messages have arrived. Waits for at most `patience_s` seconds.
 
         Raises:
             WeightTransferError: A peer is gone.
         """
+        return self._wait is None or self._wait(patience_s)
 
 
 class P2PGroup:
@@ -143,17 +152,41 @@ class P2PGroup:
                 works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
                 arrival = Future[None]()
                 self._waiting.put((works, arrival))
-                return _Waited(self, arrival, sends)
+                return PendingMessages(partial(self._has_heard, arrival), sends)
             self._backend._start_coalescing()  # the backend's own method needs no device
             for peer, tensor in receives:
                 self._backend.recv([tensor], peer, tag)
             for peer, tensor in sends:
                 self._backend.send([tensor], peer, tag)
-            return _Polled(self, self._backend._end_coalescing(), sends)
+            return PendingMessages(partial(self._has_polled, self._backend._end_coalescing()), sends)
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise self._lost(error) from error
 
-    def lost(self, error: object) -> WeightTransferError:
+    def _has_polled(self, work: dist.Work, patience_s: float) -> bool:
+        deadline_s = time.monotonic() + patience_s
+        nap_s = _POLL_S
+
+        while not work.is_completed():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(nap_s)
+            # Poll often at first for small messages, then less often.
+            nap_s = min(2 * nap_s, _LONGEST_POLL_S)
+
+        if (failure := work.exception()) is not None:
+            raise self._lost(failure)
+        return True
+
+    def _has_heard(self, arrival: Future[None], patience_s: float) -> bool:
+        try:
+            failure = arrival.exception(patience_s)
+        except TimeoutError:
+            return False
+        if failure is not None:
+            raise self._lost(failure)
+        return True
+
+    def _lost(self, error: object) -> WeightTransferError:
         return WeightTransferError(f"{self._name}: a peer was lost: {error}")
 
     def close(self) -> None:
@@ -169,44 +202,6 @@ class P2PGroup:
             self._backend = None
         if self._waiting is not None:
             self._waiting.put(None)
-
-
-class _Polled(PendingMessages):
-    def __init__(self, p2p: P2PGroup, work: dist.Work, sends: Sequence[Message]) -> None:
-        self._p2p = p2p
-        self._work = work
-        self._sends = sends
-
-    def is_done(self, patience_s: float) -> bool:
-        deadline_s = time.monotonic() + patience_s
-        nap_s = _POLL_S
-
-        while not self._work.is_completed():
-            if time.monotonic() >= deadline_s:
-                return False
-            time.sleep(nap_s)
-            # Poll often at first for small messages, then less often.
-            nap_s = min(2 * nap_s, _LONGEST_POLL_S)
-
-        if (failure := self._work.exception()) is not None:
-            raise self._p2p.lost(failure)
-        return True
-
-
-class _Waited(PendingMessages):
-    def __init__(self, p2p: P2PGroup, arrival: Future[None], sends: Sequence[Message]) -> None:
-        self._p2p = p2p
-        self._arrival = arrival
-        self._sends = sends
-
-    def is_done(self, patience_s: float) -> bool:
-        try:
-            failure = self._arrival.exception(patience_s)
-        except TimeoutError:
-            return False
-        if failure is not None:
-            raise self._p2p.lost(failure)
-        return True
 
 
 # Messages of gloo to wait for, and the future of their arrival. None ends the thread that waits.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megarl.config.schema import Transport
 from megarl.machine.garbage import without_collections
 from megarl.machine.wording import counted
-from megarl.weights.schedule import Part, TransferSchedule
+from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slices
 
 _MAX_NAMED = 8
@@ -59,24 +59,17 @@ class TransferPlan:
     num_rounds: int
     first_repeated_round: int = 0
 
-    def of_source(self, source: int) -> dict[int, TransferSchedule]:
-        """Return what a source sends, by target."""
-        return {
-            target: schedule for (own, target), schedule in sorted(self.schedules.items()) if own == source
-        }
+    def of_source(self, source: int) -> PeerTransfers:
+        """Return what a source sends, by target, including targets on the same device."""
+        return PeerTransfers(
+            {target: schedule for (own, target), schedule in self.schedules.items() if own == source}
+        )
 
-    def of_target(self, target: int) -> dict[int, TransferSchedule]:
+    def of_target(self, target: int) -> PeerTransfers:
         """Return what a target receives, by source."""
-        return {
-            source: schedule for (source, own), schedule in sorted(self.schedules.items()) if own == target
-        }
-
-    def sent(self, source: int) -> int:
-        """Return the number of elements sent in all rounds, including those to targets on the same device."""
-        return sum(schedule.numel for schedule in self.of_source(source).values())
-
-    def received(self, target: int) -> int:
-        return sum(schedule.numel for schedule in self.of_target(target).values())
+        return PeerTransfers(
+            {source: schedule for (source, own), schedule in self.schedules.items() if own == target}
+        )
 
     def __str__(self) -> str:
         lines = [f"{self.num_rounds} rounds"]
@@ -184,7 +177,7 @@ def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
         first += plan.num_rounds
 
     schedules = {
-        pair: TransferSchedule(listed, num_rounds, list(accumulate(lengths[pair], initial=0)))
+        pair: TransferSchedule(listed, bounds=list(accumulate(lengths[pair], initial=0)))
         for pair, listed in parts.items()
     }
     return TransferPlan(schedules, num_rounds)
@@ -360,10 +353,6 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
             num_rounds += 1 + num_rounds // 64
 
     return num_rounds
-
-
-def numel_of(slices: TensorSlices) -> int:
-    return sum(tensor_slice.volume for listed in slices.values() for tensor_slice in listed)
 
 
 def whole_slices(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[TensorSlice, ...]]:

@@ -1,112 +1,45 @@
-"""Receive weights on an engine: its interface for a weight sync, and a rank's receiver over any transport.
-
-The `EngineLink` that tells a rank how to receive its weights is sent as JSON.
-"""
+"""Receive weights on an engine: its interface for a weight sync, and a rank's receiver over any transport."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megarl.weights.ipc import IPCAddress
-from megarl.weights.message_words import Places, WordCounts, places_in_words, slices_in_words
-from megarl.weights.p2p import P2PAddress
+from megarl.weights.message_words import Places, places_in_words, slices_in_words
 from megarl.weights.plan import TensorSlices
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import Manifest, TensorSlice, WeightTransferError
-from megarl.weights.transports.delta import DeltaReceiver
+from megarl.weights.tensors import Manifest, WeightTransferError
+from megarl.weights.transfer import Transfer
+from megarl.weights.transports.delta import DeltaReceiver, PatchFolderReceiver
 from megarl.weights.transports.device import DeviceReceiver
 from megarl.weights.transports.group import GroupReceiver
-from megarl.weights.transports.interface import DestinationViews, Endpoint, Receiver
-from megarl.weights.transports.patch_folder import PatchFolderReceiver
+from megarl.weights.transports.interface import DestinationViews, EngineLink, Receiver
 
-# Transport -> the type of the address in an engine rank's endpoint if it has one, and the receiver.
-RECEIVERS: dict[str, tuple[type | None, Callable[[Endpoint, torch.device], Receiver]]] = {
-    "device": (IPCAddress, DeviceReceiver),
-    "group": (P2PAddress, GroupReceiver),
-    "delta": (P2PAddress, DeltaReceiver),  # what changed since the engine's last weights
-    "patch_folder": (None, PatchFolderReceiver),
+RECEIVERS: dict[str, Callable[[EngineLink, torch.device], Receiver]] = {
+    "device": DeviceReceiver,
+    "group": GroupReceiver,
+    "delta": DeltaReceiver,  # what changed since the engine's last weights
+    "patch_folder": PatchFolderReceiver,
 }
 
 
-@dataclass(frozen=True)
-class EngineLink:
-    """How one engine rank receives its weights.
-
-    Attributes:
-        place: The rank's endpoint.
-        schedules: What it receives, by source rank as the endpoint numbers them.
-        dtype: The dtype of the messages.
-        words: The numbers of words of tensors with a wider dtype (see message_words.py).
-    """
-
-    place: Endpoint
-    schedules: Mapping[int, TransferSchedule]
-    dtype: torch.dtype
-    words: WordCounts = field(default_factory=dict)
-
-    def open(self, device: torch.device) -> Receiver:
-        """Connect to the trainers.
-
-        Raises:
-            WeightTransferError: The trainers cannot be reached.
-        """
-        _, receiver = RECEIVERS[self.place.transport]
-        return receiver(self.place, device)
-
-    def encode(self) -> dict[str, Any]:
-        return {
-            "place": self.place,
-            "schedules": [
-                (
-                    source,
-                    [(name, encode_slice(tensor_slice)) for name, tensor_slice in schedule.parts],
-                    schedule.num_rounds,
-                    schedule.bounds,
-                )
-                for source, schedule in self.schedules.items()
-            ],
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "words": dict(self.words),
-        }
-
-    @classmethod
-    def decode(cls, encoded: Mapping[str, Any]) -> EngineLink:
-        transport, address, *own = encoded["place"]
-        address_type, _ = RECEIVERS[transport]
-        if address_type is not None:
-            address = address_type(*address)
-
-        schedules = {
-            source: TransferSchedule([Part(name, decode_slice(corners)) for name, corners in parts], *rounds)
-            for source, parts, *rounds in encoded["schedules"]
-        }
-
-        dtype = getattr(torch, encoded["dtype"])
-        return cls(Endpoint(transport, address, *own), schedules, dtype, encoded["words"])
-
-
-def encode_slice(tensor_slice: TensorSlice) -> list[list[int]]:
-    return [list(tensor_slice.starts), list(tensor_slice.stops)]
-
-
-def decode_slice(corners: Sequence[Sequence[int]]) -> TensorSlice:
-    starts, stops = corners
-    return TensorSlice(tuple(starts), tuple(stops))
-
-
 class WeightReceiver:
-    """Receives the weights of one engine rank. `received_bytes` counts from the last `join`."""
+    """Receives the weights of one engine rank. `received_bytes` counts from the last `join`.
+
+    receiver.join(link, needed, places)      # once
+    receiver.begin()                         # in each update
+    while not receiver.receive():
+        ...                                  # look for something else to do
+    receiver.leave()
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._receiver: Receiver | None = None
         self._destinations: DestinationViews | None = None
+        self._transfer: Transfer | None = None  # of the update that is under way
 
     def join(self, link: EngineLink, needed: TensorSlices, places: Places) -> None:
         """Connect to the trainers, replacing the previous connection.
@@ -117,14 +50,14 @@ class WeightReceiver:
         """
         self.leave()
         self._destinations = DestinationViews(
-            PeerTransfers(link.schedules),
+            link.peers,
             slices_in_words(needed, link.words),
             link.dtype,
             places_in_words(places, link.words, link.dtype),
         )
-        self._receiver = link.open(self._device)
+        self._receiver = RECEIVERS[link.transport](link, self._device)
 
-    def begin(self, has_moved: bool = False, first_round: int = 0, folder: str | Path | None = None) -> None:
+    def begin(self, has_moved: bool = False, first_round: int = 0, folder: str | None = None) -> None:
         """Prepare for the first `receive` of an update.
 
         Args:
@@ -137,23 +70,23 @@ class WeightReceiver:
         """
         if self._receiver is None or self._destinations is None:
             raise WeightTransferError("the engine has joined no trainer")
-        if self._receiver.is_under_way:
+        if self._transfer is not None:
             raise WeightTransferError(
                 "the previous weight update was aborted halfway: join the trainers again"
             )
 
-        if isinstance(self._receiver, PatchFolderReceiver):
-            assert folder is not None
-            self._receiver.folder = Path(folder)
         if has_moved:
             self._destinations.forget()
         self._destinations.begin(first_round)
+        self._transfer = self._receiver.open(self._destinations, Path(folder) if folder else None)
 
     def receive(self) -> bool:
         """Return whether everything has arrived. After False, call the method again to continue."""
-        assert self._receiver is not None
-        assert self._destinations is not None
-        return self._receiver.receive(self._destinations)
+        assert self._transfer is not None
+        if not self._transfer.run():
+            return False
+        self._transfer = None
+        return True
 
     @property
     def received_bytes(self) -> int:
@@ -161,8 +94,8 @@ class WeightReceiver:
 
     def leave(self) -> None:
         if self._receiver is not None:
-            self._receiver.close()
-        self._receiver = self._destinations = None
+            self._receiver.close(is_under_way=self._transfer is not None)
+        self._receiver = self._destinations = self._transfer = None
 
 
 class ReceivingEngine(ABC):

@@ -6,14 +6,15 @@ import json
 import os
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt, WeightTransferError
+from megarl.weights.tensors import Manifest, WeightReceipt, WeightTransferError
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -72,19 +73,20 @@ class SafetensorsFile:
             os.close(self._file)
             raise
 
-    def write(self, chunk: ChunkMeta, data: torch.Tensor) -> None:
-        """Write one chunk.
+    def write(self, name: str, offset: int, data: torch.Tensor) -> None:
+        """Write consecutive elements of a row-major tensor.
 
         Args:
-            chunk: The position of the elements.
+            name: The name of the tensor.
+            offset: The position of the first element.
             data: The elements: flat, in host memory.
 
         Raises:
-            WeightTransferError: The chunk does not belong to the file.
+            WeightTransferError: The elements do not belong to the file.
             OSError: The disk is full.
         """
-        self._receipt.record(chunk, data.dtype)
-        place = self._data_start + self._starts[chunk.name] + chunk.offset * data.element_size()
+        self._receipt.record(name, offset, offset + data.numel(), data.dtype)
+        place = self._data_start + self._starts[name] + offset * data.element_size()
         self._write(data.view(torch.uint8).numpy().data, place)
 
     def _write(self, data: bytes | memoryview, place: int) -> None:
@@ -122,6 +124,19 @@ class SafetensorsFile:
     def abandon(self) -> None:
         """Close the file as it is, incomplete."""
         os.close(self._file)
+
+
+class OpenFiles(ExitStack):
+    """Opens each safetensors file once, and closes all of them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[Path, Any] = {}
+
+    def __getitem__(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file]
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.weights.tensors import TensorSlice, range_slices
@@ -28,19 +29,21 @@ ScheduleKey = tuple[tuple[Part, ...], tuple[int, ...]]
 class TransferSchedule:
     """Everything that one rank sends to another, in order, over all rounds.
 
-    Each round contains the same fraction of the elements. If `bounds` are given, round n contains elements
-    bounds[n] to bounds[n + 1].
+    Round n contains elements bounds[n] to bounds[n + 1]. By default, each round contains the same fraction of
+    the elements.
     """
 
     def __init__(
         self, parts: Sequence[Part], num_rounds: int = 1, bounds: Sequence[int] | None = None
     ) -> None:
-        assert bounds is None or len(bounds) == num_rounds + 1
         self.parts = tuple(parts)
-        self.num_rounds = num_rounds
-        self.bounds = bounds
         self._ends = list(accumulate(part.tensor_slice.volume for part in parts))
+        self.bounds = bounds or [self.numel * number // num_rounds for number in range(num_rounds + 1)]
         self._messages: dict[int, tuple[Part, ...]] = {}  # cached, because every weight sync needs them again
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.bounds) - 1
 
     @property
     def numel(self) -> int:
@@ -48,23 +51,18 @@ class TransferSchedule:
 
     def after(self, first_round: int) -> TransferSchedule:
         """Return the schedule without the rounds before `first_round`."""
-        starts = [self._span(number)[0] for number in range(first_round, self.num_rounds)]
-        bounds = [*starts, self.numel]
-        return TransferSchedule(
-            list(self._parts_between(bounds[0], self.numel)),
-            len(starts),
-            [bound - bounds[0] for bound in bounds],
-        )
+        start = self.bounds[first_round]
+        parts = list(self._parts_between(start, self.numel))
+        return TransferSchedule(parts, bounds=[bound - start for bound in self.bounds[first_round:]])
 
     @property
     def key(self) -> ScheduleKey:
         """The identity of the schedule. Equal schedules have the same elements, in order, and rounds."""
-        return self.parts, tuple(map(self.length, range(self.num_rounds)))
+        return self.parts, tuple(self.bounds)
 
     def in_chunks(self, most: int) -> TransferSchedule:
         """Return the schedule in rounds of at most `most` elements, whatever its rounds are."""
-        bounds = [*range(0, self.numel, most), self.numel]
-        return TransferSchedule(self.parts, len(bounds) - 1, bounds)
+        return TransferSchedule(self.parts, bounds=[*range(0, self.numel, most), self.numel])
 
     @property
     def largest(self) -> int:
@@ -73,13 +71,12 @@ class TransferSchedule:
 
     def length(self, number: int) -> int:
         """Return the number of elements in the message of a round."""
-        start, stop = self._span(number)
-        return stop - start
+        return self.bounds[number + 1] - self.bounds[number]
 
     def message(self, number: int) -> tuple[Part, ...]:
         """Return the parts in the message of a round."""
         if number not in self._messages:
-            self._messages[number] = tuple(self._parts_between(*self._span(number)))
+            self._messages[number] = tuple(self._parts_between(*self.bounds[number : number + 2]))
         return self._messages[number]
 
     def _parts_between(self, start: int, stop: int) -> Iterator[Part]:
@@ -112,22 +109,14 @@ class TransferSchedule:
         if small:
             yield small
 
-    def _span(self, number: int) -> tuple[int, int]:
-        if self.bounds is not None:
-            return self.bounds[number], self.bounds[number + 1]
-        return self.numel * number // self.num_rounds, self.numel * (number + 1) // self.num_rounds
-
-
-TransferSchedules = Mapping[int, TransferSchedule]  # by the rank on the other end
-
 
 class PeerTransfers:
-    """The transfer schedules between this rank and its peers, by the peers' ranks.
+    """What one rank sends to its peers, or receives from them: the transfer schedules by the peers' ranks.
 
     The messages of a round are contiguous in memory, in the order of the peers.
     """
 
-    def __init__(self, schedules: Mapping[int, TransferSchedule]) -> None:
+    def __init__(self, schedules: Mapping[int, TransferSchedule] = MappingProxyType({})) -> None:
         self.schedules = dict(sorted(schedules.items()))
         self.num_rounds = next(iter(self.schedules.values())).num_rounds if self.schedules else 0
         self._later: dict[int, PeerTransfers] = {0: self}

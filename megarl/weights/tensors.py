@@ -13,20 +13,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from operator import sub
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megarl.machine.wording import counted
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch
-
-
-class ChunkMeta(NamedTuple):
-    """Elements [offset, offset + numel) of the row-major Hugging Face tensor `name`."""
-
-    name: str
-    offset: int
-    numel: int
 
 
 class WeightTransferError(ValueError):
@@ -50,28 +42,27 @@ class WeightReceipt:
     manifest: Manifest
     _arrived: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
-    def record(self, chunk: ChunkMeta, dtype: torch.dtype) -> None:
-        """Record the arrival of a chunk.
+    def record(self, name: str, start: int, stop: int, dtype: torch.dtype) -> None:
+        """Record the arrival of elements start <= i < stop of a row-major tensor.
 
         Raises:
             WeightTransferError: The name is unknown, the dtype is wrong, or elements lie outside the tensor.
         """
-        meta = self.manifest.get(chunk.name)
+        meta = self.manifest.get(name)
         if meta is None:
-            raise WeightTransferError(f"tensor {chunk.name!r} is not in the model's manifest")
+            raise WeightTransferError(f"tensor {name!r} is not in the model's manifest")
 
         if dtype != meta.dtype:
             raise WeightTransferError(
-                f"tensor {chunk.name!r} arrived as {dtype}, but the manifest specifies {meta.dtype}"
+                f"tensor {name!r} arrived as {dtype}, but the manifest specifies {meta.dtype}"
             )
 
-        end = chunk.offset + chunk.numel
-        if chunk.offset < 0 or end > prod(meta.shape):
+        if start < 0 or stop > prod(meta.shape):
             raise WeightTransferError(
-                f"tensor {chunk.name!r}: elements {chunk.offset}..{end} lie outside shape {meta.shape}"
+                f"tensor {name!r}: elements {start}..{stop} lie outside shape {meta.shape}"
             )
 
-        self._arrived.setdefault(chunk.name, []).append((chunk.offset, end))
+        self._arrived.setdefault(name, []).append((start, stop))
 
     def close(self) -> None:
         """Check that every element of the manifest arrived exactly once.

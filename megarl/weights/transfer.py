@@ -75,6 +75,7 @@ class Transfer(ABC):
         channels: The p2p groups to use.
         device: The device of the messages.
         yields_regularly: Whether to return to the caller every TIME_SLICE_S even if no peer is slow.
+        peak: Measures memory from before the buffers of a sender are allocated.
 
     Attributes:
         lost: The reason for each replica that is gone or was dropped.
@@ -83,22 +84,25 @@ class Transfer(ABC):
         planned_bytes: The bytes of all weights that this rank sends.
         sent_bytes: The bytes that were sent; without patches, as many as planned.
         buffer_bytes: The size of all buffers.
-        peak: Measures memory from before the buffers of a sender are allocated.
     """
 
     planned_bytes = 0
     sent_bytes = 0
     buffer_bytes = 0
-    peak: PeakMemory
 
     def __init__(
-        self, channels: Sequence[Channel], device: torch.device, yields_regularly: bool = False
+        self,
+        channels: Sequence[Channel],
+        device: torch.device,
+        yields_regularly: bool = False,
+        peak: PeakMemory | None = None,
     ) -> None:
         self._channels = tuple(channels)
         self._pending: dict[tuple[Channel, int], PendingMessages] = {}
         self._steps = self._work()
         self._time_slice_s = TIME_SLICE_S if yields_regularly else float("inf")
         self._deadline_s = 0.0
+        self._peak = peak
         self.lost: dict[int, str] = {}
         self.packing = Stopwatch(device)
         self.waiting_s = 0.0
@@ -128,15 +132,20 @@ class Transfer(ABC):
 
     def report(self) -> SendReport:
         """Return the measurements of a complete pass of a sender."""
+        assert self._peak is not None
         return SendReport(
             packing_s=self.packing.seconds(),
             waiting_s=self.waiting_s,
             nbytes=self.sent_bytes,
             full_bytes=self.planned_bytes,
             planned_extra_bytes=self.buffer_bytes,
-            measured_extra_bytes=self.peak.extra_bytes(),
+            measured_extra_bytes=self._peak.extra_bytes(),
             lost=self.lost,
         )
+
+    def close(self) -> None:
+        """End the transfer, even in the middle of it."""
+        self._steps = iter(())
 
     @abstractmethod
     def _work(self) -> Iterator[None]:
@@ -265,6 +274,7 @@ class PipelinedTransfer(Transfer):
         yields_regularly: Whether to return to the caller every TIME_SLICE_S even if no peer is slow.
         are_computed: Whether regions are computed when they are asked for, so that each is packed, and freed,
             before the next one. Otherwise they are views of parameters, which may be sent in place.
+        peak: See Transfer.
     """
 
     def __init__(
@@ -276,8 +286,9 @@ class PipelinedTransfer(Transfer):
         yields_regularly: bool = False,
         *,
         are_computed: bool = False,
+        peak: PeakMemory | None = None,
     ) -> None:
-        super().__init__(channels, buffers.device, yields_regularly)
+        super().__init__(channels, buffers.device, yields_regularly, peak)
         self._buffers = buffers
         self._regions = regions
         self._are_computed = are_computed

@@ -43,7 +43,7 @@ from megarl.weights.hf_folder import (
 from megarl.weights.kept_tensors import KeptTensors
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import whole_layout
-from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
+from megarl.weights.tensors import TensorMeta, TensorSlice, contiguous_blocks
 
 _JOB_BYTES = 64 * 2**20  # part of a tensor written by one thread
 
@@ -158,7 +158,7 @@ class _Writer:
         if name.removesuffix(SCALE_SUFFIX) in self._quantized:
             return []
         if name == VALUE_BIAS_TENSOR:
-            return [lambda room: output.write(ChunkMeta(name, 0, 1), torch.zeros(1, dtype=self._dtype))]
+            return [lambda room: output.write(name, 0, torch.zeros(1, dtype=self._dtype))]
 
         tensor = self._source.tensors[name]
         parts = contiguous_blocks(tensor.hf.view, _JOB_BYTES // self._dtype.itemsize)
@@ -175,9 +175,9 @@ class _Writer:
             refuse_nonfinite(rows, tensor.hf.name)
             scales = scales_of(block_maxima(rows, (0, 0)))
             values = quantize(rows, scales, TensorSlice.whole(rows.shape)).reshape(-1)
-            output.write(ChunkMeta(tensor.hf.name, start * num_columns, values.numel()), values)
-            place = ChunkMeta(scale_name(tensor.hf.name), start // BLOCK * scales.shape[1], scales.numel())
-            output.write(place, scales.reshape(-1))
+            output.write(tensor.hf.name, start * num_columns, values)
+            first_scale = start // BLOCK * scales.shape[1]
+            output.write(scale_name(tensor.hf.name), first_scale, scales.reshape(-1))
             self._report(values.nbytes + scales.nbytes)
 
     def _write_part(
@@ -196,5 +196,5 @@ class _Writer:
             place = inner.relative_to((0,) * len(inner.starts), part.starts)
             block = tensor.block(place, dtype, room.tensor).reshape(-1)
             refuse_nonfinite(block, tensor.hf.name)
-            output.write(ChunkMeta(tensor.hf.name, offset + first, block.numel()), block)
+            output.write(tensor.hf.name, offset + first, block)
             self._report(block.nbytes)

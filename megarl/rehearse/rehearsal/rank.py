@@ -50,7 +50,7 @@ from megarl.rehearse.rehearsal.rows import RehearsedBatch, even_routes, make_row
 from megarl.weights.load import check_parameters
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
-from megarl.weights.schedule import Part, PeerTransfers
+from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import merged_shards
 from megarl.weights.tensors import WeightTransferError
@@ -335,11 +335,6 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}, at {place_of(error)}"
 
 
-class _Sent(PendingMessages):
-    def is_done(self, patience_s: float) -> bool:
-        return True
-
-
 class _RecordedGroup(P2PGroup):
     """Records what is sent. Engine ranks are numbered after those of the actor."""
 
@@ -355,7 +350,7 @@ class _RecordedGroup(P2PGroup):
             self._ledger.communicates(
                 Collective("send", "weights", ranks, dtype, tensor.numel(), tensor.nbytes, place())
             )
-        return _Sent()
+        return PendingMessages()
 
 
 def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: int) -> None:
@@ -394,10 +389,9 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
             raise RehearsalError(f"{sent}, but this rank holds {held:,} of them")
 
     # Run the transfer's own code with a group that records the sends.
-    transfers = PeerTransfers(push.schedules)
-    buffers = torch.empty(2, transfers.largest, dtype=dtype, device=shards.device)
+    buffers = torch.empty(2, push.sends.largest, dtype=dtype, device=shards.device)
     ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
-    channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), transfers)
+    channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), push.sends)
     is_done = PipelinedTransfer([channel], buffers, regions, are_computed=shards.are_computed).run()
     assert is_done, "there are no peers to wait for"
     # Keep the buffers until here, as in a run, so that the peak of the phase includes them.

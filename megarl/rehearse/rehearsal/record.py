@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.config.schema import RunConfig
-from megarl.weights.schedule import TransferSchedule
+from megarl.weights.schedule import PeerTransfers
 
 POINT_TO_POINT = ("send", "recv")
 
@@ -20,12 +19,12 @@ class RankPush(NamedTuple):
     """The sends of a rank in a weight sync.
 
     Attributes:
-        schedules: By engine rank.
+        sends: What it sends, by engine rank.
         buffer_bytes: Memory shared with the engine rank on the same device, in bytes; 0 if there is none.
         kept_bytes: Host memory for the last weights of engines (`resharding.delta`), in bytes.
     """
 
-    schedules: Mapping[int, TransferSchedule]
+    sends: PeerTransfers
     buffer_bytes: int
     kept_bytes: int = 0
 

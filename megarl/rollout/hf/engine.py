@@ -34,10 +34,11 @@ from megarl.rollout.interface import (
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
-from megarl.weights.receiver import EngineLink, WeightReceiver
+from megarl.weights.receiver import WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
 from megarl.weights.schedule import Part
-from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
+from megarl.weights.tensors import Manifest, WeightTransferError
+from megarl.weights.transports.interface import EngineLink
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))
 
@@ -246,7 +247,7 @@ class HFEngine(RolloutEngine):
     def load_folder(self, folder: Path) -> None:
         for name, tensor in read_tensors(folder):
             # Record first: a tensor that does not belong to the model is refused before it is copied.
-            self._lifecycle.record(ChunkMeta(name, 0, tensor.numel()), tensor.dtype)
+            self._lifecycle.record(name, tensor.numel(), tensor.dtype)
             self.parameters[name].data.copy_(tensor)
 
     def end_weight_update(self, version: int) -> None:

@@ -56,9 +56,9 @@ from megarl.rollout.sglang.server_args import (
     vocab_size,
 )
 from megarl.weights.plan import TensorSlices
-from megarl.weights.receiver import EngineLink
-from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
+from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transfer import TIME_SLICE_S
+from megarl.weights.transports.interface import EngineLink
 
 T = TypeVar("T")
 
@@ -315,8 +315,8 @@ class SGLangEngine(RolloutEngine):
         """Load the weights with SGLang's own loader."""
         self._lifecycle.require_update()
         # Check the headers against the manifest before SGLang loads anything.
-        for chunk, dtype in _tensors_of(folder):
-            self._lifecycle.record(chunk, dtype)
+        for name, numel, dtype in _tensors_of(folder):
+            self._lifecycle.record(name, numel, dtype)
         self._close_session()
         self._loader.forget_padding()
 
@@ -544,8 +544,8 @@ def _name(ticket: int) -> str:
     return f"megarl-{ticket:016d}"
 
 
-def _tensors_of(folder: Path) -> Iterator[tuple[ChunkMeta, torch.dtype]]:
-    """Yield the tensors of the folder's safetensors, from their headers.
+def _tensors_of(folder: Path) -> Iterator[tuple[str, int, torch.dtype]]:
+    """Yield name, number of elements and dtype of each tensor in the folder, from the files' headers.
 
     Raises WeightTransferError if there are none.
     """
@@ -557,4 +557,4 @@ def _tensors_of(folder: Path) -> Iterator[tuple[ChunkMeta, torch.dtype]]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  it is no dictionary
                 header = tensors.get_slice(name)
-                yield ChunkMeta(name, 0, prod(header.get_shape())), _DTYPES[header.get_dtype()]
+                yield name, prod(header.get_shape()), _DTYPES[header.get_dtype()]

@@ -7,7 +7,7 @@ equal parts like SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig
@@ -19,21 +19,13 @@ from megarl.plan.placement.memory import weight_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.transport import choose_transport
 from megarl.weights.message_words import (
-    byte_counts,
-    pushed_shapes,
-    shape_in_words,
-    slices_in_words,
+    once_each,
+    plan_in_words,
+    sent_tensors,
     with_all_scales,
     with_own_scales,
-    word_counts,
 )
-from megarl.weights.plan import (
-    RankLocation,
-    TensorSlices,
-    TransferPlan,
-    message_bytes,
-    plan_transfer,
-)
+from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, message_bytes
 from megarl.weights.shard_layout import held_weights, layouts_of, whole_layout
 from megarl.weights.shards import slices_by_rank
 
@@ -56,18 +48,20 @@ class WeightForecast:
 
     @property
     def received(self) -> list[int]:
-        return [self.plan.received(rank) * self.element_bytes for rank in range(len(self.engine_places))]
+        ranks = range(len(self.engine_places))
+        return [self.plan.of_target(rank).numel * self.element_bytes for rank in ranks]
 
     @property
     def sent(self) -> list[int]:
-        return [self.plan.sent(rank) * self.element_bytes for rank in range(len(self.trainer_places))]
+        ranks = range(len(self.trainer_places))
+        return [self.plan.of_source(rank).numel * self.element_bytes for rank in ranks]
 
     @property
     def acknowledged(self) -> list[int]:
         """The bytes that each trainer rank keeps with `resharding.delta`. Equal schedules share one copy."""
         kept = []
         for rank in range(len(self.trainer_places)):
-            schedules = {schedule.key: schedule for schedule in self.plan.of_source(rank).values()}
+            schedules = {schedule.key: schedule for schedule in self.plan.of_source(rank).schedules.values()}
             kept.append(sum(schedule.numel for schedule in schedules.values()) * self.element_bytes)
         return kept
 
@@ -107,22 +101,18 @@ def forecast_weights(
     needed = stage_slices(policy, of_stage, num_stages) * config.rollout.num_replicas
 
     # Engines in FP8 also get scales, and messages consist of bytes.
-    shapes = _shapes(policy)
-    words = word_counts(policy, element_bytes)
-    if config.rollout.dtype is EngineDType.fp8:
+    quantizes = config.rollout.dtype is EngineDType.fp8
+    shapes, words = sent_tensors(policy, element_bytes, quantizes=quantizes)
+    if quantizes:
         quantized = quantized_tensors(policy)
-        shapes = pushed_shapes(shapes, quantized)
-        words = byte_counts(shapes, quantized, element_bytes, words)
         held = once_each(held, lambda slices: with_all_scales(slices, quantized))
         needed = once_each(needed, lambda slices: with_own_scales(slices, quantized))
         element_bytes = 1
 
-    held = once_each(held, lambda slices: slices_in_words(slices, words))
-    needed = once_each(needed, lambda slices: slices_in_words(slices, words))
-
     # Plan the transfer schedules exactly as a run does.
-    plan = plan_transfer(
-        {name: shape_in_words(shape, words.get(name, 1)) for name, shape in shapes.items()},
+    plan = plan_in_words(
+        shapes,
+        words,
         list(zip(sources, held, strict=True)),
         list(zip(targets, needed, strict=True)),
         nbytes // element_bytes,
@@ -135,18 +125,6 @@ def forecast_weights(
         message_bytes=nbytes,
         element_bytes=element_bytes,
     )
-
-
-def once_each(
-    of_ranks: Sequence[TensorSlices], change: Callable[[TensorSlices], TensorSlices]
-) -> list[TensorSlices]:
-    """Return the changed slices of each rank. Ranks with one object, such as replicas, share the result."""
-    # Comparing the slices themselves would take long, since each rank has thousands.
-    changed: dict[int, TensorSlices] = {}
-    for each in of_ranks:
-        if id(each) not in changed:
-            changed[id(each)] = change(each)
-    return [changed[id(each)] for each in of_ranks]
 
 
 def rank_places(plan: PlacementPlan, role: str) -> list[list[RankLocation]]:

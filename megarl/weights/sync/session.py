@@ -18,23 +18,20 @@ from megarl.controller.messages import qualified_name
 from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
 from megarl.machine.wording import counted
 from megarl.models.tensor_table import trained_tensors
-from megarl.weights.message_words import shape_in_words, slices_in_words
-from megarl.weights.plan import (
-    RankLocation,
-    TensorSlices,
-    TransferPlan,
-    message_bytes,
-    plan_repeated,
-    plan_transfer,
-)
-from megarl.weights.receiver import EngineLink
-from megarl.weights.schedule import TransferSchedule
+from megarl.weights.ipc import IPCAddress
+from megarl.weights.message_words import plan_in_words
+from megarl.weights.p2p import P2PAddress
+from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, message_bytes
+from megarl.weights.schedule import PeerTransfers
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.worker import WeightExport, WeightImport
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.device import device_transfers
 from megarl.weights.transports.group import group_transfers
-from megarl.weights.transports.interface import Endpoint
+from megarl.weights.transports.interface import EngineLink
+
+# The links of an engine's ranks, and the calls in which the trainer ranks join.
+_Connection = tuple[list[EngineLink], Sequence[WorkerFuture[None]]]
 
 
 class TransferSession:
@@ -62,7 +59,7 @@ class TransferSession:
         self._replica_places = replica_places
         self._transport = transport
         self._limit_s = limit_s
-        self.sends_changes = sends_changes
+        self._sends_changes = sends_changes
         ends = list(accumulate(map(len, replica_places), initial=0))
         self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
         self._needed: list[TensorSlices] = []  # by the ranks of a replica
@@ -95,17 +92,33 @@ class TransferSession:
         new = {number: replica for number, replica in new.items() if number not in lost}
 
         # A name is used once, so that a replica that joined another session in the meantime is recognized.
-        if new:
-            self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
-            joins = {
-                Transport.device: self._join_devices,
-                Transport.group: self._join_groups,
-                Transport.folder: self._join_patch_folders,
-            }
-            joins[self._transport](new, lost)
-            self._joined |= {number: replica for number, replica in new.items() if number not in lost}
-            for number in new:
-                self._acknowledged.pop(number, None)
+        self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
+        connect = {
+            Transport.device: self._by_device,
+            Transport.group: self._by_group,
+            Transport.folder: self._by_files,
+        }[self._transport]
+        joining: dict[int, WorkerFuture[None]] = {}
+        meeting: dict[int, Sequence[WorkerFuture[None]]] = {}
+
+        # Engines and trainers meet concurrently; trainers meet one engine after the other.
+        for number, replica in new.items():
+            links, meeting[number] = connect(number)
+            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
+
+        # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
+        results_of(joining, lost, is_lost)
+        for number, future in ((number, future) for number, futures in meeting.items() for future in futures):
+            try:
+                future.get()
+            except WorkerError as error:
+                if error.error_type != qualified_name(WeightTransferError):
+                    raise
+                lost.setdefault(number, error)  # did not join
+
+        self._joined |= {number: replica for number, replica in new.items() if number not in lost}
+        for number in new:
+            self._acknowledged.pop(number, None)
 
         return lost
 
@@ -223,148 +236,118 @@ class TransferSession:
             needed: Slices needed by the ranks of each replica.
         """
         source = self._source
-        shapes = {
-            name: shape_in_words(meta.shape, source.words.get(name, 1))
-            for name, meta in source.manifest.items()
-        }
-        held = [
-            (place, slices_in_words(slices, source.words))
-            for place, slices in zip(self._trainer_places, source.slices, strict=True)
-        ]
         # All replicas read the same files, so those of one are planned.
         is_folder = self._transport is Transport.folder
         wanted = [
-            (place, slices_in_words(slices, source.words))
+            (place, slices)
             for places in (self._replica_places[:1] if is_folder else self._replica_places)
             for place, slices in zip(places, needed, strict=True)
         ]
-
-        message_numel = (
-            message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda)
-            // source.message_dtype.itemsize
-        )
-
+        nbytes = message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda)
         # Engines that apply the adapters themselves get the frozen tensors once.
-        if source.architecture.lora is not None:
-            trained = trained_tensors(source.architecture, "lm")
-            return plan_repeated(shapes, held, wanted, message_numel, trained)
-        return plan_transfer(shapes, held, wanted, message_numel)
+        architecture = source.architecture
+        repeated = () if architecture.lora is None else trained_tensors(architecture, "lm")
+
+        return plan_in_words(
+            {name: meta.shape for name, meta in source.manifest.items()},
+            source.words,
+            list(zip(self._trainer_places, source.slices, strict=True)),
+            wanted,
+            nbytes // source.message_dtype.itemsize,
+            repeated,
+        )
 
     # ---- joining
 
-    def _link(
-        self,
-        place: Endpoint,
-        schedules: Mapping[int, TransferSchedule],
-    ) -> EngineLink:
-        return EngineLink(place, schedules, self._source.message_dtype, self._source.words)
-
-    def _join_devices(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
+    def _by_device(self, number: int) -> _Connection:
         assert self._plan is not None
-        devices = [place.device for place in self._trainer_places]
-        call = self._source.group.call_rank
-        joining: dict[int, WorkerFuture[None]] = {}
+        # Route the schedules: who shares a device with each engine rank, and who relays to it.
+        devices = [place.device for place in self._replica_places[number]]
+        targets = dict(zip(self._targets[number], devices, strict=True))
+        local_trainers, relays = device_transfers(
+            self._plan, [place.device for place in self._trainer_places], targets
+        )
+        received = [self._plan.of_target(target) for target in targets]
+        served = dict(zip(local_trainers, zip(devices, received, strict=True), strict=True))
 
-        for number, replica in replicas.items():
-            # Route the schedules: who shares a device with each engine rank, and who relays to it.
-            targets = {
-                target: place.device
-                for target, place in zip(self._targets[number], self._replica_places[number], strict=True)
-            }
-            local_trainers, relays = device_transfers(self._plan, devices, targets)
-            sources = [self._plan.of_target(target) for target in targets]
-            # The trainer rank on each engine rank's device opens the IPC buffers.
-            serving = [
-                call(rank, WeightExport.serve_weights, number, device, schedules)
-                for rank, device, schedules in zip(local_trainers, targets.values(), sources, strict=True)
-            ]
-            relaying = [
-                call(rank, WeightExport.relay_weights, number, relays.get(rank, {})) for rank in self._ranks
-            ]
-            # The engine needs the addresses of the buffers, which exist once the calls have returned.
-            links = [
-                self._link(Endpoint("device", address, device=device), schedules)
-                for address, device, schedules in zip(
-                    gather(*serving), targets.values(), sources, strict=True
-                )
-            ]
-            gather(*relaying)
-            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
-
-        results_of(joining, lost, is_lost)
-
-    def _join_patch_folders(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
-        """Tell the ranks what they write, and each engine's ranks what they read."""
-        assert self._plan is not None
-        plan = self._plan
-
-        # Every replica has the schedules of the first one.
-        gather(
+        # The engine needs the addresses of the buffers, which exist once the calls have returned.
+        addresses = gather(
             *(
                 self._source.group.call_rank(
-                    rank, WeightExport.join_patch_folder, number, plan.of_source(rank)
+                    rank,
+                    WeightExport.serve_weights,
+                    number,
+                    relays.get(rank, PeerTransfers()),
+                    served.get(rank),
                 )
-                for number in replicas
                 for rank in self._ranks
             )
         )
         links = [
-            self._link(Endpoint("patch_folder", rank=rank), plan.of_target(rank))
+            self._link("device", peers, address=addresses[trainer], device=device)
+            for trainer, (device, peers) in served.items()
+        ]
+        return links, []
+
+    def _by_files(self, number: int) -> _Connection:
+        """Tell the ranks what they write, and the engine's ranks what they read, as in every replica."""
+        assert self._plan is not None
+        links = [
+            self._link("patch_folder", self._plan.of_target(rank), rank=rank)
             for rank in range(len(self._needed))
         ]
+        calls = [
+            self._source.group.call_rank(
+                rank,
+                WeightExport.join_weight_group,
+                number,
+                EngineLink("patch_folder", self._plan.of_source(rank), self._source.message_dtype),
+            )
+            for rank in self._ranks
+        ]
+        return links, calls
 
-        joining = {
-            number: replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
-            for number, replica in replicas.items()
-        }
-        results_of(joining, lost, is_lost)
-
-    def _join_groups(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
-        """Join process groups.
-
-        Each engine's ranks and its senders meet concurrently; trainers meet one engine after the other.
-        """
+    def _by_group(self, number: int) -> _Connection:
         assert self._plan is not None
         call = self._source.group.call_rank
-        joining: dict[int, WorkerFuture[None]] = {}
-        meeting: dict[int, list[WorkerFuture[None]]] = {}
-        transport: Literal["delta", "group"] = "delta" if self.sends_changes else "group"
+        transport: Literal["delta", "group"] = "delta" if self._sends_changes else "group"
+        dtype = self._source.message_dtype
 
-        for number, replica in replicas.items():
-            # The first sender is rank 0 of the process group and reserves the port where all members meet.
-            sends, receives = group_transfers(self._plan, self._targets[number])
-            size = len(sends) + len(receives)
-            name = self._names[number]
-            address = call(
-                next(iter(sends)), WeightExport.reserve_weight_group, name, size, self._limit_s
-            ).get()
-            # Do not wait here: joining blocks until all members have been called.
-            meeting[number] = [
-                call(
-                    rank,
-                    WeightExport.join_weight_group,
-                    number,
-                    Endpoint(transport, address, own),
-                    schedules,
-                )
-                for own, (rank, schedules) in enumerate(sends.items())
-            ]
-            links = [
-                self._link(Endpoint(transport, address, len(sends) + own), schedules)
-                for own, schedules in enumerate(receives)
-            ]
-            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, name)
+        # The first sender is rank 0 of the process group and reserves the port where all members meet.
+        sends, receives = group_transfers(self._plan, self._targets[number])
+        size = len(sends) + len(receives)
+        reserved = call(
+            next(iter(sends)), WeightExport.reserve_weight_group, self._names[number], size, self._limit_s
+        )
+        address = reserved.get()
+        links = [
+            self._link(transport, peers, address=address, rank=len(sends) + own)
+            for own, peers in enumerate(receives)
+        ]
+        # Do not wait here: joining blocks until all members have been called.
+        calls = [
+            call(
+                rank,
+                WeightExport.join_weight_group,
+                number,
+                EngineLink(transport, peers, dtype, address, own),
+            )
+            for own, (rank, peers) in enumerate(sends.items())
+        ]
+        return links, calls
 
-        # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
-        results_of(joining, lost, is_lost)
-        for number, futures in meeting.items():
-            for future in futures:
-                try:
-                    future.get()
-                except WorkerError as error:
-                    if error.error_type != qualified_name(WeightTransferError):
-                        raise
-                    lost.setdefault(number, error)  # did not join
+    def _link(
+        self,
+        transport: Literal["device", "group", "delta", "patch_folder"],
+        peers: PeerTransfers,
+        *,
+        address: P2PAddress | IPCAddress | None = None,
+        rank: int = 0,
+        device: str = "",
+    ) -> EngineLink:
+        """Return the link of an engine rank."""
+        source = self._source
+        return EngineLink(transport, peers, source.message_dtype, address, rank, device, source.words)
 
 
 def is_lost(error: WorkerError | PhaseTimeoutError) -> bool:

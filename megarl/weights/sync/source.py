@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.manifest import manifest_of
-from megarl.weights.message_words import WordCounts, byte_counts, pushed_shapes, with_all_scales, word_counts
+from megarl.weights.message_words import WordCounts, once_each, sent_tensors, with_all_scales
 from megarl.weights.plan import TensorSlices
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import ShardLayout, layouts_of
@@ -73,30 +73,31 @@ class WeightSource:
         if not self.quantizes:
             return manifest
 
-        shapes = {name: tuple(meta.shape) for name, meta in manifest.items()}
         # The scales are float32, and not in the manifest of the model.
         scale = TensorMeta((), torch.float32)
+        shapes, _ = self._sent
 
         return {
             name: TensorMeta(
                 shape, torch.float8_e4m3fn if name in self._quantized else manifest.get(name, scale).dtype
             )
-            for name, shape in pushed_shapes(shapes, self._quantized).items()
+            for name, shape in shapes.items()
         }
 
     @property
     def _quantized(self) -> Mapping[str, tuple[int, ...]]:
         return quantized_tensors(self.architecture) if self.quantizes else {}
 
-    @cached_property
+    @property
     def words(self) -> WordCounts:
         """Tensors whose elements are several words of a message."""
+        _, words = self._sent
+        return words
+
+    @cached_property
+    def _sent(self) -> tuple[Mapping[str, tuple[int, ...]], WordCounts]:
         itemsize = self.torch_dtype.itemsize
-        wide = word_counts(self.architecture, itemsize, self.head)
-        if not self.quantizes:
-            return wide
-        shapes = {name: meta.shape for name, meta in self.manifest.items()}
-        return byte_counts(shapes, self._quantized, itemsize, wide)
+        return sent_tensors(self.architecture, itemsize, self.head, quantizes=self.quantizes)
 
     def checksums(self) -> list[WorkerFuture[dict[str, int]]]:
         """Return checksum parts that add up to those of all tensors.
@@ -125,7 +126,7 @@ class WeightSource:
     def slices(self) -> Sequence[TensorSlices]:
         """Slices of each rank that engines can get from it, including copies."""
         held = slices_by_rank(self.architecture, self._layouts, self.head)
-        return [with_all_scales(each, self._quantized) for each in held] if self.quantizes else held
+        return once_each(held, lambda slices: with_all_scales(slices, self._quantized))
 
     @cached_property
     def is_on_cuda(self) -> bool:
@@ -186,12 +187,13 @@ class WeightSource:
 
         # The ranks write the weights. `make_folder` adds the other files.
         def write(folder: Path) -> None:
-            def call(rank: int, is_first: bool) -> WorkerFuture[SendReport | None]:
-                return self.group.call_rank(
-                    rank, WeightExport.write_weight_files, plan.of_rank(rank), str(folder), durable, is_first
-                )
-
-            reports.extend(_all_written(call, range(self.group.world_size)))
+            pending = {
+                self.group.call_rank(
+                    rank, WeightExport.write_weight_files, plan.of_rank(rank), str(folder), durable
+                ): rank
+                for rank in range(self.group.world_size)
+            }
+            reports.extend(_all_written(self.group, pending))
 
         make_folder(write, plan.files)
         return reports
@@ -208,9 +210,7 @@ class WeightSource:
         )
 
 
-def _all_written(
-    call: Callable[[int, bool], WorkerFuture[SendReport | None]], ranks: Iterable[int]
-) -> list[SendReport]:
+def _all_written(group: RoleGroup, pending: dict[RemoteFuture[SendReport | None], int]) -> list[SendReport]:
     """Return the reports of all ranks.
 
     A rank that returns without a report is called again. If one cannot write, the others are still called
@@ -219,7 +219,6 @@ def _all_written(
     """
     reports: list[SendReport] = []
     failures: list[WorkerError] = []
-    pending: dict[RemoteFuture[SendReport | None], int] = {call(rank, True): rank for rank in ranks}
 
     while pending:
         ended = wait_for_any(list(pending), _LOOK_S)
@@ -239,7 +238,7 @@ def _all_written(
                 continue
             # The rank only paused because the others were silent; call it again to continue.
             if report is None:
-                pending[call(rank, False)] = rank
+                pending[group.call_rank(rank, WeightExport.continue_weights, ())] = rank
             else:
                 reports.append(report)
 

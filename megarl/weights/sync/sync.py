@@ -270,12 +270,7 @@ class WeightSync:
         """
         # Start both sides before waiting for either: each waits for the other.
         receiving = self._start_receiving(replicas, version, first_round)
-        sending = {
-            rank: self._source.group.call_rank(
-                rank, WeightExport.send_weights, list(replicas), (), True, first_round
-            )
-            for rank in range(len(self._source.group.mesh))
-        }
+        sending = self._start_sending(replicas, first_round)
         calls = _Push(self._source.group, sending, receiving, lost)
         reports = calls.finish()
 
@@ -291,15 +286,21 @@ class WeightSync:
     ) -> list[SendReport]:
         """Write what changed to files, which joined replicas then read. Adds lost replicas to `lost`."""
         with self._scratch_folder(version) as folder:
-            writing = [
-                self._source.group.call_rank(
-                    rank, WeightExport.write_weight_patches, list(replicas), str(folder)
-                )
-                for rank in range(len(self._source.group.mesh))
-            ]
-            reports = gather(*writing)
+            reports = gather(*self._start_sending(replicas, folder=folder).values())
             results_of(self._start_receiving(replicas, version, folder=folder), lost, is_lost)
-            return reports
+            return [report for report in reports if report is not None]
+
+    def _start_sending(
+        self, replicas: Mapping[int, RoleGroup], first_round: int = 0, folder: Path | None = None
+    ) -> dict[int, WorkerFuture[SendReport | None]]:
+        """Let the trainer ranks send the weights, to `folder` if the transport is a folder."""
+        path = None if folder is None else str(folder)
+        return {
+            rank: self._source.group.call_rank(
+                rank, WeightExport.send_weights, list(replicas), first_round, path
+            )
+            for rank in range(len(self._source.group.mesh))
+        }
 
     def _start_receiving(
         self,
@@ -432,9 +433,7 @@ class _Push:
         if report is None:
             # It waits for a peer: report the lost replicas, so that it stops waiting for them.
             dropped = [number for number in self._replicas if number in self._lost]
-            self._sending[rank] = self._trainers.call_rank(
-                rank, WeightExport.send_weights, self._replicas, dropped, False
-            )
+            self._sending[rank] = self._trainers.call_rank(rank, WeightExport.continue_weights, dropped)
             return
 
         del self._sending[rank]

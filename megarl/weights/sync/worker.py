@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,14 +14,14 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.weights.checksum import shard_checksums
-from megarl.weights.export_plan import RankExport
+from megarl.weights.export_plan import ExportPlan
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.manifest import manifest_name
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import TensorSlices
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
-from megarl.weights.receiver import EngineLink, ReceivingEngine
-from megarl.weights.schedule import TransferSchedule
+from megarl.weights.receiver import ReceivingEngine
+from megarl.weights.schedule import PeerTransfers
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transfer import SendReport, Transfer
@@ -29,8 +29,7 @@ from megarl.weights.transports.delta import DeltaSender
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import FolderTransfer
 from megarl.weights.transports.group import GroupSender
-from megarl.weights.transports.interface import Endpoint, Sender, SentShards
-from megarl.weights.transports.patch_folder import PatchFolderSender
+from megarl.weights.transports.interface import EngineLink, Sender, SentShards
 
 
 class WeightExport(Worker):
@@ -40,9 +39,8 @@ class WeightExport(Worker):
     """
 
     _sender: Sender | None = None
-    _sending: Transfer | None = None
+    _transfer: Transfer | None = None
     _listener: socket.socket | None = None
-    _writing: FolderTransfer | None = None
     _trainers: P2PGroup | None = None
     _quantized: QuantizedShards | None = None  # what the last transfer sends
 
@@ -81,38 +79,75 @@ class WeightExport(Worker):
         self._trainers = self._trainers or P2PGroup.of_default_group(self._shards().device)
         return self._trainers
 
-    # ---- sending weights
+    # ---- transfers
 
     @register(blocking=False)
     def send_weights(
-        self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool, first_round: int = 0
+        self, replicas: Sequence[int], first_round: int = 0, folder: str | None = None
     ) -> SendReport | None:
         """Send the weights to these replicas while they receive them.
 
         Args:
-            dropped: Replicas to drop before continuing.
-            is_first: Whether this call starts the transfer.
             first_round: The round that the transfer starts with.
+            folder: The folder for the files that these replicas read later, if there is no group.
+
+        Returns:
+            See `continue_weights`, whose errors are raised as well.
+        """
+        # Without a sender, every replica gets this rank's weights from a nearer copy.
+        sender = self._sender or GroupSender()
+        path = None if folder is None else Path(folder)
+        self._transfer = sender.open(self._sent_shards(), replicas, first_round, path)
+        return self.continue_weights(())
+
+    @register(blocking=False)
+    def write_weight_files(self, plan: ExportPlan, folder: str, durable: bool) -> SendReport | None:
+        """Write this rank's part of all weights to `folder`, and send data for other ranks' files.
+
+        Call this on every rank. A rank that cannot write has still received and sent everything.
+
+        Args:
+            plan: This rank's part.
+            durable: Whether the files must survive a power failure.
+
+        Returns:
+            See `continue_weights`, whose errors are raised as well.
+        """
+        self._transfer = FolderTransfer(
+            self._trainers_p2p(), dist.get_rank(), plan, self._shards(), Path(folder), durable
+        )
+        return self.continue_weights(())
+
+    @register(blocking=False)
+    def continue_weights(self, dropped: Sequence[int]) -> SendReport | None:
+        """Continue the transfer that was begun last.
+
+        Args:
+            dropped: Replicas to drop before.
 
         Returns:
             The report, or None if a peer has been silent for a while. Call again to continue.
 
         Raises:
             WeightTransferError: A trainer is gone.
+            CheckpointError: A file could not be written.
         """
-        # The transfer spans several calls, since a call returns when the peers are silent for a while.
-        if is_first:
-            # Without a sender, every replica gets this rank's weights from a nearer copy.
-            sender = self._sender or GroupSender()
-            self._sending = sender.open(self._sent_shards(), replicas, first_round)
-
-        assert self._sending is not None, "no pass was begun"
-        if not self._sending.run(dropped):
-            return None
-
-        report = self._sending.report()
-        self._sending = None
-        return report
+        assert self._transfer is not None, "no transfer was begun"
+        has_ended = True
+        try:
+            has_ended = self._transfer.run(dropped)
+            return self._transfer.report() if has_ended else None
+        except OSError as error:
+            if error.filename is None:  # not a file error: for example a connection error
+                raise
+            raise CheckpointError(
+                f"{error.filename}: cannot be written: {error.strerror}", hint=UNWRITTEN
+            ) from error
+        finally:
+            # A transfer that continues in the next call needs its files and connections.
+            if has_ended:
+                self._transfer.close()
+                self._transfer = None
 
     @register(blocking=False)
     def leave_weights(self, replica: int) -> None:
@@ -153,32 +188,30 @@ class WeightExport(Worker):
     def weights_are_on_cuda(self) -> bool:
         return self._shards().device.type == "cuda"
 
-    # ---- transport `device`
+    # ---- joining replicas
 
     @register(blocking=False)
-    def serve_weights(self, replica: int, device: str, sources: Mapping[int, TransferSchedule]) -> IPCAddress:
-        """Serve the weights for the rank of `replica` on this rank's device, named `device`.
+    def serve_weights(
+        self, replica: int, relayed: PeerTransfers, served: tuple[str, PeerTransfers] | None
+    ) -> IPCAddress | None:
+        """Serve the weights for the rank of `replica` on this rank's device, with the transport `device`.
 
         Args:
-            sources: Transfer schedules by trainer rank.
+            relayed: What this rank sends to the ranks of `replica` on other devices, by the trainer ranks on
+                those.
+            served: The name of this rank's device, and what its engine rank receives, by trainer rank. None:
+                there is none.
+
+        Returns:
+            The address of the IPC buffers for the engine rank.
         """
-        return self._device_sender().serve(replica, device, sources, self._sent_dtype, self._shards().device)
-
-    @register(blocking=False)
-    def relay_weights(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
-        """Relay weights to ranks of `replica` on other devices.
-
-        `schedules` is keyed by the trainer ranks on their devices.
-        """
-        self._device_sender().relay(replica, schedules)
-
-    def _device_sender(self) -> DeviceSender:
         if self._sender is None:
             self._sender = DeviceSender(self._trainers_p2p(), dist.get_rank())
         assert isinstance(self._sender, DeviceSender)
-        return self._sender
-
-    # ---- transport `group`
+        self._sender.relay(replica, relayed)
+        if served is None:
+            return None
+        return self._sender.serve(replica, *served, self._sent_dtype, self._shards().device)
 
     @register(blocking=False)
     def reserve_weight_group(self, name: str, size: int, limit_s: float) -> P2PAddress:
@@ -197,119 +230,36 @@ class WeightExport(Worker):
         return P2PAddress(name, self.node, port, size, dist.get_backend(), limit_s)
 
     @register(blocking=False)
-    def join_weight_group(
-        self,
-        replica: int,
-        place: Endpoint,
-        schedules: Mapping[int, TransferSchedule],
-    ) -> None:
-        """Join the group of a replica. Returns when all members have joined.
+    def join_weight_group(self, replica: int, link: EngineLink) -> None:
+        """Join the group of a replica, and return when all members have joined.
 
-        Args:
-            schedules: Transfer schedules by the engine ranks' numbers in the group.
+        A link without an address leads to files, which `send_weights` writes.
         """
-        assert isinstance(place.address, P2PAddress)
         if self._sender is None:
-            is_delta = place.transport == "delta"
-            self._sender = DeltaSender(self._sent_dtype) if is_delta else GroupSender()
+            is_group = link.transport == "group"
+            self._sender = GroupSender() if is_group else DeltaSender(dist.get_rank(), self._sent_dtype)
         assert isinstance(self._sender, GroupSender)
-        listener = None
-
-        # The group takes over the listener, and owns the port from now on.
-        if place.rank == 0:
-            listener = self._listener
-            self._listener = None
-
         # A restarted replica has the number of the old one, whose group is unusable.
         self._sender.leave(replica)
-        self._sender.join(
-            replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules
-        )
+        p2p = None
+
+        if link.address is not None:
+            assert isinstance(link.address, P2PAddress)
+            listener = None
+            # The group takes over the listener, and owns the port from now on.
+            if link.rank == 0:
+                listener = self._listener
+                self._listener = None
+            p2p = P2PGroup.join(link.address, link.rank, self._shards().device, listener)
+
+        self._sender.join(replica, p2p, link.peers)
 
     @register(blocking=False)
     def forget_acknowledged_weights(self, replica: int) -> None:
         """Send everything to the replica in the next transfer, not only what changed."""
         if self._sender is not None:
-            assert isinstance(self._sender, DeltaSender | PatchFolderSender)
+            assert isinstance(self._sender, DeltaSender)
             self._sender.forget_weights(replica)
-
-    # ---- transport `folder` with patches
-
-    @register(blocking=False)
-    def join_patch_folder(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
-        """Write patches for a replica from the next `write_weight_patches` on.
-
-        Args:
-            schedules: Transfer schedules by the numbers of the engine's ranks, the same for every replica.
-        """
-        if self._sender is None:
-            self._sender = PatchFolderSender(dist.get_rank(), self._sent_dtype)
-        assert isinstance(self._sender, PatchFolderSender)
-        self._sender.leave(replica)
-        self._sender.join(replica, schedules)
-
-    @register(blocking=False)
-    def write_weight_patches(self, replicas: Sequence[int], folder: str) -> SendReport:
-        """Write to `folder` what changed since the last weights of these replicas.
-
-        Raises:
-            CheckpointError: A file could not be written.
-        """
-        assert isinstance(self._sender, PatchFolderSender)
-        self._sender.folder = Path(folder)
-        transfer = self._sender.open(self._sent_shards(), replicas)
-        try:
-            is_done = transfer.run()
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.filename or folder}: cannot be written: {error.strerror}", hint=UNWRITTEN
-            ) from error
-        assert is_done, "there are no peers to wait for"
-        self._sender.release()  # as with whole folders, buffers exist only during a sync
-        return transfer.report()
-
-    # ---- weight files
-
-    @register(blocking=False)
-    def write_weight_files(
-        self, part: RankExport, folder: str, durable: bool, is_first: bool
-    ) -> SendReport | None:
-        """Write this rank's part of all weights to `folder`, and send data for other ranks' files.
-
-        Call this on every rank.
-
-        Args:
-            durable: Whether the files must survive a power failure.
-
-        Returns:
-            The report, or None if a peer has been silent for a while. Call again to continue.
-
-        Raises:
-            CheckpointError: A file could not be written. This rank has still received and sent everything.
-        """
-        if is_first:
-            self._writing = FolderTransfer(
-                self._trainers_p2p(), dist.get_rank(), part, self._shards(), Path(folder), durable
-            )
-
-        assert self._writing is not None, "no folder was begun"
-        has_ended = True
-
-        # Write until everything is written, or the peers are silent for a while.
-        try:
-            has_ended = self._writing.run()
-            return self._writing.report() if has_ended else None
-        except OSError as error:
-            if error.filename is None:  # not a file error: for example a connection error
-                raise
-            raise CheckpointError(
-                f"{error.filename}: cannot be written: {error.strerror}", hint=UNWRITTEN
-            ) from error
-        finally:
-            # A transfer that continues in the next call needs its files and connections.
-            if has_ended:
-                self._writing.close()
-                self._writing = None
 
 
 class WeightImport(Worker):

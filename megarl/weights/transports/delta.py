@@ -1,125 +1,179 @@
-"""The transport `group` with patches: only what changed since an engine's last weights is sent.
+"""The transports `group` and `folder` with patches: only what changed since an engine's last weights is sent.
 
 The messages have no planned size. Each is announced by a header with its bytes and its number of patches.
+
+With the transport `folder`, each trainer rank writes its messages to a file for each engine rank that it has
+elements for, in a folder of the sync. All replicas read the same files: each engine rank those of its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
+from megarl.machine.usage import PeakMemory
 from megarl.weights.acknowledged import (
     AcknowledgedWeights,
-    PatchMessage,
     most_message_bytes,
     patch_chunks,
     read_message,
 )
-from megarl.weights.p2p import P2PGroup
-from megarl.weights.schedule import PeerTransfers, ScheduleKey, TransferSchedule
+from megarl.weights.p2p import Message, P2PGroup, PendingMessages
+from megarl.weights.schedule import PeerTransfers, ScheduleKey
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import Channel, Transfer
 from megarl.weights.transports.group import GroupReceiver, GroupSender
-from megarl.weights.transports.interface import DestinationViews, SentShards
+from megarl.weights.transports.interface import DestinationViews, EngineLink, Receiver, SentShards
 
 _HEADER_BYTES = 16
+_CHECKSUM = struct.Struct("<I")  # CRC-32 of the message that follows in a file
 
 
-class PatchStreams:
-    """Streams of patches from one rank to each replica. Equal schedules share their acknowledged weights."""
+def patch_file(folder: Path, source: int, target: int) -> Path:
+    """Return the file that a trainer rank writes for an engine rank."""
+    return folder / f"{source}-to-{target}.patches"
 
-    def __init__(self) -> None:
-        self.schedules: dict[int, dict[int, ScheduleKey]] = {}  # by replica and peer
-        self._acknowledged: dict[ScheduleKey, AcknowledgedWeights] = {}
 
-    def join(self, replica: int, schedules: Mapping[int, TransferSchedule], dtype: torch.dtype) -> None:
-        self.schedules[replica] = {peer: schedule.key for peer, schedule in schedules.items()}
-        for schedule in schedules.values():
-            if schedule.key not in self._acknowledged:
-                self._acknowledged[schedule.key] = AcknowledgedWeights(schedule, dtype)
+class PatchFiles(P2PGroup):
+    """A group whose messages wait in files until they are received. Each follows its checksum.
 
-    def begin(
-        self, replicas: Collection[int], device: torch.device
-    ) -> dict[ScheduleKey, AcknowledgedWeights]:
-        """Begin a pass to these replicas, and return the weights that it sends."""
-        users: dict[ScheduleKey, list[int]] = {}
-        for replica in sorted(self.schedules.keys() & set(replicas)):
-            for key in self.schedules[replica].values():
-                users.setdefault(key, []).append(replica)
+    Args:
+        folder: The folder of one sync, empty before it.
+        rank: The trainer rank that sends, or the engine rank that receives.
+    """
 
-        begun = {key: self._acknowledged[key] for key in users}
-        for key, weights in begun.items():
-            weights.begin(users[key])
-            if not weights.buffers.numel():
-                weights.buffers = torch.empty(2, weights.capacity, dtype=torch.uint8, device=device)
-        return begun
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._num_read: Counter[int] = Counter()  # bytes, by sender
 
-    def forget(self, replica: int) -> None:
-        """Send everything to the replica the next time, since it no longer has what it acknowledged."""
-        for key in self.schedules.get(replica, {}).values():
-            self._acknowledged[key].forget(replica)
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> PendingMessages:
+        for target, tensor in sends:
+            content = tensor.cpu().numpy()
+            path = patch_file(self._folder, self._rank, target)
+            try:
+                with path.open("ab") as file:
+                    file.write(_CHECKSUM.pack(zlib.crc32(content)))
+                    file.write(content)
+            except OSError as error:  # often without the name of the file
+                raise OSError(error.errno, error.strerror, str(path)) from None
 
-    def leave(self, replica: int) -> None:
-        self.forget(replica)
-        self.schedules.pop(replica, None)
+        for source, tensor in receives:
+            received = torch.frombuffer(self._read(source, tensor.nbytes), dtype=torch.uint8)
+            tensor.view(torch.uint8).copy_(received)
 
-        # The copies that no replica needs any more.
-        needed = {key for schedules in self.schedules.values() for key in schedules.values()}
-        for key in self._acknowledged.keys() - needed:
-            del self._acknowledged[key]
+        return PendingMessages()
 
-    def release(self) -> None:
-        for weights in self._acknowledged.values():
-            weights.buffers = weights.buffers.new_empty(2, 0)
+    def _read(self, source: int, num_bytes: int) -> bytearray:
+        path = patch_file(self._folder, source, self._rank)
+        content = bytearray(num_bytes)
+        try:
+            with path.open("rb") as file:
+                file.seek(self._num_read[source])
+                checksum = file.read(_CHECKSUM.size)
+                is_whole = file.readinto(content) == num_bytes
+                self._num_read[source] = file.tell()
+        except OSError as error:
+            raise WeightTransferError(f"{path}: cannot be read: {error.strerror}") from error
 
-    def close(self) -> None:
-        self.schedules = {}
-        self._acknowledged = {}
+        if not is_whole or checksum != _CHECKSUM.pack(zlib.crc32(content)):
+            raise WeightTransferError(
+                f"{path}: is damaged before byte {self._num_read[source]:,}: its checksum differs"
+            )
+        return content
+
+    def check_end(self, source: int, num_chunks: int) -> None:
+        """Check that a file, whose patches describe all chunks, has nothing else."""
+        path = patch_file(self._folder, source, self._rank)
+        if path.stat().st_size > self._num_read[source]:
+            raise WeightTransferError(f"{path}: has more than the patches of {num_chunks} chunks")
 
 
 class DeltaSender(GroupSender):
     """Sends patches to replicas that acknowledged earlier weights, and everything to others.
 
+    Equal schedules share their acknowledged weights.
+
     Args:
+        rank: The trainer rank.
         dtype: The dtype of the weights that are sent.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self._rank = rank
         self._dtype = dtype
-        self._streams = PatchStreams()
+        self._keys: dict[int, dict[int, ScheduleKey]] = {}  # by replica and peer
+        self._acknowledged: dict[ScheduleKey, AcknowledgedWeights] = {}
 
-    def join(self, replica: int, p2p: P2PGroup, schedules: Mapping[int, TransferSchedule]) -> None:
-        super().join(replica, p2p, schedules)
-        self._streams.join(replica, schedules, self._dtype)
+    def join(self, replica: int, p2p: P2PGroup | None, sends: PeerTransfers) -> None:
+        super().join(replica, p2p, sends)
+        self._keys[replica] = {peer: schedule.key for peer, schedule in sends.schedules.items()}
+        for schedule in sends.schedules.values():
+            if schedule.key not in self._acknowledged:
+                self._acknowledged[schedule.key] = AcknowledgedWeights(schedule, self._dtype)
 
     def forget_weights(self, replica: int) -> None:
         """Send everything to the replica the next time, since it no longer has what it acknowledged."""
-        self._streams.forget(replica)
+        for key in self._keys.get(replica, {}).values():
+            self._acknowledged[key].forget(replica)
 
-    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
+    def open(
+        self,
+        shards: SentShards,
+        replicas: Collection[int],
+        first_round: int = 0,
+        folder: Path | None = None,
+    ) -> Transfer:
         assert first_round == 0, "patches are for models that change as a whole"
-        channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
-        sent = self._streams.begin(replicas, shards.device)
+        peak = PeakMemory(shards.device)
+        users: dict[ScheduleKey, list[int]] = {}
+        for replica in sorted(self._keys.keys() & set(replicas)):
+            for key in self._keys[replica].values():
+                users.setdefault(key, []).append(replica)
+
+        sent = {key: self._acknowledged[key] for key in users}
+        for key, weights in sent.items():
+            weights.begin(users[key])
+            if not weights.buffers.numel():
+                weights.buffers = torch.empty(2, weights.capacity, dtype=torch.uint8, device=shards.device)
+
+        # Every replica reads the same files, so they are written for one.
+        channels = self._channels
+        if folder is not None:
+            first = min(replicas)
+            channels = {first: Channel(PatchFiles(folder, self._rank), PeerTransfers(), replica=first)}
         peers = {
-            channel: {peer: sent[key] for peer, key in self._streams.schedules[channel.replica].items()}
-            for channel in channels
-            if channel.replica is not None
+            channel: {peer: sent[key] for peer, key in self._keys[replica].items()}
+            for replica, channel in sorted(channels.items())
+            if replica in replicas
         }
-        return _PatchSends(peers, list(sent.values()), shards)
+        return _PatchSends(peers, list(sent.values()), shards, peak, through_files=folder is not None)
 
     def leave(self, replica: int) -> None:
-        self._streams.leave(replica)
+        self.forget_weights(replica)
+        self._keys.pop(replica, None)
+
+        # The copies that no replica needs any more.
+        needed = {key for keys in self._keys.values() for key in keys.values()}
+        for key in self._acknowledged.keys() - needed:
+            del self._acknowledged[key]
         super().leave(replica)
 
     def release(self) -> None:
         super().release()
-        self._streams.release()
+        for weights in self._acknowledged.values():
+            weights.free_buffers()
 
     def close(self) -> None:
         super().close()
-        self._streams.close()
+        self._keys = {}
+        self._acknowledged = {}
 
 
 class _PatchSends(Transfer):
@@ -136,8 +190,11 @@ class _PatchSends(Transfer):
         peers: Mapping[Channel, Mapping[int, AcknowledgedWeights]],
         sent: list[AcknowledgedWeights],
         shards: SentShards,
+        peak: PeakMemory,
+        through_files: bool,
     ) -> None:
-        super().__init__(list(peers), shards.device)
+        super().__init__(list(peers), shards.device, peak=peak)
+        self._through_files = through_files
         self._peers = peers
         self._sent = sent
         self._shards = shards
@@ -156,6 +213,12 @@ class _PatchSends(Transfer):
         yield from self._arrival(number - 1)
         for weights in self._sent:
             weights.end([replica for replica in weights.replicas if replica not in self.lost])
+
+    def close(self) -> None:
+        super().close()
+        if self._through_files:  # as with whole folders, buffers exist only during a sync
+            for weights in self._sent:
+                weights.free_buffers()
 
     def _message(self, weights: AcknowledgedWeights, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the header and the data of the next message."""
@@ -180,60 +243,72 @@ class _PatchSends(Transfer):
 
 
 class DeltaReceiver(GroupReceiver):
-    def _new_transfer(self, destinations: DestinationViews) -> Transfer:
-        return _PatchReceives(Channel(self._p2p, PeerTransfers({})), destinations, self._device)
+    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
+        return _PatchReceives(self._p2p, destinations, self._device, self._device)
 
 
-class _Source:
-    """A trainer rank that sends to this engine rank, and how far it is."""
+class PatchFolderReceiver(Receiver):
+    def __init__(self, link: EngineLink, device: torch.device) -> None:
+        self._rank = link.rank
+        self._device = device
 
-    def __init__(
-        self, rank: int, schedule: TransferSchedule, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.rank = rank
-        self.chunks = patch_chunks(schedule)
-        self.next_chunk = 0
-        self.buffers = torch.empty(
-            2, most_message_bytes(schedule, dtype.itemsize), dtype=torch.uint8, device=device
-        )
+    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
+        assert folder is not None
+        files = PatchFiles(folder, self._rank)
+        # Messages wait on the host, since the engine's device has no room for their buffers.
+        return _PatchReceives(files, destinations, self._device, torch.device("cpu"))
 
-    @property
-    def has_more(self) -> bool:
-        return self.next_chunk < self.chunks.num_rounds
+    def close(self, is_under_way: bool) -> None:
+        """Do nothing: no file stays open between two messages."""
+
+
+# trainer rank, flat bytes, number of patches, and the first chunk
+_Arrived = tuple[int, torch.Tensor, int, int]
 
 
 class _PatchReceives(Transfer):
-    """Receives the messages of one pass. A message is applied while the next one travels."""
+    """Receives the messages of one pass. A message is applied while the next one travels.
 
-    def __init__(self, channel: Channel, destinations: DestinationViews, device: torch.device) -> None:
-        super().__init__([channel], device, yields_regularly=True)
-        self._channel = channel
+    Args:
+        p2p: The group with the senders.
+        device: The device of the model.
+        message_device: The device of the messages.
+    """
+
+    def __init__(
+        self,
+        p2p: P2PGroup,
+        destinations: DestinationViews,
+        device: torch.device,
+        message_device: torch.device,
+    ) -> None:
+        self._channel = Channel(p2p, PeerTransfers())
+        super().__init__([self._channel], device, yields_regularly=True)
         self._destinations = destinations
         self._device = device
-        self._sources = [
-            _Source(rank, schedule, destinations.dtype, device)
-            for rank, schedule in destinations.sources.schedules.items()
-        ]
+        self._message_device = message_device
+        self._schedules = destinations.sources.schedules
+        self._chunks = {rank: patch_chunks(schedule) for rank, schedule in self._schedules.items()}
 
     def _work(self) -> Iterator[None]:
-        arrived: list[tuple[_Source, PatchMessage, int]] = []
+        next_chunks = dict.fromkeys(self._chunks, 0)
+        arrived: list[_Arrived] = []
         number = 0
 
-        while sources := [source for source in self._sources if source.has_more]:
+        while ranks := [rank for rank, each in self._chunks.items() if next_chunks[rank] < each.num_rounds]:
             if not self._has_time:
                 yield
             # The headers first, because messages can only be received in their exact size.
-            ranks = [source.rank for source in sources]
-            headers = torch.empty(len(sources), 2, dtype=torch.int64, device=self._device)
-            self._receive(list(zip(ranks, headers, strict=True)), number)
+            headers = torch.empty(len(ranks), 2, dtype=torch.int64, device=self._message_device)
+            self._exchange(self._channel, [], list(zip(ranks, headers, strict=True)), number)
             yield from self._arrival(number)
             messages = [
-                (source, self._message(source, number, *header), source.next_chunk)
-                for source, header in zip(sources, headers.tolist(), strict=True)
+                (rank, self._buffer(rank, num_bytes, num_patches), num_patches, next_chunks[rank])
+                for rank, (num_bytes, num_patches) in zip(ranks, headers.tolist(), strict=True)
             ]
-            self._receive([(source.rank, message.data) for source, message, _ in messages], number)
-            for source, message, _ in messages:
-                source.next_chunk += message.num_patches
+            self._exchange(self._channel, [], [(rank, data) for rank, data, *_ in messages], number)
+            for rank, _, num_patches, _ in messages:
+                next_chunks[rank] += num_patches
             # Apply the previous messages while these arrive.
             self._apply(arrived)
             yield from self._arrival(number)
@@ -241,27 +316,30 @@ class _PatchReceives(Transfer):
             number += 1
 
         self._apply(arrived)
+        if isinstance(self._channel.p2p, PatchFiles):
+            for rank, chunks in self._chunks.items():
+                self._channel.p2p.check_end(rank, chunks.num_rounds)
         self._destinations.is_whole = True
 
-    def _receive(self, receives: list[tuple[int, torch.Tensor]], number: int) -> None:
-        self._exchange(self._channel, [], receives, number)
-
-    def _message(self, source: _Source, number: int, num_bytes: int, num_patches: int) -> PatchMessage:
-        buffer = source.buffers[number % 2]
-        if not 0 < num_bytes <= len(buffer) or num_patches <= 0:
+    def _buffer(self, rank: int, num_bytes: int, num_patches: int) -> torch.Tensor:
+        """Return memory for a message that was announced."""
+        most = most_message_bytes(self._schedules[rank], self._destinations.dtype.itemsize)
+        if not 0 < num_bytes <= most or num_patches <= 0:
             raise WeightTransferError(
-                f"trainer rank {source.rank} announced a message of {num_bytes} bytes with {num_patches} "
-                f"patches, but the buffer has {len(buffer)} bytes"
+                f"trainer rank {rank} announced a message of {num_bytes} bytes with {num_patches} patches, "
+                f"but the buffer has {most} bytes"
             )
-        return PatchMessage(buffer[:num_bytes], num_patches)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._message_device)
 
-    def _apply(self, arrived: list[tuple[_Source, PatchMessage, int]]) -> None:
+    def _apply(self, arrived: Sequence[_Arrived]) -> None:
         destinations = self._destinations
         with self.packing:
-            for source, message, first in arrived:
-                for chunk, change in read_message(message, source.chunks, first, destinations.dtype):
-                    destinations.apply(source.chunks.message(chunk), change)
-                destinations.received_bytes += message.data.nbytes + _HEADER_BYTES
+            for rank, data, num_patches, first in arrived:
+                message = data.to(self._device), num_patches
+                chunks = self._chunks[rank]
+                for chunk, change in read_message(message, chunks, first, destinations.dtype):
+                    destinations.apply(chunks.message(chunk), change)
+                destinations.received_bytes += data.nbytes + _HEADER_BYTES
         if self._device.type == "cuda":
             # The next message arrives on another CUDA stream.
             torch.cuda.current_stream(self._device).synchronize()

@@ -7,27 +7,21 @@ number of nodes each pair is on one node.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
+from megarl.machine.usage import PeakMemory
 from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
 from megarl.weights.schedule import PeerTransfers, TransferSchedule
-from megarl.weights.transfer import (
-    PATIENCE_S,
-    TIME_SLICE_S,
-    Channel,
-    PipelinedTransfer,
-    ReceiveBuffer,
-    Transfer,
-)
+from megarl.weights.transfer import PATIENCE_S, Channel, PipelinedTransfer, ReceiveBuffer, Transfer
 from megarl.weights.transports.interface import (
     DestinationViews,
-    Endpoint,
-    PackBuffers,
+    EngineLink,
     Receiver,
     Sender,
     SentShards,
@@ -36,7 +30,7 @@ from megarl.weights.transports.interface import (
 
 def device_transfers(
     plan: TransferPlan, trainer_devices: Sequence[str], targets: Mapping[int, str]
-) -> tuple[list[int], dict[int, dict[int, TransferSchedule]]]:
+) -> tuple[list[int], dict[int, PeerTransfers]]:
     """Return the trainer rank that serves each rank of one engine, and what others relay to it.
 
     Args:
@@ -61,13 +55,13 @@ def device_transfers(
                 f"resharding.transport=group"
             )
         local_trainers.append(trainer_devices.index(device))
-        for source, schedule in plan.of_target(target).items():
+        for source, schedule in plan.of_target(target).schedules.items():
             # Only the trainer rank on the target's device shares memory with it; the others relay through
             # that rank.
             if source != local_trainers[-1]:
                 relays.setdefault(source, {})[local_trainers[-1]] = schedule
 
-    return local_trainers, relays
+    return local_trainers, {source: PeerTransfers(schedules) for source, schedules in relays.items()}
 
 
 class DeviceSender(Sender):
@@ -79,18 +73,18 @@ class DeviceSender(Sender):
     """
 
     def __init__(self, p2p: P2PGroup, rank: int) -> None:
+        super().__init__()
         self._p2p = p2p
         self._rank = rank
         # Keyed by replica, and by the trainer rank on the target's device.
-        self._relayed: dict[int, dict[int, TransferSchedule]] = {}
+        self._relayed: dict[int, PeerTransfers] = {}
         self._receive_buffer: _DeviceReceiveBuffer | None = None
-        self._buffers = PackBuffers()
 
     def serve(
         self,
         replica: int,
         device_name: str,
-        sources: Mapping[int, TransferSchedule],
+        sources: PeerTransfers,
         dtype: torch.dtype,
         device: torch.device,
     ) -> IPCAddress:
@@ -104,22 +98,27 @@ class DeviceSender(Sender):
             device: This device.
         """
         self._let_go()
-        self._receive_buffer = _DeviceReceiveBuffer(
-            replica, PeerTransfers(sources), self._rank, dtype, device, device_name
-        )
+        self._receive_buffer = _DeviceReceiveBuffer(replica, sources, self._rank, dtype, device, device_name)
         return self._receive_buffer.ipc.address
 
-    def relay(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
+    def relay(self, replica: int, sends: PeerTransfers) -> None:
         """Set what this rank sends to other devices for `replica`, by the trainer ranks there."""
-        self._relayed[replica] = dict(schedules)
+        self._relayed[replica] = sends
 
-    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
+    def open(
+        self,
+        shards: SentShards,
+        replicas: Collection[int],
+        first_round: int = 0,
+        folder: Path | None = None,
+    ) -> Transfer:
+        peak = PeakMemory(shards.device)
         # What this rank relays to trainer ranks on the devices of the engines in this pass.
         sends = PeerTransfers(
             {
                 peer: schedule
                 for replica in sorted(self._relayed.keys() & set(replicas))
-                for peer, schedule in self._relayed[replica].items()
+                for peer, schedule in self._relayed[replica].schedules.items()
             }
         ).after(first_round)
 
@@ -131,10 +130,10 @@ class DeviceSender(Sender):
         )
         if receive_buffer is not None:
             receive_buffer.begin(first_round)
-        buffers = self._buffers.take(sends.largest, shards.dtype, shards.device)
+        buffers = self._pack_buffers(sends.largest, shards)
         channel = Channel(self._p2p, sends, receives=receive_buffer is not None)
         return PipelinedTransfer(
-            [channel], buffers, shards.regions, receive_buffer, are_computed=shards.are_computed
+            [channel], buffers, shards.regions, receive_buffer, are_computed=shards.are_computed, peak=peak
         )
 
     def leave(self, replica: int) -> None:
@@ -148,12 +147,12 @@ class DeviceSender(Sender):
             self._receive_buffer = None
 
     def release(self) -> None:
-        self._buffers.release()
+        super().release()
         if self._receive_buffer is not None:
             self._receive_buffer.ipc.empty()
 
     def close(self) -> None:
-        self._buffers.release()
+        super().release()
         self._let_go()
         self._relayed = {}
 
@@ -196,29 +195,34 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
 
 
 class DeviceReceiver(Receiver):
-    def __init__(self, place: Endpoint, device: torch.device) -> None:
-        assert isinstance(place.address, IPCAddress)
-        self._reader = IPCReader(place.address, device, place.device)
-        self._number = 0  # the next round
+    def __init__(self, link: EngineLink, device: torch.device) -> None:
+        assert isinstance(link.address, IPCAddress)
+        self._reader = IPCReader(link.address, device, link.device)
+        self._device = device
 
-    def receive(self, destinations: DestinationViews) -> bool:
-        deadline_s = time.monotonic() + TIME_SLICE_S
-        with torch.no_grad():
-            while self._number < destinations.sources.num_rounds:
-                # The number of the next round is kept so that a later call can continue.
-                if time.monotonic() > deadline_s or not self._reader.is_written(self._number, PATIENCE_S):
-                    return False
-                destinations.unpack(self._number, self._reader.buffer(self._number, destinations.dtype))
-                self._reader.has_read()
-                self._number += 1
+    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
+        return _IPCReads(self._reader, destinations, self._device)
 
-        self._reader.end(destinations.sources.num_rounds)
-        self._number = 0
-        return True
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._number > 0
-
-    def close(self) -> None:
+    def close(self, is_under_way: bool) -> None:
         self._reader.close()
+
+
+class _IPCReads(Transfer):
+    """Copies the rounds of one pass out of the IPC buffers."""
+
+    def __init__(self, reader: IPCReader, destinations: DestinationViews, device: torch.device) -> None:
+        super().__init__([], device, yields_regularly=True)
+        self._reader = reader
+        self._destinations = destinations
+
+    def _work(self) -> Iterator[None]:
+        destinations = self._destinations
+        num_rounds = destinations.sources.num_rounds
+        for number in range(num_rounds):
+            if not self._has_time:
+                yield
+            yield from self._until(partial(self._reader.is_written, number, PATIENCE_S))
+            destinations.unpack(number, self._reader.buffer(number, destinations.dtype))
+            self._reader.has_read()
+
+        self._reader.end(num_rounds)

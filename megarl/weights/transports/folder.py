@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from megarl.machine.usage import PeakMemory
-from megarl.weights.export_plan import RankExport, Window
+from megarl.weights.export_plan import ExportPlan, Window
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import ChunkMeta, flat_index, row_major_strides
+from megarl.weights.tensors import flat_index, row_major_strides
 from megarl.weights.transfer import PATIENCE_S, Channel, PipelinedTransfer, ReceiveBuffer
 
 NUM_WINDOWS = 3  # with two, the disk is idle while the next window is filled
@@ -46,7 +46,7 @@ class FolderTransfer(PipelinedTransfer):
     Args:
         p2p: The p2p group of the trainers; None if there is only one.
         rank: The rank of this process in it.
-        part: This rank's share of the export.
+        plan: The export, or this rank's share of it.
         shards: The weights of this rank.
         folder: Where the files are written.
         durable: Whether the files must survive a power cut.
@@ -56,48 +56,50 @@ class FolderTransfer(PipelinedTransfer):
         self,
         p2p: P2PGroup | None,
         rank: int,
-        part: RankExport,
+        plan: ExportPlan,
         shards: Shards,
         folder: Path,
         durable: bool = True,
     ) -> None:
-        self.peak = PeakMemory(shards.device)
+        peak = PeakMemory(shards.device)
         self._output = _Output(folder, durable)
         receive_buffer = (
-            _FolderReceiveBuffer(rank, part, self._output, shards.device) if part.file_windows else None
+            _FolderReceiveBuffer(rank, plan, self._output, shards.device) if plan.file_windows.get(rank) else None
         )
-        sends = PeerTransfers(part.sends)
-
+        every = plan.transfer.of_source(rank).schedules.items()
+        sends = PeerTransfers({target: schedule for target, schedule in every if target != rank})
         super().__init__(
             [] if p2p is None else [Channel(p2p, sends, receives=receive_buffer is not None)],
-            torch.empty(2, sends.largest, dtype=part.dtype, device=shards.device),
+            torch.empty(2, sends.largest, dtype=plan.dtype, device=shards.device),
             shards.regions,
             receive_buffer,
             are_computed=shards.are_computed,
+            peak=peak,
         )
 
     def close(self) -> None:
         """Stop writing, even in the middle of a pass. Incomplete files stay incomplete."""
+        super().close()
         self._output.close()
 
 
 class _FolderReceiveBuffer(ReceiveBuffer):
     """Copies elements to their position in a window and hands full windows over. A round has one window."""
 
-    def __init__(self, rank: int, part: RankExport, output: _Output, device: torch.device) -> None:
-        self.sources = PeerTransfers(part.receives)
+    def __init__(self, rank: int, plan: ExportPlan, output: _Output, device: torch.device) -> None:
+        self.sources = plan.transfer.of_target(rank)
         self.own = rank if rank in self.sources.schedules else None
-        self._windows = part.file_windows
+        self._windows = plan.file_windows[rank]
         self._output = output
-        self._round_buffers = torch.empty(2, self.sources.largest, dtype=part.dtype, device=device)
+        self._round_buffers = torch.empty(2, self.sources.largest, dtype=plan.dtype, device=device)
         self._buffers = torch.empty(
-            NUM_WINDOWS, max(window.numel for window in part.file_windows), dtype=part.dtype, device=device
+            NUM_WINDOWS, max(window.numel for window in self._windows), dtype=plan.dtype, device=device
         )
         self.nbytes = self._round_buffers.nbytes + self._buffers.nbytes
 
         # The number of elements before each round.
-        self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))
-        self._ends = list(accumulate(window.numel for window in part.file_windows))
+        self._begins = list(accumulate(map(self.sources.length, range(plan.transfer.num_rounds)), initial=0))
+        self._ends = list(accumulate(window.numel for window in self._windows))
         self._writes: deque[Future[None]] = deque()
         self._num_written = 0
         self._failure: BaseException | None = None
@@ -159,9 +161,9 @@ class _FolderReceiveBuffer(ReceiveBuffer):
 def _first_elements(window: Window) -> Iterator[int]:
     """Yield the position that element 0 of each tensor has, or would have, in the window."""
     position = 0
-    for chunk in window.chunks:
-        yield position - chunk.offset
-        position += chunk.numel
+    for _, offset, numel in window.chunks:
+        yield position - offset
+        position += numel
 
 
 def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -> torch.Tensor:
@@ -169,16 +171,6 @@ def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -
     strides = row_major_strides(shape)
     first = buffer.storage_offset() + start + flat_index(part.tensor_slice.starts, strides)
     return buffer.as_strided(part.tensor_slice.shape, strides, first)
-
-
-def _in_elements(window: Window, chunk: ChunkMeta, words: torch.Tensor) -> tuple[ChunkMeta, torch.Tensor]:
-    """Return a chunk in elements of its tensor's dtype, given one in words of a window."""
-    count = window.words(chunk.name)
-    if count == 1:
-        return chunk, words
-    # Copied, because the words may begin where no element of the wider dtype may lie.
-    elements = words.clone().view(window.file.manifest[chunk.name].dtype)
-    return ChunkMeta(chunk.name, chunk.offset // count, chunk.numel // count), elements
 
 
 class _Output:
@@ -219,10 +211,12 @@ class _Output:
         if self._file is None:
             self._file = SafetensorsFile(self._folder / window.file.name, window.file.manifest, self._durable)
 
-        for chunk, elements in zip(
-            window.chunks, data.cpu().split([chunk.numel for chunk in window.chunks]), strict=True
-        ):
-            self._file.write(*_in_elements(window, chunk, elements))
+        lengths = [numel for _, _, numel in window.chunks]
+        for (name, offset, _), words in zip(window.chunks, data.cpu().split(lengths), strict=True):
+            count = window.words(name)
+            # Wide elements are copied, because their words may begin where no element may lie.
+            elements = words if count == 1 else words.clone().view(window.file.manifest[name].dtype)
+            self._file.write(name, offset // count, elements)
 
         if window.is_last:
             file = self._file

@@ -5,27 +5,28 @@ Each engine has a separate group, so that replacing one does not make the others
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import torch
 
+from megarl.machine.usage import PeakMemory
 from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.plan import TransferPlan
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.transfer import Channel, PipelinedTransfer, ReceiveBuffer, Transfer
 from megarl.weights.transports.interface import (
     DestinationViews,
-    Endpoint,
-    PackBuffers,
+    EngineLink,
+    Receiver,
     Sender,
     SentShards,
-    TransferReceiver,
 )
 
 
 def group_transfers(
     plan: TransferPlan, targets: Sequence[int]
-) -> tuple[dict[int, dict[int, TransferSchedule]], list[dict[int, TransferSchedule]]]:
+) -> tuple[dict[int, PeerTransfers], list[PeerTransfers]]:
     """Return what the members of one engine's group send and receive.
 
     The senders come first in the group, followed by the ranks of the engine.
@@ -35,22 +36,26 @@ def group_transfers(
         targets: The engine's ranks, as the plan numbers them.
 
     Returns:
-        For each sending trainer rank, in the order of their numbers in the group, the schedules by the engine
-        ranks' numbers. For each engine rank, the schedules by the senders' numbers.
+        For each sending trainer rank, in the order of their numbers in the group, what it sends by the engine
+        ranks' numbers. For each engine rank, what it receives by the senders' numbers.
     """
     senders = sorted({source for source, target in plan.schedules if target in targets})
     numbers = {source: number for number, source in enumerate(senders)}
 
     sends = {
-        source: {
-            len(senders) + rank: plan.schedules[source, target]
-            for rank, target in enumerate(targets)
-            if (source, target) in plan.schedules
-        }
+        source: PeerTransfers(
+            {
+                len(senders) + rank: plan.schedules[source, target]
+                for rank, target in enumerate(targets)
+                if (source, target) in plan.schedules
+            }
+        )
         for source in senders
     }
     receives = [
-        {numbers[source]: schedule for source, schedule in plan.of_target(target).items()}
+        PeerTransfers(
+            {numbers[source]: schedule for source, schedule in plan.of_target(target).schedules.items()}
+        )
         for target in targets
     ]
     return sends, receives
@@ -58,21 +63,27 @@ def group_transfers(
 
 class GroupSender(Sender):
     def __init__(self) -> None:
+        super().__init__()
         self._channels: dict[int, Channel] = {}
-        self._buffers = PackBuffers()
 
-    def join(self, replica: int, p2p: P2PGroup, schedules: Mapping[int, TransferSchedule]) -> None:
-        """Add the group of a replica.
+    def join(self, replica: int, p2p: P2PGroup | None, sends: PeerTransfers) -> None:
+        """Add a replica, and what this rank sends to it, by the numbers of the engine's ranks.
 
         Args:
-            replica: The number of the replica.
-            p2p: The group.
-            schedules: What this rank sends, by the engine ranks' numbers in the group.
+            p2p: The group of the replica. None: it reads files.
         """
         self.leave(replica)
-        self._channels[replica] = Channel(p2p, PeerTransfers(schedules), replica=replica)
+        if p2p is not None:
+            self._channels[replica] = Channel(p2p, sends, replica=replica)
 
-    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
+    def open(
+        self,
+        shards: SentShards,
+        replicas: Collection[int],
+        first_round: int = 0,
+        folder: Path | None = None,
+    ) -> Transfer:
+        peak = PeakMemory(shards.device)
         channels = [
             channel._replace(sends=channel.sends.after(first_round))
             for replica, channel in sorted(self._channels.items())
@@ -85,16 +96,15 @@ class GroupSender(Sender):
             (sum(channel.sends.length(number) for channel in channels) for number in range(num_rounds)),
             default=0,
         )
-        buffers = self._buffers.take(largest, shards.dtype, shards.device)
-        return PipelinedTransfer(channels, buffers, shards.regions, are_computed=shards.are_computed)
+        buffers = self._pack_buffers(largest, shards)
+        return PipelinedTransfer(
+            channels, buffers, shards.regions, are_computed=shards.are_computed, peak=peak
+        )
 
     def leave(self, replica: int) -> None:
         # Abort instead of closing, since messages to the replica may still be in flight.
         if (channel := self._channels.pop(replica, None)) is not None:
             channel.p2p.abort()
-
-    def release(self) -> None:
-        self._buffers.release()
 
     def close(self) -> None:
         self.release()
@@ -103,25 +113,24 @@ class GroupSender(Sender):
         self._channels = {}
 
 
-class GroupReceiver(TransferReceiver):
-    def __init__(self, place: Endpoint, device: torch.device) -> None:
-        super().__init__()
-        assert isinstance(place.address, P2PAddress)
+class GroupReceiver(Receiver):
+    def __init__(self, link: EngineLink, device: torch.device) -> None:
+        assert isinstance(link.address, P2PAddress)
         self._device = device
-        self._p2p = P2PGroup.join(place.address, place.rank, device)
+        self._p2p = P2PGroup.join(link.address, link.rank, device)
 
-    def _new_transfer(self, destinations: DestinationViews) -> Transfer:
+    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
         receive_buffer = _GroupReceiveBuffer(destinations, self._device)
         # An engine rank sends nothing, so there is nothing to pack.
         nothing = torch.empty(2, 0, device=self._device)
-        channel = Channel(self._p2p, PeerTransfers({}), receives=True)
+        channel = Channel(self._p2p, PeerTransfers(), receives=True)
         return PipelinedTransfer([channel], nothing, receive_buffer=receive_buffer, yields_regularly=True)
 
-    def close(self) -> None:
-        if self._transfer is None:
-            self._p2p.close()
-        else:
+    def close(self, is_under_way: bool) -> None:
+        if is_under_way:
             self._p2p.abort()
+        else:
+            self._p2p.close()
 
 
 class _GroupReceiveBuffer(ReceiveBuffer):

@@ -1,7 +1,7 @@
 """The interface of a transport: the sender of a trainer rank and the receiver of an engine rank.
 
-A sender sends the weights in passes, and each pass in rounds. A receiver knows where its model stores each
-part, and checks that everything arrives.
+Both are opened for each pass, and return a `Transfer` that is run until it is complete. A pass consists of
+rounds. A receiver knows where its model stores each part, and checks that everything arrives.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from megarl.machine.usage import PeakMemory
 from megarl.machine.wording import counted
 from megarl.weights.ipc import IPCAddress
-from megarl.weights.message_words import Places
+from megarl.weights.message_words import Places, WordCounts
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.patch import Change, apply_change
 from megarl.weights.quantized_shards import QuantizedShards
-from megarl.weights.schedule import Part, PeerTransfers
+from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 from megarl.weights.transfer import Transfer, copy_tensors
@@ -30,37 +31,90 @@ _MAX_NAMED = 8
 SentShards = Shards | QuantizedShards
 
 
-class Endpoint(NamedTuple):
-    """The end of one rank in the connection to one engine.
+@dataclass(frozen=True)
+class EngineLink:
+    """How one rank, of the trainers or of an engine, takes part in the weight syncs of one engine.
+
+    It is sent as JSON to the ranks of engines in other processes than their worker.
 
     Attributes:
         transport: A key of `RECEIVERS` in receiver.py.
+        peers: What the rank sends or receives, by the numbers of its peers.
+        dtype: The dtype of the messages.
         address: The group of the engine, or the IPC buffers of its rank. None: there are files.
         rank: The number of the rank in the group, in which the trainer ranks come first; of an engine rank
             that reads files, its number within the engine.
         device: The name of an engine rank's device in the plan, if it reads IPC buffers.
+        words: The numbers of words of tensors with a wider dtype (see message_words.py).
     """
 
     transport: Literal["device", "group", "delta", "patch_folder"]
+    peers: PeerTransfers
+    dtype: torch.dtype
     address: P2PAddress | IPCAddress | None = None
     rank: int = 0
     device: str = ""
+    words: WordCounts = field(default_factory=dict)
+
+    def encode(self) -> dict[str, Any]:
+        peers = [
+            (
+                peer,
+                [(name, encode_slice(tensor_slice)) for name, tensor_slice in schedule.parts],
+                schedule.bounds,
+            )
+            for peer, schedule in self.peers.schedules.items()
+        ]
+        return {**vars(self), "peers": peers, "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @classmethod
+    def decode(cls, encoded: Mapping[str, Any]) -> EngineLink:
+        schedules = {
+            peer: TransferSchedule(
+                [Part(name, decode_slice(corners)) for name, corners in parts], bounds=bounds
+            )
+            for peer, parts, bounds in encoded["peers"]
+        }
+        address = encoded["address"]
+        if address is not None:
+            address = (IPCAddress if encoded["transport"] == "device" else P2PAddress)(*address)
+        dtype = getattr(torch, encoded["dtype"])
+        return cls(**{**encoded, "peers": PeerTransfers(schedules), "dtype": dtype, "address": address})
+
+
+def encode_slice(tensor_slice: TensorSlice) -> list[list[int]]:
+    return [list(tensor_slice.starts), list(tensor_slice.stops)]
+
+
+def decode_slice(corners: Sequence[Sequence[int]]) -> TensorSlice:
+    starts, stops = corners
+    return TensorSlice(tuple(starts), tuple(stops))
 
 
 class Sender(ABC):
-    """The trainer-rank side of a transport, for all replicas (by number) that the rank sends to."""
+    """The trainer-rank side of a transport, for all replicas (by number) that the rank sends to.
 
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Transfer:
-        """Start a pass that sends the current weights to these replicas, from a round on."""
-        # Measure from here on, so that buffers which the pass allocates count.
-        peak = PeakMemory(shards.device)
-        transfer = self._new_transfer(shards, replicas, first_round)
-        transfer.peak = peak
-        return transfer
+    Two messages are packed into buffers that are kept between passes, because allocating them takes longer
+    than packing a message.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = torch.empty(2, 0)
 
     @abstractmethod
-    def _new_transfer(self, shards: SentShards, replicas: Collection[int], first_round: int) -> Transfer:
-        """Return the transfer of a new pass."""
+    def open(
+        self,
+        shards: SentShards,
+        replicas: Collection[int],
+        first_round: int = 0,
+        folder: Path | None = None,
+    ) -> Transfer:
+        """Start a pass that sends the current weights to these replicas.
+
+        Args:
+            first_round: The round to start with.
+            folder: An empty folder for the pass, if it goes through files.
+        """
 
     @abstractmethod
     def leave(self, replica: int) -> None:
@@ -70,29 +124,33 @@ class Sender(ABC):
     def close(self) -> None:
         """Release everything."""
 
-    @abstractmethod
     def release(self) -> None:
         """Release memory between two passes."""
-
-
-class PackBuffers:
-    """Buffers that two messages are packed into.
-
-    They are kept between passes, because allocating them takes longer than packing a message.
-    """
-
-    def __init__(self) -> None:
         self._buffers = torch.empty(2, 0)
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _pack_buffers(self, numel: int, shards: SentShards) -> torch.Tensor:
         """Return buffers of shape (2, numel)."""
+        dtype, device = shards.dtype, shards.device
         if self._buffers.shape[1] != numel or self._buffers.dtype != dtype or self._buffers.device != device:
-            self.release()
+            self._buffers = torch.empty(2, 0)  # freed before the new ones are allocated
             self._buffers = torch.empty(2, numel, dtype=dtype, device=device)
         return self._buffers
 
-    def release(self) -> None:
-        self._buffers = torch.empty(2, 0)
+
+class Receiver(ABC):
+    """The engine-rank side of a transport. Methods raise WeightTransferError if the trainers are gone."""
+
+    @abstractmethod
+    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
+        """Start a pass that receives all weights while the trainers send them.
+
+        Args:
+            folder: The folder that the trainers have written, if the pass goes through files.
+        """
+
+    @abstractmethod
+    def close(self, is_under_way: bool) -> None:
+        """Disconnect from the trainers, even if a pass is under way."""
 
 
 class DestinationViews:
@@ -178,50 +236,6 @@ class DestinationViews:
     def forget(self) -> None:
         self._targets = {}
         self.is_whole = False
-
-
-class Receiver(ABC):
-    """The engine-rank side of a transport. Methods raise WeightTransferError if the trainer is gone."""
-
-    @abstractmethod
-    def receive(self, destinations: DestinationViews) -> bool:
-        """Receive all weights while the trainer sends them.
-
-        Returns:
-            True when all have arrived. After False, call the method again.
-        """
-
-    @property
-    @abstractmethod
-    def is_under_way(self) -> bool:
-        """Whether some, but not all, of the weights have been received."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Disconnect from the trainer, even in the middle of a pass."""
-
-
-class TransferReceiver(Receiver):
-    """A receiver that receives each pass with a `Transfer`, which may take several calls."""
-
-    def __init__(self) -> None:
-        self._transfer: Transfer | None = None
-
-    @abstractmethod
-    def _new_transfer(self, destinations: DestinationViews) -> Transfer:
-        """Return the transfer of a new pass."""
-
-    def receive(self, destinations: DestinationViews) -> bool:
-        if self._transfer is None:
-            self._transfer = self._new_transfer(destinations)
-        if not self._transfer.run():
-            return False
-        self._transfer = None
-        return True
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._transfer is not None
 
 
 def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) -> None:

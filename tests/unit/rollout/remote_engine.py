@@ -14,8 +14,8 @@ from ray.exceptions import RayTaskError
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.plan import TensorSlices
-from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest
+from megarl.weights.transports.interface import EngineLink
 
 
 class EngineHolder:

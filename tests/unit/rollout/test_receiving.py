@@ -11,9 +11,9 @@ import pytest
 
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.receiver import EngineLink
-from megarl.weights.schedule import Part, TransferSchedule
+from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transports.interface import EngineLink
 from tests.plain_trainer import PlainTrainer, joined
 from tests.unit.rollout.subjects import PROMPTS, Subject, greedy
 
@@ -84,10 +84,12 @@ def with_parts(
     return [
         replace(
             link,
-            schedules={
-                source: TransferSchedule(change(schedule.parts))
-                for source, schedule in link.schedules.items()
-            },
+            peers=PeerTransfers(
+                {
+                    source: TransferSchedule(change(schedule.parts))
+                    for source, schedule in link.peers.schedules.items()
+                }
+            ),
         )
         for link in trainer.links
     ]
@@ -108,8 +110,8 @@ def with_another_name(trainer: PlainTrainer) -> list[EngineLink]:
 def on_another_device(trainer: PlainTrainer) -> list[EngineLink]:
     links = []
     for link in trainer.links:
-        assert link.place.transport == "device"
-        links.append(replace(link, place=link.place._replace(device="device-9")))
+        assert link.transport == "device"
+        links.append(replace(link, device="device-9"))
     return links
 
 

@@ -15,7 +15,6 @@ from megarl.models.tensor_table import hf_tensors
 from megarl.weights import acknowledged
 from megarl.weights.acknowledged import (
     AcknowledgedWeights,
-    PatchMessage,
     most_message_bytes,
     patch_chunks,
     read_message,
@@ -54,14 +53,15 @@ class Model:
         first = 0
         while not self.weights.is_complete:
             message = self.weights.next_message(self.buffer, self.regions, are_computed=False)
-            sizes.append(len(message.data))
+            data, num_patches = message
+            sizes.append(len(data))
             for chunk, change in read_message(message, self.weights.chunks, first, torch.float32):
                 start = self.weights.chunks.bounds[chunk]
                 if change is not None and change.positions is None:
                     self.copy[start : start + len(change.values)] = change.values
                 elif change is not None:
                     self.copy[start + change.positions] = change.values
-            first += message.num_patches
+            first += num_patches
         self.weights.end(replicas)
         return sizes
 
@@ -111,13 +111,14 @@ def test_a_message_that_does_not_fit_is_refused() -> None:
     model = Model()
     model.weights.begin([0])
     message = model.weights.next_message(model.buffer, model.regions, are_computed=False)
+    data, _ = message
     chunks = model.weights.chunks
     with pytest.raises(
         WeightTransferError, match="1 patches, the first for chunk 4, does not fit .* 4 chunks"
     ):
         list(read_message(message, chunks, 4, torch.float32))
     with pytest.raises(WeightTransferError, match="the patch of chunk 0 does not fit into its message"):
-        list(read_message(PatchMessage(message.data[-8:], 1), chunks, 0, torch.float32))
+        list(read_message((data[-8:], 1), chunks, 0, torch.float32))
 
 
 @pytest.mark.parametrize("quantizes", [False, True], ids=["merged", "fp8"])
@@ -155,14 +156,15 @@ def test_patches_after_a_transform_are_those_of_full_messages(quantizes: bool) -
         first = num_bytes = 0
         while not weights.is_complete:
             message = weights.next_message(buffer, shards.regions, shards.are_computed)
-            num_bytes += len(message.data)
+            data, num_patches = message
+            num_bytes += len(data)
             for chunk, change in read_message(message, weights.chunks, first, dtype):
                 start, stop = weights.chunks.bounds[chunk : chunk + 2]
                 if change is not None:
                     copy[start:stop][slice(None) if change.positions is None else change.positions] = (
                         change.values
                     )
-            first += message.num_patches
+            first += num_patches
         weights.end([0])
         sizes.append(num_bytes / weights.num_bytes)
         whole = torch.cat([region.reshape(-1) for part in schedule.parts for region in shards.regions(part)])

@@ -7,12 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megarl.weights.plan import numel_of
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.delta import DeltaSender
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
-from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank, join, trainers_group
+from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank, join, numel_of, trainers_group
 
 HEADER_BYTES = 16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,9 @@ import torch
 
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PAddress
-from megarl.weights.receiver import EngineLink
-from megarl.weights.schedule import Part, TransferSchedule
+from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import TensorSlice
-from megarl.weights.transports.interface import Endpoint
+from megarl.weights.transports.interface import EngineLink
 
 P2P = P2PAddress("replica-0", "10.0.0.1", 29500, 6, "gloo", 45.5)
 IPC = IPCAddress("node:1", True, "/proc/7/fd/3", 4096, 4, "/proc/7/fd/4", "/proc/7/fd/5")
@@ -25,19 +25,18 @@ SCHEDULES = {3: TransferSchedule([MATRIX, VECTOR], 4), 11: TransferSchedule([VEC
 @pytest.mark.parametrize(
     "place",
     [
-        Endpoint("group", P2P, 5),
-        Endpoint("delta", P2P, 5),
-        Endpoint("device", IPC, device="node:1"),
-        Endpoint("patch_folder", rank=2),
+        {"transport": "group", "address": P2P, "rank": 5},
+        {"transport": "delta", "address": P2P, "rank": 5},
+        {"transport": "device", "address": IPC, "device": "node:1"},
+        {"transport": "patch_folder", "rank": 2},
     ],
     ids=["group", "changes", "device", "files"],
 )
 @pytest.mark.parametrize("schedules", [SCHEDULES, {}], ids=["two", "none"])
-def test_a_link_survives_json(place: Any, schedules: dict[int, TransferSchedule]) -> None:
-    link = EngineLink(place, schedules, torch.bfloat16, {"vector": 2})
+def test_a_link_survives_json(place: dict[str, Any], schedules: dict[int, TransferSchedule]) -> None:
+    link = EngineLink(peers=PeerTransfers(schedules), dtype=torch.bfloat16, words={"vector": 2}, **place)
     found = EngineLink.decode(json.loads(json.dumps(link.encode())))
-    assert repr(found.place) == repr(place)  # the type of the address, too
-    assert (found.dtype, found.words) == (torch.bfloat16, {"vector": 2})
-    assert {source: schedule.key for source, schedule in found.schedules.items()} == {
+    assert repr(replace(found, peers=link.peers)) == repr(link)  # the type of the address, too
+    assert {source: schedule.key for source, schedule in found.peers.schedules.items()} == {
         source: schedule.key for source, schedule in schedules.items()
     }

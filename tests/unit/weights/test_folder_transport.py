@@ -61,7 +61,7 @@ def test_every_layout_writes_the_model(rank_pool, tmp_path: Path, name: str) -> 
                 if source == rank != target
             )
             assert written.sent_bytes == travels * export.dtype.itemsize
-            assert written.report.nbytes == plan.transfer.sent(rank) * export.dtype.itemsize
+            assert written.report.nbytes == plan.transfer.of_source(rank).numel * export.dtype.itemsize
             assert written.report.planned_extra_bytes <= NUM_BUFFERS * export.message_bytes
 
 

@@ -26,7 +26,7 @@ from megarl.weights.manifest import manifest_of
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
+from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transports.folder import FolderTransfer
 from tests.unit.weights.exports import small_files_only
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, config_of, random_model, save
@@ -107,14 +107,14 @@ def test_a_file_is_complete_and_exact_or_an_error(tmp_path) -> None:
         for name, meta in manifest_of(ARCHITECTURE, torch.float32).items()
         if name == "model.norm.weight"
     }
-    half = ChunkMeta("model.norm.weight", 0, 16)
-    other_half = ChunkMeta("model.norm.weight", 16, 16)
+    half = ("model.norm.weight", 0)
+    other_half = ("model.norm.weight", 16)
     data = torch.zeros(16)
 
-    def written(manifest: Manifest, *chunks: ChunkMeta) -> Callable[[], None]:
+    def written(manifest: Manifest, *places: tuple[str, int]) -> Callable[[], None]:
         file = SafetensorsFile(tmp_path / str(len(list(tmp_path.iterdir()))), manifest)
-        for chunk in chunks:
-            file.write(chunk, data)
+        for place in places:
+            file.write(*place, data)
         return file.close
 
     written(manifest, other_half, half)()
@@ -123,7 +123,7 @@ def test_a_file_is_complete_and_exact_or_an_error(tmp_path) -> None:
     with pytest.raises(WeightTransferError, match=r"twice at element 0"):
         written(manifest, half, half, other_half)()
     with pytest.raises(WeightTransferError, match=r"'lm_head\.weight' is not in the model's manifest"):
-        written(manifest, ChunkMeta("lm_head.weight", 0, 1))
+        written(manifest, ("lm_head.weight", 0))
 
 
 def test_a_complete_export_replaces_the_former(tmp_path, source) -> None:

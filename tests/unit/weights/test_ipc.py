@@ -57,16 +57,14 @@ def test_memory_is_given_back_to_all() -> None:
     before = resident_shared_bytes()
     writer = IPCWriter(size, 2, CPU, "device-0")
     reader = IPCReader(writer.address, CPU, "device-0")
-    assert writer.resident_bytes == 0
+    assert resident_shared_bytes() - before < size // 4
 
     for number in range(2):
         writer.buffer(number, torch.uint8).fill_(7)
         assert int(reader.buffer(number, torch.uint8)[-1]) == 7
 
     assert resident_shared_bytes() - before >= 2 * size
-    assert writer.resident_bytes == 2 * size
     writer.empty()
-    assert writer.resident_bytes == 0
     assert resident_shared_bytes() - before < size // 4
     assert int(reader.buffer(1, torch.uint8)[-1]) == 0  # it is still connected, but holds no memory
     writer.close()

@@ -19,7 +19,7 @@ from megarl.weights.message_words import (
     word_counts,
 )
 from megarl.weights.plan import RankLocation, plan_transfer, whole_slices
-from megarl.weights.schedule import Part, PeerTransfers
+from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import whole_layout
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import WeightTransferError
@@ -72,7 +72,7 @@ def send(shards: Shards, received: dict[str, torch.Tensor], message_words: int) 
     def places(part: Part) -> list[torch.Tensor]:
         return [received[part.name][part.tensor_slice.index]]
 
-    sources = PeerTransfers(plan.of_target(0))
+    sources = plan.of_target(0)
     destinations = DestinationViews(
         sources, slices_in_words(needed, counts), WORD, places_in_words(places, counts, WORD)
     )

@@ -7,18 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.weights.plan import TransferPlan, numel_of
-from megarl.weights.receiver import EngineLink
+from megarl.weights.plan import TransferPlan
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.interface import Endpoint
-from megarl.weights.transports.patch_folder import (
-    PatchFolderReceiver,
-    PatchFolderSender,
-    patch_file,
-)
+from megarl.weights.transports.delta import DeltaSender, patch_file
+from megarl.weights.transports.interface import EngineLink
 from tests.unit.weights.models import architecture_of
-from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank
+from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank, numel_of
 
 # From two ranks to an engine of two, which is planned for all replicas.
 CASE = Case(
@@ -39,33 +34,29 @@ class Ranks:
     def __init__(self, replicas: int) -> None:
         self.plan: TransferPlan = CASE.plan()
         self.trainers = [TrainerRank(CASE, self.plan, rank, None) for rank in range(2)]
-        self.senders = [PatchFolderSender(rank, torch.float32) for rank in range(2)]
+        self.senders = [DeltaSender(rank, torch.float32) for rank in range(2)]
         for rank, sender in enumerate(self.senders):
             for replica in range(replicas):
-                sender.join(replica, self.plan.of_source(rank))
+                sender.join(replica, None, self.plan.of_source(rank))
         self.engines = [[self.new_engine(rank) for rank in range(2)] for _ in range(replicas)]
 
     def new_engine(self, rank: int) -> EngineRank:
         engine = EngineRank(CASE, rank)
-        engine.link(EngineLink(Endpoint("patch_folder", rank=rank), self.plan.of_target(rank), torch.float32))
+        engine.link(EngineLink("patch_folder", self.plan.of_target(rank), torch.float32, rank=rank))
         return engine
 
     def write(self, folder: Path, seed: int, *replicas: int) -> list[SendReport]:
         folder.mkdir()
         reports = []
         for trainer, sender in zip(self.trainers, self.senders, strict=True):
-            sender.folder = folder
-            sending = sender.open(trainer.shards(seed), replicas)
+            sending = sender.open(trainer.shards(seed), replicas, folder=folder)
             assert sending.run()
             reports.append(sending.report())
         return reports
 
     def read(self, folder: Path, replica: int) -> int:
         """Return the bytes that the ranks of an engine have read."""
-        for engine in self.engines[replica]:
-            assert isinstance(engine.end, PatchFolderReceiver)
-            engine.end.folder = folder
-        return sum(engine.receive() for engine in self.engines[replica])
+        return sum(engine.receive(folder) for engine in self.engines[replica])
 
     def differing(self, replica: int, seed: int) -> list[str]:
         return [name for engine in self.engines[replica] for name in engine.differing(CASE, seed)]

@@ -17,7 +17,6 @@ from megarl.weights.plan import (
     RankSlices,
     TensorSlices,
     TransferPlan,
-    numel_of,
     plan_repeated,
     plan_transfer,
     whole_slices,
@@ -27,6 +26,7 @@ from megarl.weights.shard_layout import model_layouts
 from megarl.weights.shards import slices_by_rank
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 from tests.unit.weights.models import architecture_of
+from tests.unit.weights.transfers import numel_of
 
 SHAPES = {"a": (8, 6), "b": (4,), "c": (6, 10)}
 WHOLE = whole_slices(SHAPES)
@@ -57,7 +57,7 @@ def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int)
         coming: dict[str, list[TensorSlice]] = defaultdict(list)
         for number in range(plan.num_rounds):
             received = 0
-            for source, schedule in plan.of_target(target).items():
+            for source, schedule in plan.of_target(target).schedules.items():
                 parts = list(schedule.message(number))
                 assert sum(part.tensor_slice.volume for part in parts) == schedule.length(number)
                 received += schedule.length(number)
@@ -74,7 +74,7 @@ def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int)
                     )
                     is None
                 )
-        assert plan.received(target) == numel_of(needed)
+        assert plan.of_target(target).numel == numel_of(needed)
 
     assert max(sends.values()) <= message_numel
 
@@ -114,7 +114,7 @@ def test_equal_copies_share_the_work(num_copies: int, num_targets: int) -> None:
     sources = [rank(number, WHOLE, per_node=99) for number in range(num_copies)]
     targets = [rank(200 + number, WHOLE, per_node=99) for number in range(num_targets)]
     plan = plan_transfer(SHAPES, sources, targets, 1000)
-    sent = [plan.sent(source) for source in range(num_copies)]
+    sent = [plan.of_source(source).numel for source in range(num_copies)]
     assert max(sent) - min(sent) <= 1
     assert sum(sent) == num_targets * numel_of(WHOLE)
     check(plan, targets, 1000)
@@ -124,7 +124,7 @@ def test_who_must_send_more_of_one_thing_sends_less_of_another() -> None:
     """Only the first has `c`, which is more than half: the second sends what both have."""
     sources = [rank(0, WHOLE), rank(1, {name: WHOLE[name] for name in ("a", "b")})]
     plan = plan_transfer(SHAPES, sources, [rank(5, WHOLE)], 1000)
-    assert (plan.sent(0), plan.sent(1)) == (60, 52)
+    assert (plan.of_source(0).numel, plan.of_source(1).numel) == (60, 52)
 
 
 def test_the_same_fraction_of_every_stream_in_each_round() -> None:
@@ -215,12 +215,14 @@ def test_each_rank_of_two_engines_gets_its_half_and_no_more(
     sources = [rank(number, slices) for number, slices in enumerate(cut(architecture, 4, 2, data))]
     targets = [rank(100 + number, slices) for number, slices in enumerate(cut(architecture, 2) * 2)]
     plan = plan_transfer(shapes_of(architecture), sources, targets, 2**28)
-    assert [round(2 * plan.received(target) / 1e9, 2 if least_gb < 10 else 1) for target in range(4)] == [
-        least_gb
-    ] * 4
-    sent = [plan.sent(source) for source in range(len(sources))]
+    assert [
+        round(2 * plan.of_target(target).numel / 1e9, 2 if least_gb < 10 else 1) for target in range(4)
+    ] == [least_gb] * 4
+    sent = [plan.of_source(source).numel for source in range(len(sources))]
     assert min(sent) > 0.9 * max(sent)
-    assert plan.num_rounds <= 1.02 * ceil(max(plan.received(target) for target in range(4)) / 2**28) + 1
+    assert (
+        plan.num_rounds <= 1.02 * ceil(max(plan.of_target(target).numel for target in range(4)) / 2**28) + 1
+    )
 
 
 def test_a_model_with_experts_is_planned_in_seconds() -> None:
@@ -255,8 +257,8 @@ def test_a_model_with_experts_is_planned_in_seconds() -> None:
     targets = ranks(4, 2, 100)
     plan = plan_transfer(shapes, sources, targets, 2**28)
     total = sum(first * second for first, second in shapes.values())
-    assert [plan.received(target) for target in range(8)] == [total // 4] * 8
-    sent = [plan.sent(source) for source in range(16)]
+    assert [plan.of_target(target).numel for target in range(8)] == [total // 4] * 8
+    sent = [plan.of_source(source).numel for source in range(16)]
     assert min(sent) > 0.9 * max(sent)
 
 

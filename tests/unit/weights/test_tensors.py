@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megarl.weights.tensors import (
-    ChunkMeta,
     TensorMeta,
     TensorSlice,
     WeightReceipt,
@@ -15,16 +14,16 @@ from megarl.weights.tensors import (
 )
 
 MANIFEST = {"a": TensorMeta((2, 3), torch.float32), "b": TensorMeta((4,), torch.bfloat16)}
-Arrival = tuple[ChunkMeta, torch.dtype]
-A_HEAD = (ChunkMeta("a", 0, 4), torch.float32)
-A_TAIL = (ChunkMeta("a", 4, 2), torch.float32)
-B_WHOLE = (ChunkMeta("b", 0, 4), torch.bfloat16)
+Arrival = tuple[str, int, int, torch.dtype]  # name, first element, stop, and dtype
+A_HEAD = ("a", 0, 4, torch.float32)
+A_TAIL = ("a", 4, 6, torch.float32)
+B_WHOLE = ("b", 0, 4, torch.bfloat16)
 
 
 def close_after(*chunks: Arrival) -> None:
     receipt = WeightReceipt(MANIFEST)
-    for chunk, dtype in chunks:
-        receipt.record(chunk, dtype)
+    for chunk in chunks:
+        receipt.record(*chunk)
     receipt.close()
 
 
@@ -39,12 +38,12 @@ def test_a_complete_load_in_any_order_passes() -> None:
         ([A_TAIL, B_WHOLE], r"a \(missing at element 0\)"),
         ([A_HEAD, A_TAIL], r"b \(missing from element 0 of 4\)"),
         ([A_HEAD, A_HEAD, A_TAIL, B_WHOLE], r"a \(twice at element 0\)"),
-        ([(ChunkMeta("c", 0, 1), torch.float32)], "'c' is not in the model's manifest"),
+        ([("c", 0, 1, torch.float32)], "'c' is not in the model's manifest"),
         (
-            [(ChunkMeta("b", 0, 4), torch.float32)],
+            [("b", 0, 4, torch.float32)],
             "'b' arrived as torch.float32, but the manifest specifies torch.bfloat16",
         ),
-        ([(ChunkMeta("a", 5, 2), torch.float32)], r"'a': elements 5..7 lie outside shape \(2, 3\)"),
+        ([("a", 5, 7, torch.float32)], r"'a': elements 5..7 lie outside shape \(2, 3\)"),
     ],
 )
 def test_wrong_chunks_of_a_tensor_are_named(chunks: list[Arrival], message: str) -> None:

@@ -19,13 +19,12 @@ import pytest
 import torch
 
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.receiver import EngineLink
-from megarl.weights.schedule import Part
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.device import device_transfers
 from megarl.weights.transports.group import group_transfers
-from megarl.weights.transports.interface import Endpoint
+from megarl.weights.transports.interface import EngineLink
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
@@ -74,7 +73,7 @@ class ObeyingTrainer(Obeying):
 
     def join_buffers(self, replica: int) -> Any:
         local_trainers, relays = buffers_route(self.case, replica)
-        self.own.device.relay(replica, relays.get(self.place.rank, {}))
+        self.own.device.relay(replica, relays.get(self.place.rank, PeerTransfers()))
 
         if self.place.rank in local_trainers:
             target = self.case.engine_ranks[replica][local_trainers.index(self.place.rank)]
@@ -114,7 +113,7 @@ class ObeyingEngine(Obeying):
 
     def doom(self, parts: int, number: signal.Signals) -> None:
         """Make the rank end after that many more parts have arrived."""
-        places = self.own.destinations.places_of
+        places = self.own.places
         count = 0
 
         def counted(part: Part) -> Any:
@@ -124,8 +123,8 @@ class ObeyingEngine(Obeying):
                 self.place.die(number)
             return places(part)
 
-        self.own.destinations.places_of = counted
-        self.own.destinations.forget()  # it looks up the views again
+        self.own.places = counted
+        self.own.has_moved = True  # it looks up the views again
 
     def receive(self, seed: int) -> list[str]:
         self.own.receive()
@@ -176,18 +175,16 @@ class World(NamedTuple):
             address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, size, case.backend, LIMIT_S)
             for number, sender in enumerate(sends):
                 self.trainers[sender].tell(("join_group", replica, address, number))
-            engine.tell(
-                (
-                    "link",
-                    EngineLink(Endpoint("group", address, len(sends)), receives[0], torch.float32),
-                )
-            )
+            link = EngineLink("group", receives[0], torch.float32, address, rank=len(sends))
+            engine.tell(("link", link))
             assert [self.trainers[sender].hear() for sender in sends] == [None] * len(sends)
         else:
             local_trainers, _ = buffers_route(case, replica)
             addresses = [self.ask(trainer, "join_buffers", replica) for trainer in self.trainers]
-            place = Endpoint("device", addresses[local_trainers[0]], device=case.device(targets[0]))
-            engine.tell(("link", EngineLink(place, plan.of_target(targets[0]), torch.float32)))
+            address = addresses[local_trainers[0]]
+            peers = plan.of_target(targets[0])
+            device = case.device(targets[0])
+            engine.tell(("link", EngineLink("device", peers, torch.float32, address, device=device)))
 
         assert engine.hear() is None
 

@@ -10,13 +10,21 @@ import torch
 import torch.distributed as dist
 
 from megarl.machine.usage import PeakMemory, trim_heap
-from megarl.weights.plan import numel_of
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.transfer import SendReport
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
-from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, join, trainers_group
+from tests.unit.weights.transfers import (
+    CPU,
+    Case,
+    Cut,
+    EngineRank,
+    TrainerRank,
+    join,
+    numel_of,
+    trainers_group,
+)
 
 TRAINERS = {
     "TP1": Cut(),

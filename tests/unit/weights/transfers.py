@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,8 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import RankLocation, TransferPlan, plan_transfer
-from megarl.weights.receiver import EngineLink
+from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, plan_transfer
+from megarl.weights.receiver import WeightReceiver
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
@@ -24,7 +26,7 @@ from megarl.weights.transfer import SendReport
 from megarl.weights.transports.delta import DeltaSender
 from megarl.weights.transports.device import DeviceSender, device_transfers
 from megarl.weights.transports.group import GroupSender, group_transfers
-from megarl.weights.transports.interface import DestinationViews, Endpoint
+from megarl.weights.transports.interface import EngineLink
 from tests.nccl_semantics import NcclSemantics
 from tests.ranks import gather
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
@@ -146,6 +148,10 @@ def _semantics(
 BACKENDS["nccl_semantics"] = _semantics
 
 
+def numel_of(slices: TensorSlices) -> int:
+    return sum(tensor_slice.volume for listed in slices.values() for tensor_slice in listed)
+
+
 class TrainerRank:
     """A trainer rank. `p2p` is the trainers' group, None if they need none."""
 
@@ -155,7 +161,7 @@ class TrainerRank:
         self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
 
         # type: ignore[arg-type]
-        self.group = DeltaSender(torch.float32) if case.transport == "delta" else GroupSender()
+        self.group = DeltaSender(rank, torch.float32) if case.transport == "delta" else GroupSender()
         self.device = DeviceSender(p2p, rank)
         self.p2p = p2p
         self.end = self.device if case.transport == "device" else self.group
@@ -190,25 +196,27 @@ class EngineRank:
             for name, slices in self.needed.items()
         }
 
+        self.receiver = WeightReceiver(CPU)
+        self.has_moved = False
+
     def link(self, link: EngineLink) -> None:
-        self.end = EngineLink.decode(_as_json(link.encode())).open(CPU)
-        self.destinations = DestinationViews(
-            PeerTransfers(link.schedules), self.needed, torch.float32, self.places
-        )
+        found = EngineLink.decode(json.loads(json.dumps(link.encode())))
+        self.receiver.join(found, self.needed, lambda part: self.places(part))
 
     def places(self, part: Part) -> Iterator[torch.Tensor]:
         for tensor_slice, tensor in zip(self.needed[part.name], self.tensors[part.name], strict=True):
             if part.tensor_slice.intersect(tensor_slice) == part.tensor_slice:
                 yield tensor[part.tensor_slice.relative_to(tensor_slice.starts).index]
 
-    def receive(self) -> int:
-        before = self.destinations.received_bytes
-        while not self.end.receive(self.destinations):
+    def receive(self, folder: Path | None = None) -> int:
+        before = self.receiver.received_bytes
+        self.receiver.begin(self.has_moved, folder=None if folder is None else str(folder))
+        while not self.receiver.receive():
             pass
-        return self.destinations.received_bytes - before
+        return self.receiver.received_bytes - before
 
     def close(self) -> None:
-        self.end.close()
+        self.receiver.leave()
 
     def differing(self, case: Case, seed: int) -> list[str]:
         state = case.state(seed)
@@ -218,12 +226,6 @@ class EngineRank:
             for tensor_slice, tensor in zip(slices, self.tensors[name], strict=True)
             if not torch.equal(state[name][tensor_slice.index], tensor)
         ]
-
-
-def _as_json(encoded: Mapping[str, Any]) -> Any:
-    import json
-
-    return json.loads(json.dumps(encoded))
 
 
 def trainers_group(case: Case) -> P2PGroup | None:
@@ -262,13 +264,8 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
-                own.link(
-                    EngineLink(
-                        Endpoint(case.transport, address, len(sends) + number),
-                        receives[number],
-                        torch.float32,
-                    )
-                )
+                peers = receives[number]
+                own.link(EngineLink(case.transport, peers, torch.float32, address, rank=len(sends) + number))
     else:
         devices = [f"device-{trainer}" for trainer in range(num_trainers)]
         local_trainers, relays = device_transfers(
@@ -276,7 +273,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         )
         address = None
         if isinstance(own, TrainerRank):
-            own.device.relay(replica, relays.get(rank, {}))
+            own.device.relay(replica, relays.get(rank, PeerTransfers()))
             if rank in local_trainers:
                 sources = plan.of_target(targets[local_trainers.index(rank)])
                 address = own.device.serve(replica, f"device-{rank}", sources, torch.float32, CPU)
@@ -284,7 +281,8 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
-                place = Endpoint("device", addresses[local_trainers[number]], device=case.device(target))
-                own.link(EngineLink(place, plan.of_target(target), torch.float32))
+                address = addresses[local_trainers[number]]
+                peers = plan.of_target(target)
+                own.link(EngineLink("device", peers, torch.float32, address, device=case.device(target)))
 
     dist.barrier()

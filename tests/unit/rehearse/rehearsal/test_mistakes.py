@@ -10,7 +10,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.rehearse.rehearsal.processes import rehearse_ranks
 from megarl.rehearse.rehearsal.ranks import hangs, rounded_sums
 from megarl.rehearse.rehearsal.record import RankPush, RankRecord
-from megarl.weights.schedule import Part, TransferSchedule
+from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import TensorSlice
 from tests.unit.rehearse.rehearsal import planted
 from tests.unit.rehearse.rehearsal.runs import SMALL, TINY, ppo, requests, save_config
@@ -20,14 +20,8 @@ REPLICAS = ParallelConfig(data_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
 # (64, 64), of which the second rank holds the last 32 rows.
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
-PUSH = RankPush(
-    {
-        0: TransferSchedule(
-            [Part(QUERIES, TensorSlice((0, 0), (32, 64))), Part(QUERIES, TensorSlice((32, 0), (48, 64)))]
-        )
-    },
-    buffer_bytes=0,
-)
+PARTS = [Part(QUERIES, TensorSlice((0, 0), (32, 64))), Part(QUERIES, TensorSlice((32, 0), (48, 64)))]
+PUSH = RankPush(PeerTransfers({0: TransferSchedule(PARTS)}), buffer_bytes=0)
 # Name of the change, layout, ranks.
 PLANTED = (
     ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),

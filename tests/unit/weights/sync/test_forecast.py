@@ -26,10 +26,11 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.tensor_table import weights_of
 from megarl.plan.placement.plan import plan_placement
-from megarl.weights.plan import TensorSlices, numel_of
+from megarl.weights.plan import TensorSlices
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import slices_by_rank
 from megarl.weights.sync.forecast import WeightForecast, engine_slices, forecast_weights, stage_slices
+from tests.unit.weights.transfers import numel_of
 
 HIDDEN = 32
 FEED_FORWARD = 64

@@ -24,7 +24,7 @@ from megarl.weights.shards import Shards
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import PUSHED_FOLDERS, WeightSync
 from megarl.weights.sync.worker import WeightExport
-from megarl.weights.transports.patch_folder import PatchFolderSender
+from megarl.weights.transports.delta import DeltaSender
 from tests.fake_engine import FakeEngine, FakeSpec
 from tests.unit.weights.models import architecture_of
 
@@ -45,7 +45,7 @@ class LocalTrainer(WeightExport):
             for name, shape in shard_shapes(POLICY, layout).items()
         }
         self._own = Shards(parameters=parameters, architecture=POLICY, layout=layout)
-        self._sender = PatchFolderSender(rank, torch.float32)
+        self._sender = DeltaSender(rank, torch.float32)
 
     def _shards(self) -> Shards:
         return self._own
@@ -147,13 +147,13 @@ def test_only_what_changed_is_written_for_those_that_have_the_rest(tmp_path: Pat
 def test_wrong_patches_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     run.shares(1)
-    write = PatchFolderSender.open
+    write = DeltaSender.open
 
     # The shards that are written are others than those that checksums are computed from.
-    def open_others(self: PatchFolderSender, shards: Shards, *arguments: Any) -> Any:
+    def open_others(self: DeltaSender, shards: Shards, *arguments: Any) -> Any:
         others = {name: value + 1 for name, value in shards.parameters.items()}
         return write(self, Shards(parameters=others, architecture=POLICY, layout=shards.layout), *arguments)
 
-    monkeypatch.setattr(PatchFolderSender, "open", open_others)
+    monkeypatch.setattr(DeltaSender, "open", open_others)
     with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
         run.shares(2)

@@ -375,11 +375,11 @@ class StubTrainer(WeightExport):
         acknowledged.make_patch = wrong_patch
 
     def send_weights(
-        self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool, first_round: int = 0
+        self, replicas: Sequence[int], first_round: int = 0, folder: str | None = None
     ) -> SendReport | None:
         if self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().send_weights(replicas, dropped, is_first, first_round)
+        return super().send_weights(replicas, first_round, folder)
 
 
 @pytest.mark.parametrize("transport", IN_MEMORY)
