@@ -213,12 +213,10 @@ class Call:
         else:
             # The process is gone: the end of its log and the node's OOM kills may explain why.
             log = _end_of_log(log_path) if location else ""
-            loss = why_lost(error, location.node if location else None, log, oom_kills(node))
-            if loss.hint is NODE_LOST and (daemon := ended_node()):
+            summary, hint = why_lost(error, location.node if location else None, log, oom_kills(node))
+            if hint is NODE_LOST and (daemon := ended_node()):
                 raise RayEndedError(daemon, daemons_last_words()) from error
-            failure = CallFailure(
-                FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint
-            )
+            failure = CallFailure(FailureKind.death, summary, f"{error}\n{log}", time.time(), hint=hint)
 
         # The rows belong to this call, so they are unrelated to a failure on another rank.
         return RankFailure(
@@ -238,7 +236,7 @@ class Call:
 
     def fail_without_relay(self, kind: FailureKind, ranks: range) -> None:
         """Record that the process that relays calls to this rank and others is gone."""
-        loss = relay_lost(ranks)
+        summary, hint = relay_lost(ranks)
         location = self.processes.locations.get(self.rank)
         self.failure = RankFailure(
             self.role,
@@ -246,14 +244,14 @@ class Call:
             location.node if location else UNKNOWN_NODE,
             location.pid if location else None,
             self.method,
-            CallFailure(kind, loss.summary, loss.summary, time.time(), hint=loss.hint),
+            CallFailure(kind, summary, summary, time.time(), hint=hint),
             self.rows,
         )
 
     def fail_without_node(self, node: str) -> RankFailure:
         """Record that the process will never start, as `node` left the cluster and cannot be replaced."""
-        loss = node_lost(node, f"{self.role} rank {self.rank} cannot start anywhere")
-        failure = CallFailure(FailureKind.death, loss.summary, loss.summary, time.time(), hint=loss.hint)
+        summary, hint = node_lost(node, f"{self.role} rank {self.rank} cannot start anywhere")
+        failure = CallFailure(FailureKind.death, summary, summary, time.time(), hint=hint)
         self.failure = RankFailure(self.role, self.rank, node, None, self.method, failure, self.rows)
         return self.failure
 

@@ -57,7 +57,7 @@ def _arrange_one_each(value: Any, num_parts: int) -> Arranged:
             f"this method takes lists with one value for each of the {counted(num_parts, 'rank')}, not "
             f"{found}"
         )
-    return Arranged(tuple(value))
+    return tuple(value), None
 
 
 _ONE_EACH = Rule(_route_one_part_each, _arrange_one_each, CollectKind.listed)

@@ -77,7 +77,7 @@ class Collect(NamedTuple):
     kind: CollectKind
     num_rows: int | None = None
     padding: int = 0
-    presplit: bool = False  # the caller gave the parts, and gets parts
+    presplit: bool = False
 
 
 class Arguments(NamedTuple):
@@ -105,16 +105,9 @@ class CallPlan(NamedTuple):
     collect: Collect
 
 
-class Arranged(NamedTuple):
-    """One argument, divided into parts.
-
-    Attributes:
-        parts: The value for the ranks of each part.
-        split: How results are combined, if the argument was a batch that was split.
-    """
-
-    parts: tuple[Any, ...]
-    split: Collect | None = None
+# One argument, divided into parts: the value for the ranks of each part, and how results are combined if the
+# argument was a batch that was split.
+Arranged = tuple[tuple[Any, ...], Collect | None]
 
 
 class Rule(NamedTuple):
@@ -137,15 +130,14 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
     by_name = {name: rule.arrange(value, route.num_parts) for name, value in named.items()}
     parts = tuple(
         Arguments(
-            tuple(value.parts[part] for value in values),
-            {name: value.parts[part] for name, value in by_name.items()},
+            tuple(parts[number] for parts, _ in values),
+            {name: parts[number] for name, (parts, _) in by_name.items()},
         )
-        for part in range(route.num_parts)
+        for number in range(route.num_parts)
     )
     # All batches of a call must be split the same way, or the results could not be combined.
-    splits = list(
-        dict.fromkeys(value.split for value in (*values, *by_name.values()) if value.split is not None)
-    )
+    arranged = (*values, *by_name.values())
+    splits = list(dict.fromkeys(split for _, split in arranged if split is not None))
 
     if len(splits) > 1:
         raise ValueError(
@@ -241,16 +233,15 @@ def route_mesh(mesh: Mesh) -> CallRoute:
 
 
 def arrange_same(value: Any, num_parts: int) -> Arranged:
-    return Arranged((value,) * num_parts)
+    return (value,) * num_parts, None
 
 
 def arrange_split(value: Any, num_parts: int) -> Arranged:
     """Pad and split a DataProto. A list of DataProto is already split; anything else goes to all ranks."""
     if isinstance(value, DataProto):
         padded, padding = pad_dataproto_to_divisor(value, num_parts)
-        return Arranged(
-            tuple(padded.chunk(num_parts)), Collect(CollectKind.joined, num_rows=len(value), padding=padding)
-        )
+        split = Collect(CollectKind.joined, num_rows=len(value), padding=padding)
+        return tuple(padded.chunk(num_parts)), split
 
     # The driver has split the batch itself: its parts pass through, and the results stay in parts.
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, DataProto) for item in value):
@@ -259,7 +250,7 @@ def arrange_split(value: Any, num_parts: int) -> Arranged:
                 f"the caller split the batch into {len(value)} parts, but the group has "
                 f"{counted(num_parts, 'replica')}"
             )
-        return Arranged(tuple(value), Collect(CollectKind.joined, presplit=True))
+        return tuple(value), Collect(CollectKind.joined, presplit=True)
 
     return arrange_same(value, num_parts)
 

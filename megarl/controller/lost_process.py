@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from ray.exceptions import (
     ActorUnavailableError,
@@ -46,11 +45,8 @@ _EXIT_CODE = re.compile(r"exits with an exit code (-?\d+)")
 _CRASH = re.compile(r"\*\*\* (SIG[A-Z]+) received|^Fatal Python error: ([^\n]+)", re.MULTILINE)
 
 
-class ProcessLoss(NamedTuple):
-    """Why a process is gone, in one line, and what to try."""
-
-    summary: str
-    hint: tuple[str, ...]
+# Why a process is gone, in one line, and what to try.
+ProcessLoss = tuple[str, tuple[str, ...]]
 
 
 def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> ProcessLoss:
@@ -68,10 +64,8 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
     if isinstance(error, OutOfMemoryError):
         used = _MEMORY_USED.search(text)
         memory = f" ({used[1]} of {used[2]} used)" if used else ""
-        return ProcessLoss(
-            f"Ray's memory monitor ended the process: its node is running out of memory{memory}",
-            hints.MEMORY_MONITOR,
-        )
+        summary = f"Ray's memory monitor ended the process: its node is running out of memory{memory}"
+        return summary, hints.MEMORY_MONITOR
 
     # A lost node takes its processes with it, so check for it before blaming the process.
     if isinstance(error, NodeDiedError) or _NODE_DIED.search(text):
@@ -86,37 +80,36 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
             "the process cannot be reached: the connection broke, although its node is still part of the "
             "cluster"
         )
-        return ProcessLoss(summary, hints.PROCESS_EXITED)
+        return summary, hints.PROCESS_EXITED
 
     if isinstance(error, ObjectLostError):
         summary = (
             f"a value on node {node or 'not known'} is lost: the process or the node that stored it is gone"
         )
-        return ProcessLoss(summary, hints.NODE_LOST)
+        return summary, hints.NODE_LOST
 
     return _why_ended(text, log, oom_kills)
 
 
 def node_lost(address: str | None, reason: str) -> ProcessLoss:
     """Describe a node that left the cluster."""
-    return ProcessLoss(f"node {address or '(address not known)'} is lost: {reason}", hints.NODE_LOST)
+    return f"node {address or '(address not known)'} is lost: {reason}", hints.NODE_LOST
 
 
 def relay_lost(ranks: range) -> ProcessLoss:
     """Describe the loss of the process that relays calls to some ranks, all of which are alive."""
-    return ProcessLoss(
-        f"the process that relays calls to ranks {ranks[0]} to {ranks[-1]} is gone", hints.PROCESS_EXITED
-    )
+    summary = f"the process that relays calls to ranks {ranks[0]} to {ranks[-1]} is gone"
+    return summary, hints.PROCESS_EXITED
 
 
 def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
     # Report what is certain first: a signal, a crash in the log, an exit code.
     if signal := _SIGNAL.search(text):
-        return ProcessLoss(f"the process was ended by {signal[1]}", hints.PROCESS_EXITED)
+        return f"the process was ended by {signal[1]}", hints.PROCESS_EXITED
     if crash := _CRASH.search(log):
-        return ProcessLoss(f"the process crashed ({crash[1] or crash[2]})", hints.PROCESS_EXITED)
+        return f"the process crashed ({crash[1] or crash[2]})", hints.PROCESS_EXITED
     if code := _EXIT_CODE.search(text):
-        return ProcessLoss(f"the process ended with exit code {code[1]}", hints.PROCESS_EXITED)
+        return f"the process ended with exit code {code[1]}", hints.PROCESS_EXITED
 
     # The kills are known per node, not per process: this is a suspicion, not a proof.
     if oom_kills:
@@ -124,9 +117,9 @@ def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
         summary = (
             f"the process ended; the kernel's OOM killer has ended {processes} on its node during this run"
         )
-        return ProcessLoss(summary, hints.OOM_KILLED)
+        return summary, hints.OOM_KILLED
 
-    return ProcessLoss(UNKNOWN, hints.PROCESS_GONE)
+    return UNKNOWN, hints.PROCESS_GONE
 
 
 def num_oom_kills() -> int:

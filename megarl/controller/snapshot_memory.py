@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import xxhash
@@ -41,16 +41,8 @@ class FileLostError(RunError):
     """No living node has a file of a snapshot."""
 
 
-class StoredFile(NamedTuple):
-    """A complete file of a snapshot.
-
-    Attributes:
-        header: Its header.
-        nodes: Ray's ids of the nodes that have it.
-    """
-
-    header: Header
-    nodes: tuple[str, ...]
+# A complete file of a snapshot: its header, and Ray's ids of the nodes that have it.
+StoredFile = tuple[Header, tuple[str, ...]]
 
 
 class _OtherBuddyError(Exception):
@@ -303,8 +295,9 @@ class SnapshotMemory:
             home = self._node_of[name]
             if name not in paths:
                 raise FileLostError(f"the node of the snapshot {name} of step {step} is lost")
-            if home not in stored.nodes:
-                self._fetch(name, stored, home, name, [(HEADER_BYTES, stored.header.nbytes)])
+            header, nodes = stored
+            if home not in nodes:
+                self._fetch(name, stored, home, name, [(HEADER_BYTES, header.nbytes)])
         return {name: paths[name] for name in names}
 
     def stored(self, names: Iterable[str], step: int) -> dict[str, StoredFile]:
@@ -324,7 +317,7 @@ class SnapshotMemory:
             }
             if not owners:
                 raise FileLostError(f"no node has the snapshot {name} of step {step}")
-            found[name] = StoredFile(next(iter(owners.values())), tuple(owners))
+            found[name] = next(iter(owners.values())), tuple(owners)
 
         return found
 
@@ -334,8 +327,8 @@ class SnapshotMemory:
         Raises:
             FileLostError: Its holder has died or does not answer.
         """
-        holder = self._all()[stored.nodes[0]]
-        index = holder.read.remote(name, stored.header.index_start, stored.header.index_bytes)
+        header, nodes = stored
+        index = self._all()[nodes[0]].read.remote(name, header.index_start, header.index_bytes)
         return _answer(index, f"snapshot {name}")
 
     def bring_parts(
@@ -360,10 +353,12 @@ class SnapshotMemory:
         """
 
         def bring(node: str) -> dict[str, str]:
-            local = {name: name if node in stored[name].nodes else f"{name}-parts" for name in parts[node]}
+            local = {}
             for name, ranges in parts[node].items():
+                header, nodes = stored[name]
+                local[name] = name if node in nodes else f"{name}-parts"
                 if local[name] != name:
-                    of_index = (stored[name].header.index_start, stored[name].header.nbytes)
+                    of_index = (header.index_start, header.nbytes)
                     self._fetch(name, stored[name], node, local[name], [*ranges, of_index])
             paths = _answer(
                 self._holders[node].paths.remote(list(local.values())), f"snapshots on node {node}"
@@ -377,7 +372,8 @@ class SnapshotMemory:
         self, name: str, stored: StoredFile, target: str, as_name: str, ranges: Iterable[tuple[int, int]]
     ) -> None:
         """Copy ranges of a file to another node, and its header last."""
-        source = self._all()[stored.nodes[0]]
+        _, nodes = stored
+        source = self._all()[nodes[0]]
         # Contents of another step are incomplete from here on.
         _answer(self._holders[target].write.remote(as_name, 0, bytes(HEADER_BYTES)), f"snapshot {name}")
         for first, end in [*ranges, (0, HEADER_BYTES)]:

@@ -9,7 +9,6 @@ import json
 import secrets
 import subprocess
 import threading
-from typing import NamedTuple
 
 from megarl.machine.sandbox import Finished, StartedProgram
 from megarl.machine.sandbox_levels import Level, SandboxLimits
@@ -37,18 +36,6 @@ for number, command in enumerate(commands, 1):
 """
 
 
-class Ran(NamedTuple):
-    """The result of a program in a session.
-
-    Attributes:
-        finished: The result. The status is 0, or 1 if the program raised.
-        is_alive: Whether its state is available to the next program.
-    """
-
-    finished: Finished
-    is_alive: bool
-
-
 class SandboxSession:
     """A session of an interpreter.
 
@@ -72,8 +59,12 @@ class SandboxSession:
         """Whether a program is running now."""
         return self._running.locked()
 
-    def run(self, program: str) -> Ran:
+    def run(self, program: str) -> tuple[Finished, bool]:
         """Run a program. If an earlier one has ended the process, a new process without state starts.
+
+        Returns:
+            The result, whose status is 0, or 1 if the program raised; and whether the state is available to
+            the next program.
 
         Raises:
             SandboxError: The level does not work here.
@@ -88,9 +79,9 @@ class SandboxSession:
             # The character before the mark shows whether the program ended without an exception.
             if is_whole and ended == "itself":
                 own = output[:-1], errors, ended
-                return Ran(started.finished(own, int(output[-1:] != b"0")), True)
+                return started.finished(own, int(output[-1:] != b"0")), True
             self._started = None
-            return Ran(started.finished(said, started.end()), False)
+            return started.finished(said, started.end()), False
 
     def interrupt(self) -> None:
         """End the running program, and discard the state of the previous ones."""

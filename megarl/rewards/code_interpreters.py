@@ -136,9 +136,7 @@ class SandboxedInterpreter:
         was_fresh = not self._is_ready
         # A fresh process must run the setup first.
         program = expression if self._is_ready else f"{self._setup}\n{expression}"
-        ran = self._session.run(program)
-        self._is_ready = ran.is_alive
-        finished = ran.finished
+        finished, self._is_ready = self._session.run(program)
 
         # A shell reports a killed process as 137.
         if finished.ended == "time" or finished.status in (-9, 137):

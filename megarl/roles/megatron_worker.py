@@ -214,10 +214,6 @@ class MegatronWorker(WeightExport):
     def mesh(cls, world_size: int, spec: ModelSpec, *args: Any, **kwargs: Any) -> Mesh:
         return megatron_mesh(spec.parallel)
 
-    @property
-    def _stage(self) -> int:
-        return self._groups.pipeline_rank
-
     def _rows(self, part: DataProto) -> Mapping[str, RaggedTensor]:
         """Return the columns that the engine reads, with image files decoded to patches."""
         return part.ragged if self._images is None else with_patches(part.ragged, self._images)

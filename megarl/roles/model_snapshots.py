@@ -240,7 +240,7 @@ class ModelSnapshots:
         node_of = model.group.processes.pool.node_ids()
         sources = [
             # A rank without tensors needs a record.
-            slices.sources(wanted, {name for name, file in stored.items() if node in file.nodes})
+            slices.sources(wanted, {name for name, (_, nodes) in stored.items() if node in nodes})
             or {next(iter(stored)): []}
             for node, wanted in zip(
                 node_of, model.group.call(MegatronWorker.wanted_tensors).get(), strict=True

@@ -43,12 +43,6 @@ class Piece:
     is_source: bool
     rearrangement: Rearrangement | None = None
 
-    def __str__(self) -> str:
-        order = "" if self.rearrangement is None else f" axes {self.rearrangement.order}"
-        return f"{self.hf_name} {self.hf_view}{self.hf}{order} -> {self.shard_view}{self.shard}" + (
-            "" if self.is_source else " (copy)"
-        )
-
     def matches(self, shard: TensorSlice) -> Iterator[tuple[TensorSlice, TensorSlice]]:
         """Split a slice of `self.shard` into slices that are slices of the tensor's view as well.
 

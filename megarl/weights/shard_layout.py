@@ -307,18 +307,6 @@ def shard_shapes(
     return shapes
 
 
-def describe(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> str:
-    """Format the plan of one rank as text, one line per piece."""
-    lines = []
-    for weight in held_weights(architecture, layout, head):
-        lines.append(f"{weight.megatron_name} ({weight.cut.value})")
-        lines += [f"  {piece}" for piece in pieces(weight, layout)]
-        if (blank := padding(weight, layout)) is not None:
-            lines.append(f"  padding {blank}")
-
-    return "\n".join(lines)
-
-
 def check_coverage(
     architecture: Architecture, rank_pieces: Iterable[Sequence[Piece]], head: Head = "lm"
 ) -> None:

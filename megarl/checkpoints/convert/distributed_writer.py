@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -88,7 +88,7 @@ def write_distributed(
         layout = replace(layout, expert_tensor_parallel_size=layout.tensor_parallel_size)
     files = plan_distributed(source.architecture, source.head, layout, dtype, max_item_bytes)
     total = sum(
-        prod(item.chunk) * dtype_of(item.weight, dtype).itemsize for file in files for item in file.items
+        prod(item.chunk) * dtype_of(item.weight, dtype).itemsize for _, items, _ in files for item in items
     )
     description = Description(head=source.head, dtype=str(dtype).removeprefix("torch."), layout=layout)
 
@@ -103,7 +103,7 @@ def write_distributed(
         companions = unfinished / HUGGING_FACE_FOLDER
         companions.mkdir()
         copy_companions(source.companions, companions, dtype, source.head)
-        nbytes = sum((unfinished / file.name).stat().st_size for file in files)
+        nbytes = sum((unfinished / name).stat().st_size for name, _, _ in files)
 
     return Written(folder=folder, num_files=len(files), nbytes=nbytes)
 
@@ -124,21 +124,24 @@ class _Writer:
         self._workers.run(partial(self._write_file, folder, file) for file in files)
 
     def _write_file(self, folder: Path, file: PlannedFile, room: Room) -> None:
-        write_items(folder / file.name, self._items(file, room), self._note)
+        name, items, objects = file
+        write_items(folder / name, self._items(items, objects, room), self._note)
 
     def _note(self, item: StoredItem) -> None:
         self.written.append(item)
         if item.dtype is not None:
             self._report(prod(item.shape) * item.dtype.itemsize)
 
-    def _items(self, file: PlannedFile, room: Room) -> Iterator[ItemToWrite]:
-        for item in file.items:
+    def _items(
+        self, items: Iterable[PlannedItem], objects: Iterable[str], room: Room
+    ) -> Iterator[ItemToWrite]:
+        for item in items:
             self._workers.check()
             elements = self._elements(item, room)
             # torch.save writes the whole storage of a tensor, even for a view of a part of it.
             data = torch.frombuffer(bytes_of(elements), dtype=elements.dtype).view(item.chunk)
             yield ItemToWrite(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
-        for key in file.objects:
+        for key in objects:
             self._workers.check()
             # Megatron requires these entries, which may be empty.
             yield ItemToWrite(key=key, data=[None])
@@ -196,17 +199,9 @@ class PlannedItem:
     tensor_slice: TensorSlice
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedFile:
-    """A file written by one thread.
-
-    `objects` are the keys of the extra states that Megatron stores with the tensors of a layer, which are
-    empty, in this order.
-    """
-
-    name: str
-    items: tuple[PlannedItem, ...]
-    objects: tuple[str, ...]
+# A file written by one thread: its name, its items, and the keys of the extra states that follow, which
+# Megatron stores with the tensors of a layer, and which are empty.
+PlannedFile = tuple[str, tuple[PlannedItem, ...], tuple[str, ...]]
 
 
 def plan_distributed(
@@ -236,11 +231,7 @@ def plan_distributed(
         for part, items in enumerate(
             _fill_files(list(_items(architecture, head, rank, max_item_bytes, dtype)), dtype)
         ):
-            files.append(
-                PlannedFile(
-                    name=f"__{number}_{part}.distcp", items=tuple(items), objects=() if part else objects
-                )
-            )
+            files.append((f"__{number}_{part}.distcp", tuple(items), () if part else objects))
 
     return tuple(files)
 

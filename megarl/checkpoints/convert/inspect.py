@@ -18,14 +18,6 @@ _HEADS = {"lm": "language model", "value": "value head (critic or reward model)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorDescription:
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelDescription:
     """The description of a model.
 
@@ -35,6 +27,7 @@ class ModelDescription:
         num_parameters: Counts stored tensors, so a tied output layer is not counted twice.
         tokenizer: A description of the tokenizer.
         architecture: The fields that determine the model's shapes and computation.
+        tensors: The name, shape, dtype and size (`nbytes`) of each tensor.
     """
 
     folder: str
@@ -49,7 +42,7 @@ class ModelDescription:
     nbytes: int
     tokenizer: str
     architecture: dict[str, Any]
-    tensors: tuple[TensorDescription, ...]
+    tensors: tuple[dict[str, Any], ...]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,12 +65,12 @@ def describe(source: ModelSource) -> ModelDescription:
         tokenizer=_tokenizer(source.companions),
         architecture=asdict(source.architecture),
         tensors=tuple(
-            TensorDescription(
-                name=name,
-                shape=tensor.hf.shape,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                nbytes=tensor.nbytes,
-            )
+            {
+                "name": name,
+                "shape": tensor.hf.shape,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "nbytes": tensor.nbytes,
+            }
             for name, tensor in source.tensors.items()
         ),
     )

@@ -246,7 +246,12 @@ def print_description(description: ModelDescription, console: Console) -> None:
 
     console.print(facts)
     rows = [
-        (each.name, " x ".join(f"{size:,}" for size in each.shape), each.dtype, f"{each.nbytes:,}")
+        (
+            each["name"],
+            " x ".join(f"{size:,}" for size in each["shape"]),
+            each["dtype"],
+            f"{each['nbytes']:,}",
+        )
         for each in description.tensors
     ]
     tensors = Table(

@@ -69,11 +69,6 @@ class WeightExport(Worker):
     def _sent_dtype(self) -> torch.dtype:
         return QuantizedShards.dtype if self._quantizes else self._shards().dtype
 
-    @property
-    @abstractmethod
-    def _stage(self) -> int:
-        """Pipeline stage of this rank."""
-
     def _trainers_p2p(self) -> P2PGroup:
         """Return the P2P group of the trainers. It is created once, since it owns a thread with gloo."""
         self._trainers = self._trainers or P2PGroup.of_default_group(self._shards().device)

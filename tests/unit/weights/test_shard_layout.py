@@ -9,9 +9,9 @@ from megarl.roles.megatron_worker import megatron_mesh
 from megarl.weights.shard_layout import (
     ShardLayout,
     check_coverage,
-    describe,
     layouts_of,
     model_layouts,
+    padding,
     pieces,
     rank_pieces,
     shard_shapes,
@@ -183,18 +183,20 @@ def test_padding_may_fill_a_whole_rank() -> None:
     embedding = weights_of(architecture, "lm")[0]
     assert [len(pieces(embedding, layout)) for layout in layouts] == [1, 1, 1, 0]
     check_coverage(architecture, [rank_pieces(architecture, layout) for layout in layouts])
-    assert "padding (2, 32)" not in describe(architecture, layouts[0])
-    assert "padding [0:2, 0:32]" in describe(architecture, layouts[3])
+    assert padding(embedding, layouts[0]) is None
+    assert padding(embedding, layouts[3]) == TensorSlice((0, 0), (2, 32))
 
 
-def test_plan_is_readable() -> None:
+def test_pieces_of_a_gated_mlp_and_a_tied_embedding() -> None:
     architecture = architecture_of("qwen2", tied=True)
-    text = describe(architecture, whole_model(architecture, 2, 2)[2])
-    assert (
-        "model.layers.2.mlp.up_proj.weight (1, 20, 32)[0:1, 0:10, 0:32] -> (2, 10, 32)[1:2, 0:10, 0:32]"
-        in text
-    )
-    assert "model.embed_tokens.weight (199, 32)[0:104, 0:32] -> (104, 32)[0:104, 0:32] (copy)" in text
+    found = {piece.hf_name: piece for piece in rank_pieces(architecture, whole_model(architecture, 2, 2)[2])}
+    up = found["model.layers.2.mlp.up_proj.weight"]
+    assert (up.hf_view, up.hf) == ((1, 20, 32), TensorSlice((0, 0, 0), (1, 10, 32)))
+    assert (up.shard_view, up.shard) == ((2, 10, 32), TensorSlice((1, 0, 0), (2, 10, 32)))
+    embedding = found["model.embed_tokens.weight"]
+    assert (embedding.hf_view, embedding.hf) == ((199, 32), TensorSlice((0, 0), (104, 32)))
+    assert (embedding.shard_view, embedding.shard) == ((104, 32), TensorSlice((0, 0), (104, 32)))
+    assert not embedding.is_source
 
 
 def test_what_cannot_be_cut_is_an_error_with_both_numbers() -> None:

@@ -217,7 +217,9 @@ def test_a_checkpoint_has_no_layers_that_predict_further_tokens(tmp_path: Path) 
 
 def test_what_a_folder_holds(model: PreTrainedModel, hugging_face: Path, tmp_path: Path) -> None:
     description = describe(open_model(hugging_face))
-    tensors = {tensor.name: (tensor.shape, tensor.dtype, tensor.nbytes) for tensor in description.tensors}
+    tensors = {
+        tensor["name"]: (tensor["shape"], tensor["dtype"], tensor["nbytes"]) for tensor in description.tensors
+    }
     state = model.state_dict()
     assert tensors == {name: (tuple(value.shape), "float32", value.nbytes) for name, value in state.items()}
     assert description.num_parameters == sum(value.numel() for value in state.values())

@@ -35,8 +35,6 @@ PARALLEL = ParallelConfig(tensor_parallel_size=2)
 class LocalTrainer(WeightExport):
     """Tensor-parallel rank with weights only, outside of a worker group."""
 
-    _stage = 0
-
     def __init__(self, rank: int) -> None:
         layout = layouts_of(POLICY, PARALLEL)[rank]
         generator = torch.Generator().manual_seed(rank)

@@ -335,8 +335,6 @@ def test_what_is_kept_from_push_to_push_outlives_sleep_offload_and_restarts(
 class StubTrainer(WeightExport):
     """Tensor-parallel rank with weights only."""
 
-    _stage = 0
-
     def __init__(self, folder: Path, parallel: ParallelConfig) -> None:
         super().__init__()
         dist.init_process_group("gloo", init_method="env://")
