@@ -209,7 +209,7 @@ def _metas(name: str, meta: TensorMeta, is_quantized: bool) -> Manifest:
 
 
 def save_hf_folder(
-    write_weights: Callable[[Path], None],
+    write_weights: Callable[[Path], object],
     files: Sequence[FilePlan],
     folder: str | Path,
     source_folder: str | Path,
@@ -251,11 +251,11 @@ def save_hf_folder(
         )
 
     with whole_folder(folder) as partial:
-        write_hf_folder(write_weights, files, partial, source_folder, head, value_class, kept_tensors)
+        write_weights(partial)
+        complete_hf_folder(files, partial, source_folder, head, value_class, kept_tensors)
 
 
-def write_hf_folder(
-    write_weights: Callable[[Path], None],
+def complete_hf_folder(
     files: Sequence[FilePlan],
     folder: Path,
     source_folder: Path,
@@ -263,11 +263,10 @@ def write_hf_folder(
     value_class: str | None = None,
     kept_tensors: KeptTensors | None = None,
 ) -> None:
-    """Write a Hugging Face folder into an empty folder that is not read before this function returns.
+    """Add all but the weight files to a Hugging Face folder.
 
-    The arguments are those of `save_hf_folder`. Exceptions of `write_weights` propagate.
+    The arguments are those of `save_hf_folder`.
     """
-    write_weights(folder)
     write_kept_tensors_and_index(folder, files, kept_tensors)
     dtype = next(iter(files[0].manifest.values())).dtype
     has_mtp = kept_tensors is not None and kept_tensors.has_mtp

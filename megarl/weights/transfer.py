@@ -309,7 +309,7 @@ class PipelinedTransfer(Transfer):
                 yield
             # Two pack buffers alternate, so the messages of round n - 2 must have been sent by now.
             yield from self._arrival(number - 2)
-            yield from self._until(self._ask_buffer(methodcaller("is_free", number)))
+            yield from self._until(partial(self._ask_buffer, methodcaller("is_free", number)))
             self._start(number)
             # Unpack the previous round while this one travels.
             if self._receive_buffer is not None:
@@ -318,34 +318,27 @@ class PipelinedTransfer(Transfer):
         # The last two rounds are still in flight.
         yield from self._arrival(self._num_rounds - 2)
         yield from self._delivery(self._num_rounds - 1)
-        yield from self._until(self._ask_buffer(lambda receive_buffer: receive_buffer.is_taken()))
+        yield from self._until(partial(self._ask_buffer, methodcaller("is_taken")))
 
     def _delivery(self, number: int) -> Iterator[None]:
         yield from self._arrival(number)
         if number >= 0:
-            self._ask_buffer(lambda receive_buffer: receive_buffer.deliver(number))()
+            self._ask_buffer(methodcaller("deliver", number))
 
-    def _ask_buffer(self, ask: Callable[[ReceiveBuffer], bool | None]) -> Callable[[], bool]:
-        """Return a function that asks the receive buffer.
+    def _ask_buffer(self, ask: Callable[[ReceiveBuffer], bool | None]) -> bool:
+        """Ask the receive buffer.
 
         The answer is True if there is no receive buffer or its target is lost, since messages of other ranks
         still arrive.
         """
-
-        def answer() -> bool:
-            receive_buffer = self._receive_buffer
-            if receive_buffer is None or (
-                receive_buffer.replica is not None and receive_buffer.replica in self.lost
-            ):
-                return True
-
-            try:
-                return bool(ask(receive_buffer))
-            except WeightTransferError as error:
-                self._lose(receive_buffer.replica, error)
-                return True
-
-        return answer
+        receive_buffer = self._receive_buffer
+        if receive_buffer is None or receive_buffer.replica in self.lost:
+            return True
+        try:
+            return bool(ask(receive_buffer))
+        except WeightTransferError as error:
+            self._lose(receive_buffer.replica, error)
+            return True
 
     # ---- one round
 

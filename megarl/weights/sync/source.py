@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import ExportPlan, plan_export
-from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
+from megarl.weights.hf_folder import complete_hf_folder, save_hf_folder
 from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.manifest import manifest_of
 from megarl.weights.message_words import WordCounts, once_each, sent_tensors, with_all_scales
@@ -132,7 +132,7 @@ class WeightSource:
     def is_on_cuda(self) -> bool:
         return self.group.call_rank(0, WeightExport.weights_are_on_cuda).get()
 
-    def save_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
+    def save_hf(self, folder: Path, source_folder: str | Path) -> None:
         """Write a Hugging Face folder atomically and durably.
 
         Its tokenizer and configuration are those of `source_folder`, from which tensors that
@@ -140,15 +140,15 @@ class WeightSource:
 
         Several ranks write, so all nodes must see the folder. Raises the errors of save_hf_folder.
         """
-        save = partial(
-            save_hf_folder,
-            folder=folder,
-            source_folder=source_folder,
-            head=self.head,
-            value_class=self.value_class,
-            kept_tensors=self._read_kept_tensors(folder, Path(source_folder)),
+        save_hf_folder(
+            lambda unfinished: self._write_files(unfinished, durable=True),
+            self._export_plan.files,
+            folder,
+            source_folder,
+            self.head,
+            self.value_class,
+            self._read_kept_tensors(folder, Path(source_folder)),
         )
-        return self._write(save, durable=True)
 
     def _read_kept_tensors(self, folder: Path, source_folder: Path) -> KeptTensors | None:
         try:
@@ -168,35 +168,21 @@ class WeightSource:
         that reads it soon.
         """
         folder.mkdir()
-        return self._write(
-            partial(
-                write_hf_folder,
-                folder=folder,
-                source_folder=Path(source_folder),
-                head=self.head,
-                value_class=self.value_class,
-            ),
-            durable=False,
-        )
-
-    def _write(
-        self, make_folder: Callable[[Callable[[Path], None], Sequence[FilePlan]], None], durable: bool
-    ) -> list[SendReport]:
-        plan = self._export_plan
-        reports: list[SendReport] = []
-
-        # The ranks write the weights. `make_folder` adds the other files.
-        def write(folder: Path) -> None:
-            pending = {
-                self.group.call_rank(
-                    rank, WeightExport.write_weight_files, plan.of_rank(rank), str(folder), durable
-                ): rank
-                for rank in range(self.group.world_size)
-            }
-            reports.extend(_all_written(self.group, pending))
-
-        make_folder(write, plan.files)
+        reports = self._write_files(folder, durable=False)
+        files = self._export_plan.files
+        complete_hf_folder(files, folder, Path(source_folder), self.head, self.value_class)
         return reports
+
+    def _write_files(self, folder: Path, durable: bool) -> list[SendReport]:
+        """Let the ranks write the weights."""
+        plan = self._export_plan
+        pending = {
+            self.group.call_rank(
+                rank, WeightExport.write_weight_files, plan.of_rank(rank), str(folder), durable
+            ): rank
+            for rank in range(self.group.world_size)
+        }
+        return _all_written(self.group, pending)
 
     @cached_property
     def _export_plan(self) -> ExportPlan:

@@ -144,7 +144,7 @@ class WeightSync:
 
         self._session = self._new_session(replica_places)
         self._loading: FolderLoading | None = None
-        self._verified: list[RoleGroup] = []
+        self._verified = WeakSet[RoleGroup]()  # with Verify.first
 
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int
@@ -346,7 +346,9 @@ class WeightSync:
         """Verify the checksums if necessary. Returns the seconds it took."""
         start_s = time.perf_counter()
         to_check = {
-            number: replica for number, replica in replicas.items() if self._is_to_be_verified(replica)
+            number: replica
+            for number, replica in replicas.items()
+            if self._verify is not Verify.off and replica not in self._verified
         }
 
         if to_check:
@@ -368,14 +370,9 @@ class WeightSync:
             lost |= differing
             # Remember the groups, since a restarted replica is another group and has to be verified.
             if self._verify is Verify.first:
-                self._verified += [replica for number, replica in to_check.items() if number not in lost]
+                self._verified.update(each for number, each in to_check.items() if number not in lost)
 
         return time.perf_counter() - start_s
-
-    def _is_to_be_verified(self, replica: RoleGroup) -> bool:
-        if self._verify is Verify.first:
-            return not any(replica is verified for verified in self._verified)
-        return self._verify is Verify.always
 
 
 class _Push:

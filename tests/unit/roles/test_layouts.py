@@ -375,7 +375,7 @@ def test_a_rank_that_cannot_write_its_file_says_which_and_why(
 ) -> None:
     group = live.models.actor.group
     source = weight_source(group, folders, LAYOUTS["TP2"], bucket_bytes=4_000)
-    models = SavedModels([], lambda folder: source.save_hf(folder, str(folders.policy)).clear(), 60.0)
+    models = SavedModels([], lambda folder: source.save_hf(folder, str(folders.policy)), 60.0)
     writer = psutil.Process(group.pids[0])
     before = writer.rlimit(psutil.RLIMIT_FSIZE)
     writer.rlimit(psutil.RLIMIT_FSIZE, (100_000, before[1]))
