@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakSet
@@ -178,10 +178,9 @@ class WeightSync:
                 return None, lost
             reports = []
             for first_round, part in self._passes(to, lost):
-                if self._transport is Transport.folder:
-                    reports += self._through_patches(part, version, lost)
-                else:
-                    reports += self._between_ranks(part, version, lost, first_round)
+                through_files = self._transport is Transport.folder
+                with self._scratch_folder(version) if through_files else nullcontext() as folder:
+                    reports += self._send(part, version, lost, first_round, folder)
 
         # The replicas have all weights. Compare checksums if configured.
         load_s = time.perf_counter() - start_s
@@ -257,22 +256,39 @@ class WeightSync:
             parts.setdefault(first_round, {})[number] = replicas[number]
         return list(parts.items())
 
-    def _between_ranks(
+    def _send(
         self,
         replicas: Mapping[int, RoleGroup],
         version: int,
         lost: dict[int, Exception],
         first_round: int,
+        folder: Path | None,
     ) -> list[SendReport]:
-        """Send the weights from the trainer ranks to joined replicas.
+        """Send the weights from the trainer ranks to joined replicas, or through files in `folder`.
 
         Adds lost replicas to `lost`. Raises the errors of `push`.
         """
-        # Start both sides before waiting for either: each waits for the other.
-        receiving = self._start_receiving(replicas, version, first_round)
-        sending = self._start_sending(replicas, first_round)
-        calls = _Push(self._source.group, sending, receiving, lost)
-        reports = calls.finish()
+        trainers = self._source.group
+        path = None if folder is None else str(folder)
+        sending = {
+            rank: trainers.call_rank(rank, WeightExport.send_weights, list(replicas), first_round, path)
+            for rank in range(len(trainers.mesh))
+        }
+        reports: list[SendReport] = []
+
+        # Files are complete before they are read. Otherwise, start both sides before waiting for either: each
+        # waits for the other.
+        if folder is not None:
+            reports += filter(None, gather(*sending.values()))
+            sending = {}
+        receiving = {
+            number: replica.call_rank(
+                0, WeightImport.receive_weights, version, self._session.name(number), first_round, path
+            )
+            for number, replica in replicas.items()
+        }
+        calls = _Push(trainers, sending, receiving, lost)
+        reports += calls.finish()
 
         # All calls have ended by now, so that no rank is left in the middle of a message.
         if calls.failure is not None:
@@ -280,47 +296,6 @@ class WeightSync:
             raise calls.failure
 
         return reports
-
-    def _through_patches(
-        self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
-    ) -> list[SendReport]:
-        """Write what changed to files, which joined replicas then read. Adds lost replicas to `lost`."""
-        with self._scratch_folder(version) as folder:
-            reports = gather(*self._start_sending(replicas, folder=folder).values())
-            results_of(self._start_receiving(replicas, version, folder=folder), lost, is_lost)
-            return [report for report in reports if report is not None]
-
-    def _start_sending(
-        self, replicas: Mapping[int, RoleGroup], first_round: int = 0, folder: Path | None = None
-    ) -> dict[int, WorkerFuture[SendReport | None]]:
-        """Let the trainer ranks send the weights, to `folder` if the transport is a folder."""
-        path = None if folder is None else str(folder)
-        return {
-            rank: self._source.group.call_rank(
-                rank, WeightExport.send_weights, list(replicas), first_round, path
-            )
-            for rank in range(len(self._source.group.mesh))
-        }
-
-    def _start_receiving(
-        self,
-        replicas: Mapping[int, RoleGroup],
-        version: int,
-        first_round: int = 0,
-        folder: Path | None = None,
-    ) -> dict[int, WorkerFuture[None]]:
-        """Let joined replicas receive the weights, from `folder` if the transport is a folder."""
-        return {
-            number: replica.call_rank(
-                0,
-                WeightImport.receive_weights,
-                version,
-                self._session.name(number),
-                first_round,
-                None if folder is None else str(folder),
-            )
-            for number, replica in replicas.items()
-        }
 
     @contextmanager
     def _scratch_folder(self, version: int) -> Generator[Path]:
