@@ -47,7 +47,7 @@ from megarl.config.load import load_config
 from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig
 from megarl.controller.futures import RemoteFuture
-from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarts import RestartBudget
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rewards.judge_servers import JudgeServers

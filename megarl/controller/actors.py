@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from ray import cloudpickle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.controller.call_arguments import share, uids_of
+from megarl.batch.data_proto import DataProto
 from megarl.controller.call_limits import GroupLimits, LearnedLimits
 from megarl.controller.calls import Call, CallEnd, Processes, RelayedCalls
 from megarl.controller.cluster import worker_owner
@@ -36,6 +38,7 @@ from megarl.controller.worker import RayClassWithInitArgs
 _VERDICT_LIMIT_S = 60.0
 VERDICT_LOOK_S = 0.5
 _MONITOR = "monitor"  # a separate thread, which answers while a call hangs
+_SMALL = (type(None), bool, int, float, str)  # values of these types are sent within a call
 ANSWER_S = 5.0  # how long a process may take to report what it is doing
 _group_numbers = itertools.count()
 
@@ -141,7 +144,7 @@ class ActorSet:
             raise self._ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
         route = plan.route
         # Store values that several ranks read, then submit to all ranks before waiting for any.
-        shared = share(plan.parts, route.parts, stores_all=self._relays is not None)
+        shared = _share(plan.parts, route.parts, stores_all=self._relays is not None)
         if self._relays is not None:
             calls = self._relays.start(self, role, method, plan, shared, on_record)
             return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
@@ -161,7 +164,7 @@ class ActorSet:
                 result,
                 record,
                 on_record,
-                uids_of(plan.parts[part]),
+                _uids_of(plan.parts[part]),
                 end=end,
                 earlier=self._last.get(rank),
             )
@@ -329,7 +332,7 @@ class Relays:
             )
             relayed = RelayedCalls(processes, actor, number, actor.run.remote(call), self._ranks[index])
             for rank, part in own.items():
-                uids = uids_of(plan.parts[part])
+                uids = _uids_of(plan.parts[part])
                 relayed.running[rank] = Call(
                     processes, role, rank, method, None, None, on_record, uids, relayed
                 )
@@ -356,3 +359,41 @@ def _start_relay(
         ),
         max_restarts=0,
     ).remote({rank: handles[rank] for rank in ranks}, records)
+
+
+# ---- arguments
+
+
+def _uids_of(arguments: Arguments) -> np.ndarray | None:
+    """Return the uids (B,) of the first batch among a call's arguments that has them."""
+    batches = (value for value in arguments.values if isinstance(value, DataProto))
+    return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
+
+
+def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int], *, stores_all: bool) -> list[Arguments]:
+    """Put values that several ranks receive into the object store once, and replace them by references.
+
+    Args:
+        parts: The arguments.
+        part_of_rank: The part that each rank receives.
+        stores_all: Whether values that a single rank receives are put there too, so that no relay loads them.
+    """
+    # Count by identity: the same object for several ranks is one value.
+    readers = Counter(id(value) for part in part_of_rank for value in parts[part].values)
+    stored: dict[int, Any] = {}
+
+    def sent(value: Any) -> Any:
+        # Small values, and values that only one rank reads, are sent within the call.
+        is_sent = readers[id(value)] == 1 and not stores_all
+        if isinstance(value, _SMALL) or is_sent:
+            return value
+        if id(value) not in stored:
+            stored[id(value)] = ray.put(value)
+        return stored[id(value)]
+
+    return [
+        Arguments(
+            tuple(map(sent, part.positional)), {name: sent(value) for name, value in part.named.items()}
+        )
+        for part in parts
+    ]

@@ -19,7 +19,7 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.futures import WorkerFuture, has_ended
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
-from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarts import RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import opens_thinking

@@ -11,8 +11,7 @@ from megarl.controller.calls import Call
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import DerivedFuture, RemoteFuture, wait_for_calls
 from megarl.controller.group import RoleGroup
-from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarts import ProcessLimitError, leave_lost_nodes
+from megarl.controller.restarts import ProcessLimitError, RestartBudget, leave_lost_nodes
 from megarl.rewards.judge_servers import JudgeServers
 
 _log = logging.getLogger(__name__)

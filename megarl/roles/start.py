@@ -19,8 +19,7 @@ from megarl.controller.call_limits import LearnedLimits
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
-from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarts import node_wait_s
+from megarl.controller.restarts import RestartBudget, node_wait_s
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of

@@ -79,6 +79,7 @@ class TransferPlan:
         return "\n".join(lines)
 
 
+@without_collections()  # a plan consists of a million small tuples that stay alive
 def plan_transfer(
     shapes: Mapping[str, Sequence[int]],
     sources: Sequence[RankSlices],
@@ -100,19 +101,8 @@ def plan_transfer(
         WeightTransferError: A target needs elements that no source holds; the message names the tensors.
         ValueError: `message_numel` is too small for the number of ranks.
     """
-    # A plan consists of a million small tuples that stay alive.
-    with without_collections():
-        return _plan(shapes, sources, targets, message_numel, list(loads or [0] * len(sources)))
-
-
-def _plan(
-    shapes: Mapping[str, Sequence[int]],
-    sources: Sequence[RankSlices],
-    targets: Sequence[RankSlices],
-    message_numel: int,
-    loads: list[int],
-) -> TransferPlan:
     by_candidates = _needs(shapes, sources, targets)
+    loads = list(loads or [0] * len(sources))
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
     # Slices with few possible sources come first; the others can still balance the load afterwards.

@@ -36,7 +36,7 @@ from megarl.config.schema import OnUpdate, RewardConfig, RewardFunctionConfig, S
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarts import RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity

@@ -15,8 +15,7 @@ from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.replica_calls import is_dead
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarts import ProcessLimitError, leave_lost_nodes
+from megarl.controller.restarts import ProcessLimitError, RestartBudget, leave_lost_nodes
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.rollout.worker.environment import EnvironmentWorker, EpisodeReport, Order
 from megarl.tracking.timeline import Span

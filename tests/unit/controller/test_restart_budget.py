@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarts import RestartBudget
 
 
 def test_restarts_count_within_the_window_only() -> None:

@@ -16,8 +16,7 @@ from megarl.controller import futures
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.restart_budget import RestartBudget
-from megarl.controller.restarts import ProcessLimitError
+from megarl.controller.restarts import ProcessLimitError, RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_servers import JudgeServers, JudgeWorker

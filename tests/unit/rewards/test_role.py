@@ -14,7 +14,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardConfig, RewardFunctionConfig
 from megarl.controller.futures import RemoteFuture
-from megarl.controller.restart_budget import RestartBudget
+from megarl.controller.restarts import RestartBudget
 from megarl.controller.worker import RemoteMethod
 from megarl.recipes.starter import number_reward
 from megarl.rewards.judge_servers import JudgeServers
