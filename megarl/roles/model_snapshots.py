@@ -42,19 +42,13 @@ class TakenSnapshot(NamedTuple):
         step: Its step.
         sizes: The number of ranks of each model that wrote it.
         has_this_layout: Whether the models have the same layout now, so that each rank loads its own file.
+        slot: The slot of its files, known once they have been looked for.
     """
 
     step: int
     sizes: Mapping[str, int]
     has_this_layout: bool
-
-
-class _OtherLayout(NamedTuple):
-    """The files of a snapshot that models of another layout have written."""
-
-    step: int
-    sizes: Mapping[str, int]
-    slot: int
+    slot: int = 0
 
     def names(self, model: str | None = None) -> list[str]:
         """Return the names of the files, of one model or of all."""
@@ -89,7 +83,7 @@ class ModelSnapshots:
         self._next_slot = 0
         self._is_copied = True  # whether the newest of them is complete with its copies
         # What `continued` has in another layout, until a snapshot of this layout is complete with its copies.
-        self._other: _OtherLayout | None = None
+        self._other: TakenSnapshot | None = None
         self._on_replaced: Callable[[], None] = lambda: None
         # The newest snapshot that is complete with its copies: no later loss goes back further.
         self.secured: int | None = None
@@ -221,7 +215,7 @@ class ModelSnapshots:
         self._on_replaced = on_replaced
         self.load(self._continued.step)
 
-    def _load_other_layout(self, memory: SnapshotMemory, other: _OtherLayout) -> None:
+    def _load_other_layout(self, memory: SnapshotMemory, other: TakenSnapshot) -> None:
         try:
             for model in self._models:
                 self._load_resharded(memory, model, other)
@@ -232,7 +226,7 @@ class ModelSnapshots:
         self._copying = []
         self._is_copied = True
 
-    def _load_resharded(self, memory: SnapshotMemory, model: SavedModel, other: _OtherLayout) -> None:
+    def _load_resharded(self, memory: SnapshotMemory, model: SavedModel, other: TakenSnapshot) -> None:
         """Load a model in another layout: each rank gets the parts of snapshots that it needs."""
         stored = memory.stored(other.names(model.name), other.step)
         indexes = {name: decode_index(memory.read_index(name, file)) for name, file in stored.items()}
@@ -314,7 +308,7 @@ class ModelSnapshots:
                 if slot is not None and continued.has_this_layout:
                     self._slot_of = {continued.step: slot}
                 elif slot is not None:
-                    self._other = _OtherLayout(continued.step, continued.sizes, slot)
+                    self._other = continued._replace(slot=slot)
         return self._memory
 
     def _node_of(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from operator import sub
@@ -35,12 +35,17 @@ class TensorMeta:
 Manifest = Mapping[str, TensorMeta]
 
 
-@dataclass
 class WeightReceipt:
-    """Tracks which elements have arrived, to check that a load is complete against a manifest."""
+    """Tracks which elements have arrived, to check that a load is complete against a manifest.
 
-    manifest: Manifest
-    _arrived: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    receipt = WeightReceipt(manifest)
+    receipt.record(name, start, stop, dtype)  # in any order
+    receipt.close()
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._arrived: dict[str, list[tuple[int, int]]] = {}
 
     def record(self, name: str, start: int, stop: int, dtype: torch.dtype) -> None:
         """Record the arrival of elements start <= i < stop of a row-major tensor.
