@@ -37,6 +37,12 @@ _Connection = tuple[list[EngineLink], Sequence[WorkerFuture[None]]]
 class TransferSession:
     """Connections of one source with all replicas that it may send to.
 
+        lost = session.make(replicas)             # before each sync; joins those that are new
+        session.split_by_needs(replicas, lost)    # if only what changed is sent
+        session.forget(lost)                      # after each sync
+        session.acknowledge(others, version)
+        session.close()
+
     Args:
         trainer_places: Locations of the source's ranks.
         replica_places: Locations of the ranks of each replica.

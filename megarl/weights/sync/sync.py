@@ -2,6 +2,19 @@
 
 The driver makes the plan and connects the ranks (session.py). It never holds a weight, and takes part in no
 round.
+
+    driver                     trainer ranks                       engine ranks
+    make, for new replicas
+      needed_slices     -----------------------------------------> slices that they need
+      plan_in_words
+      serve_weights, or -----> IPC buffers, or
+      reserve_...       -----> the port of a group
+      join_...          -----> Sender.join                 ------> WeightReceiver.join
+    push
+      send_weights      -----> Sender.open, Transfer.run
+      receive_weights   -----------------------------------------> Receiver.open, Transfer.run
+      continue_weights  -----> Transfer.run, as long as peers are silent
+      checksums         -----> of shards                   ------> of the engine's parameters
 """
 
 from __future__ import annotations
