@@ -353,7 +353,7 @@ class SnapshotMemory:
         """
 
         def bring(node: str) -> dict[str, str]:
-            local = {}
+            local: dict[str, str] = {}
             for name, ranges in parts[node].items():
                 header, nodes = stored[name]
                 local[name] = name if node in nodes else f"{name}-parts"
