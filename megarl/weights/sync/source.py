@@ -176,7 +176,7 @@ class WeightSource:
     def _write_files(self, folder: Path, durable: bool) -> list[SendReport]:
         """Let the ranks write the weights."""
         plan = self._export_plan
-        pending = {
+        pending: dict[RemoteFuture[SendReport | None], int] = {
             self.group.call_rank(
                 rank, WeightExport.write_weight_files, plan.of_rank(rank), str(folder), durable
             ): rank

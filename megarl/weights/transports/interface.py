@@ -75,11 +75,15 @@ class EngineLink:
             )
             for peer, parts, bounds in encoded["peers"]
         }
-        address = encoded["address"]
-        if address is not None:
-            address = (IPCAddress if encoded["transport"] == "device" else P2PAddress)(*address)
-        dtype = getattr(torch, encoded["dtype"])
-        return cls(**{**encoded, "peers": PeerTransfers(schedules), "dtype": dtype, "address": address})
+        fields: dict[str, Any] = {
+            **encoded,
+            "peers": PeerTransfers(schedules),
+            "dtype": getattr(torch, encoded["dtype"]),
+        }
+        if fields["address"] is not None:
+            address_type = IPCAddress if fields["transport"] == "device" else P2PAddress
+            fields["address"] = address_type(*fields["address"])
+        return cls(**fields)
 
 
 def encode_slice(tensor_slice: TensorSlice) -> list[list[int]]:
