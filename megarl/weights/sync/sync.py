@@ -399,21 +399,27 @@ class _Push:
                     self._hear_replica(number, received, _GRACE_S)  # its own error is more informative
                 break  # a silent replica waits for trainers that have dropped it
             ended = wait_for_any([*self._sending.values(), *self._receiving.values()], _LOOK_S)
+            # Asking for the result of any other call raises if that has exceeded its limit.
+            looks_for_hangs = time.monotonic() > self._next_look_s
+            if looks_for_hangs:
+                self._next_look_s = time.monotonic() + _LOOK_S
             for rank, sent in list(self._sending.items()):
-                if sent in ended:
+                if sent in ended or looks_for_hangs:
                     self._hear_trainer(rank, sent)
             for number, received in list(self._receiving.items()):
-                if received in ended:
-                    self._hear_replica(number, received, None)
-            if time.monotonic() > self._next_look_s:
-                self._look_for_hangs()
+                if received in ended or looks_for_hangs:
+                    self._hear_replica(number, received, _GLANCE_S)
         return self._reports
 
     def _hear_trainer(self, rank: int, sent: WorkerFuture[SendReport | None]) -> None:
         try:
-            report = sent.get()
+            report = sent.get(_GLANCE_S)
         except WorkerError as error:
             raise self._cause(error) from None
+        except PhaseTimeoutError:
+            raise
+        except TimeoutError:
+            return
 
         if report is None:
             # It waits for a peer: report the lost replicas, so that it stops waiting for them.
@@ -449,7 +455,7 @@ class _Push:
 
         return error
 
-    def _hear_replica(self, number: int, received: WorkerFuture[None], patience_s: float | None) -> None:
+    def _hear_replica(self, number: int, received: WorkerFuture[None], patience_s: float) -> None:
         try:
             received.get(patience_s)
         except (WorkerError, PhaseTimeoutError) as error:
@@ -459,21 +465,3 @@ class _Push:
         except TimeoutError:
             return
         del self._receiving[number]
-
-    def _look_for_hangs(self) -> None:
-        """Raise for processes that do not respond at all, beyond the time limit of the run."""
-        self._next_look_s = time.monotonic() + _LOOK_S
-
-        # Asking for a result raises if the call has exceeded its limit.
-        for sent in self._sending.values():
-            try:
-                sent.get(_GLANCE_S)
-            except PhaseTimeoutError:
-                raise
-            except WorkerError as error:
-                raise self._cause(error) from None
-            except TimeoutError:
-                pass
-
-        for number, received in list(self._receiving.items()):
-            self._hear_replica(number, received, _GLANCE_S)
