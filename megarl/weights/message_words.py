@@ -106,6 +106,17 @@ def once_each(
     return [changed[id(each)] for each in of_ranks]
 
 
+def elements_around(words: TensorSlice, count: int) -> tuple[TensorSlice, TensorSlice]:
+    """Return the elements that a slice in words is a part of, and the slice within their words.
+
+    A message may begin or end in the middle of an element, which has `count` words.
+    """
+    around = TensorSlice(
+        (*words.starts[:-1], words.starts[-1] // count), (*words.stops[:-1], -(-words.stops[-1] // count))
+    )
+    return around, words.relative_to(slice_in_words(around, count).starts)
+
+
 def words_of_meta(meta: TensorMeta, dtype: torch.dtype) -> int:
     """Return the number of words of dtype `dtype` in an element of a tensor."""
     return max(1, meta.dtype.itemsize // dtype.itemsize)
@@ -124,12 +135,7 @@ def places_in_words(places: Places, counts: WordCounts, dtype: torch.dtype) -> P
                 yield _as_words(part.name, place, count, dtype) if dtype.itemsize == 1 else place
             return
 
-        # A message may end in the middle of an element, so ask for the elements around it.
-        starts = part.tensor_slice.starts
-        stops = part.tensor_slice.stops
-        around = TensorSlice((*starts[:-1], starts[-1] // count), (*stops[:-1], -(-stops[-1] // count)))
-        inside = part.tensor_slice.relative_to(slice_in_words(around, count).starts)
-
+        around, inside = elements_around(part.tensor_slice, count)
         for place in places(Part(part.name, around)):
             yield _as_words(part.name, place, count, dtype)[inside.index]
 

@@ -7,8 +7,9 @@ lie inside a block. Messages consist of bytes, because the tensors have several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from megarl.models.fp8 import (
 )
 from megarl.weights.block_scaling import block_maxima, quantize, scales_of
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
-from megarl.weights.message_words import block_slice
+from megarl.weights.message_words import block_slice, elements_around
 from megarl.weights.piece import in_shape
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import held_weights, numbered_pieces
@@ -55,7 +56,7 @@ class QuantizedShards:
         self._quantized = quantized_tensors(shards.architecture)
         self._step = STEP_ELEMENTS if shards.device.type == "cuda" else _STEP_ELEMENTS_ON_A_CPU
         self._flat = torch.zeros(num_blocks(shards.architecture), device=shards.device)
-        counts = [_numel(scale_shape(shape)) for shape in self._quantized.values()]
+        counts = [prod(scale_shape(shape)) for shape in self._quantized.values()]
         self._starts = dict(zip(self._quantized, accumulate(counts, initial=0), strict=False))
 
         self._find_maxima()
@@ -70,7 +71,7 @@ class QuantizedShards:
         """Return the scales of a quantized tensor, a view in the shape of its blocks."""
         shape = scale_shape(self._quantized[name])
         start = self._starts[name]
-        return self._flat[start : start + _numel(shape)].view(shape)
+        return self._flat[start : start + prod(shape)].view(shape)
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
         """Yield the bytes of `part` in order. The rank must hold the part, which is in bytes."""
@@ -115,15 +116,8 @@ class QuantizedShards:
 
     def _bytes(self, name: str, wanted: TensorSlice) -> torch.Tensor:
         """Return bytes of a tensor that is not quantized."""
-        # A message may begin in the middle of an element, so read the elements around it.
-        nbytes = self._shards.dtype.itemsize
-        around = TensorSlice(
-            (*wanted.starts[:-1], wanted.starts[-1] // nbytes),
-            (*wanted.stops[:-1], -(-wanted.stops[-1] // nbytes)),
-        )
-        first = (*around.starts[:-1], around.starts[-1] * nbytes)
-        elements = self._elements(name, around).contiguous().view(self.dtype)
-        return elements[wanted.relative_to(first).index]
+        around, inside = elements_around(wanted, self._shards.dtype.itemsize)
+        return self._elements(name, around).contiguous().view(self.dtype)[inside.index]
 
     def _checksum(self, name: str, slices: Iterable[TensorSlice]) -> int:
         strides = row_major_strides(self._quantized[name])
@@ -156,11 +150,6 @@ class QuantizedShards:
         if len(regions) == 1:
             return regions[0].reshape(part.shape)
         return torch.cat([region.reshape(-1) for region in regions]).view(part.shape)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    rows, columns = shape
-    return rows * columns
 
 
 def maximum_over_ranks(tensor: torch.Tensor) -> None:
