@@ -31,7 +31,7 @@ from megarl.weights.transports.group import group_transfers
 from megarl.weights.transports.interface import EngineLink
 
 # The links of an engine's ranks, and the calls in which the trainer ranks join.
-_Connection = tuple[list[EngineLink], Sequence[WorkerFuture[None]]]
+type _Connection = tuple[list[EngineLink], Sequence[WorkerFuture[None]]]
 
 
 class TransferSession:
