@@ -59,7 +59,7 @@ class PendingMessages:
     """Messages in flight. They keep the tensors that are sent alive, which nothing else may hold.
 
     Args:
-        wait: Returns whether all messages have arrived, after at most so many seconds. None: they have.
+        wait: Returns whether all messages have arrived, and waits for at most N seconds. None: they have.
         sends: What is sent.
     """
 

@@ -111,7 +111,7 @@ class TransferSchedule:
 
 
 class PeerTransfers:
-    """What one rank sends to its peers, or receives from them: the transfer schedules by the peers' ranks.
+    """The transfer schedules of what one rank sends to its peers, or receives from them, by the peers' ranks.
 
     The messages of a round are contiguous in memory, in the order of the peers.
     """
