@@ -19,11 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megarl.config.review import key_types
 from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
 from megarl.config.schema.keys import LARGEST, MISSING, InputKind, ItemRange, Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import BASE, COMBINED, GROUPS, WITH
+from megarl.config.values import key_types
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 ANY_RUN = "run"

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
-from megarl.config.references import drop_missing, escaped, resolve
-from megarl.config.review import Review, each_text, item_section, key_types
+from megarl.config.review import Review
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
-from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder, default_of, leaves
+from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder
 from megarl.config.sources import GIVEN, Layer, is_hub_name, read_layers
+from megarl.config.values import contents_of, each_text, escaped, item_section, key_types
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 
 _KIND = "kind"
-# The required keys whose value is a list. The others are strings.
-_REQUIRED_LISTS = ("data.train_files",)
-# The limit of a file name on Linux file systems, in bytes, and a limit of paths, in characters.
-_LONGEST_NAME = 255
-_LONGEST_TEXT = 4000
 
 
 def load_config[Config](
@@ -126,39 +120,12 @@ def _loaded[Config](schema: type[Config], path: str, layers: Sequence[Layer]) ->
         )
         raise ConfigError(path, [f"{_KIND} is {kind!r}, which this command does not support; {other}"])
 
-    review = Review(schema)
-    values: dict[str, Any] = {}
-
-    # Merge the layers in order of precedence, each without the values that violate the schema.
+    review = Review(schema, path)
     for layer in layers:
-        # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
-        for section in layer.replaces:
-            _remove(values, section)
-        _merge_into(values, review.read(layer))
-
-    review.explain_unknown()
-
-    # What references stand for, and which values are still missing, is known once the layers are merged.
-    defaults = default_of(typing.cast(type, schema))
-    if unusable := dict(resolve(schema, values, contents_of(defaults))):
-        values = review.read(Layer(f"{path}, with its references", values))
-    unusable |= dict(drop_missing(schema, values))
-
-    problems = [*review.problems, *(problem for problem in unusable.values() if problem is not None)]
-    refused = review.refused | {key for key, problem in unusable.items() if problem is not None}
-
-    # Missing values are empty, so that the following checks can run.
-    missing: list[str] = []
-    config = _built(defaults, values, "", missing)
-    missing.sort()
-    problems += [
-        f"{key}: is required; set it in the file or as {key}=..." for key in missing if key not in refused
-    ]
-    refused.update(missing)
-
-    for key, problem in _unusable_texts(config):
-        refused.add(key)
-        problems.append(f"{key}: {problem}")
+        review.read(layer)
+    config, found = review.build()
+    problems = tuple(problem for _, problem in found)
+    refused = frozenset(key for key, _ in found if key is not None)
 
     # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
     is_ppo_by_default = schema is PPOConfig and kind is None
@@ -166,7 +133,7 @@ def _loaded[Config](schema: type[Config], path: str, layers: Sequence[Layer]) ->
         hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
 
-    return Loaded(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
+    return Loaded(path, config, problems, refused)
 
 
 def resolved[Config](config: Config) -> Config:
@@ -215,86 +182,11 @@ def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
     return next((schema for each, schema in SCHEMAS.items() if each == kind), None)
 
 
-def _remove(values: dict[str, Any], section: str) -> None:
-    """Remove a section, named by its dotted key, so that its keys have their defaults."""
-    *outer, name = section.split(".")
-    for each in outer:
-        values = values.get(each, {})
-    values.pop(name, None)
-
-
-def _merge_into(values: dict[str, Any], others: Mapping[str, Any]) -> None:
-    """Set `others` in `values`, section by section. Lists and plain values are replaced."""
-    for name, value in others.items():
-        if isinstance(value, Mapping) and isinstance(values.get(name), dict):
-            _merge_into(values[name], value)
-        else:
-            values[name] = deepcopy(value)
-
-
-def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[str]) -> Any:
-    """Return a section, from values in the types of their keys. Missing keys are added to `missing`."""
-    hints = key_types(type(default))
-    given: dict[str, Any] = {}
-
-    for entry in fields(default):
-        name = entry.name
-        key = f"{prefix}{name}"
-        value = values.get(name, getattr(default, name))
-        if is_dataclass(hints[name]):
-            given[name] = _built(getattr(default, name), values.get(name, {}), f"{key}.", missing)
-        elif isinstance(value, str) and value == MISSING:
-            missing.append(key)
-            # A value of the right type, so that the rest of the section is still checked.
-            given[name] = [] if key in _REQUIRED_LISTS else ""
-        elif (item := item_section(hints[name])) and name in values and value is not None:
-            given[name] = [
-                _built(default_of(item), row, f"{key}[{index}].", missing) for index, row in enumerate(value)
-            ]
-        else:
-            given[name] = deepcopy(value)
-
-    return replace(default, **given)
-
-
 def _has_no_problems(schema: type, path: str, layers: Sequence[Layer]) -> bool:
     try:
         return not _loaded(schema, path, layers).problems
     except ConfigError:
         return False
-
-
-def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys and problems of strings that no file name or text can contain.
-
-    Such a string cannot be part of a path, contains a lone surrogate, or is Python's `None`.
-    """
-    for leaf in leaves(config):
-        key = leaf.key
-        for text in leaf.value if isinstance(leaf.value, list) else [leaf.value]:
-            # Members of an enumeration are strings too, but do not come from the user.
-            if not isinstance(text, str) or isinstance(text, Enum):
-                continue
-            if text == "None":
-                yield key, "is the string 'None'; write null for no value"
-            elif leaf.is_prose:
-                if any("\ud800" <= character <= "\udfff" for character in text):
-                    yield (
-                        key,
-                        "contains a lone surrogate (half a character), which no tokenizer reads; remove it",
-                    )
-            # Any other string may become part of a path, which limits its characters and its length.
-            elif (
-                not text.isprintable()
-                or len(text) > _LONGEST_TEXT
-                or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/"))
-            ):
-                shown = f"{text[:40]!r}..." if len(text) > 40 else repr(text)
-                yield (
-                    key,
-                    f"is {shown}, which contains non-printable characters or is longer than a file name can "
-                    f"be",
-                )
 
 
 def plain_values(config: Any) -> dict[str, Any]:
@@ -310,52 +202,40 @@ def with_absolute_paths[Config](config: Config) -> Config:
 
     Processes on other nodes have a different current folder than the driver, but must use the same files.
     """
-    return _with_whole_paths(config, outputs=True)
+    return with_paths(
+        config, lambda kind, path: str(Path(path).absolute()) if kind is None else _whole_path(path)
+    )
 
 
-def contents_of(config: Any) -> dict[str, Any]:
-    """Return the sections and values of a configuration as dicts, lists and plain values.
+def with_paths[Section](section: Section, change: Callable[[InputKind | None, str], str]) -> Section:
+    """Return a configuration, or a section of one, with each of its paths changed.
 
-    Members of enumerations are strings.
+    Args:
+        change: Called with the kind of an input, or None for an output folder, and its path.
     """
-    return typing.cast(dict[str, Any], _as_plain(config))
+    changes: dict[str, Any] = {}
+    for entry in fields(typing.cast(Any, section)):
+        value = getattr(section, entry.name)
+        if is_dataclass(value):
+            changes[entry.name] = with_paths(value, change)
+        # A list of sections, such as reward.functions, contains paths too.
+        elif isinstance(value, list) and item_section(key_types(type(section))[entry.name]):
+            changes[entry.name] = [with_paths(item, change) for item in value]
+        elif InputKind in entry.metadata or OutputFolder in entry.metadata:
+            changes[entry.name] = each_text(value, partial(change, entry.metadata.get(InputKind)))
+        elif inputs := entry.metadata.get(InputArguments):
+            whole = partial(change, InputKind.data)
+            changes[entry.name] = {
+                name: each_text(item, whole) if name in inputs else item for name, item in value.items()
+            }
 
-
-def _as_plain(content: Any) -> Any:
-    if is_dataclass(content):
-        return {entry.name: _as_plain(getattr(content, entry.name)) for entry in fields(content)}
-    if isinstance(content, dict):
-        return {key: _as_plain(value) for key, value in content.items()}
-    if isinstance(content, list):
-        return [_as_plain(value) for value in content]
-
-    return content.value if isinstance(content, Enum) else content
+    return replace(typing.cast(Any, section), **changes)
 
 
 def _as_yaml(config: Any) -> str:
+    whole = with_paths(config, lambda kind, path: path if kind is None else _whole_path(path))
     # OmegaConf would write the names of members, which differ from their values for Python keywords.
-    return OmegaConf.to_yaml(OmegaConf.create(escaped(contents_of(_with_whole_paths(config)))))
-
-
-def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
-    changes: dict[str, Any] = {}
-    for entry in fields(section):
-        value = getattr(section, entry.name)
-        if is_dataclass(value):
-            changes[entry.name] = _with_whole_paths(value, outputs)
-        # A list of sections, such as reward.functions, contains paths too.
-        elif isinstance(value, list) and item_section(key_types(type(section))[entry.name]):
-            changes[entry.name] = [_with_whole_paths(item, outputs) for item in value]
-        elif InputKind in entry.metadata:
-            changes[entry.name] = each_text(value, _whole_path)
-        elif inputs := entry.metadata.get(InputArguments):
-            changes[entry.name] = {
-                name: each_text(item, _whole_path) if name in inputs else item for name, item in value.items()
-            }
-        elif outputs and OutputFolder in entry.metadata and value is not None:
-            changes[entry.name] = str(Path(value).absolute())
-
-    return replace(section, **changes)
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(contents_of(whole))))
 
 
 def _whole_path(path: str) -> str:

@@ -71,18 +71,9 @@ def _entry(name: str, text: str) -> Counterpart:
     return entry
 
 
-class MigrationProblem(NamedTuple):
-    """The message about a key of another framework.
-
-    Attributes:
-        ours: The key to use instead; None if there is none.
-    """
-
-    message: str
-    ours: str | None = None
-
-
-Problems = list[MigrationProblem]
+# The message about a key of another framework, and the key to use instead; None if there is none.
+Problem = tuple[str, str | None]
+Problems = list[Problem]
 
 
 def find_verl_key(key: str) -> tuple[str, Counterpart] | None:
@@ -100,7 +91,7 @@ def find_verl_key(key: str) -> tuple[str, Counterpart] | None:
     return None
 
 
-def verl_problems(key: str, value: Any, known: Container[str]) -> list[MigrationProblem]:
+def verl_problems(key: str, value: Any, known: Container[str]) -> Problems:
     """Return the messages about an unknown key, one for each verl key in it; empty if there is none.
 
     Args:
@@ -146,33 +137,29 @@ def leaf_names(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
-def _problem(written: str, name: str, entry: Counterpart, known: Container[str]) -> MigrationProblem:
+def _problem(written: str, name: str, entry: Counterpart, known: Container[str]) -> Problem:
     if entry.ours == name and name in known:  # one of Hydra's signs before a key that is the same in both
         note = f" ({entry.note})" if entry.note else ""
-        return MigrationProblem(
-            f"{written}: write {entry.ours}=..., without a sign before it{note}", entry.ours
-        )
+        return f"{written}: write {entry.ours}=..., without a sign before it{note}", entry.ours
     return hint_of(name, entry, "verl key", known)
 
 
-def hint_of(name: str, entry: Counterpart, what: str, known: Container[str]) -> MigrationProblem:
+def hint_of(name: str, entry: Counterpart, what: str, known: Container[str]) -> Problem:
     """Return the message about a key of another framework.
 
     Args:
         what: What the key is, such as `verl key`.
     """
     if entry.ours is None:
-        return MigrationProblem(f"{name}: is a {what} without a counterpart in megarl: {entry.note}")
+        return f"{name}: is a {what} without a counterpart in megarl: {entry.note}", None
     if entry.ours not in known:
-        return MigrationProblem(
-            f"{name}: is the {what} for {entry.ours}, which this kind of run does not have"
-        )
+        return f"{name}: is the {what} for {entry.ours}, which this kind of run does not have", None
     note = f" ({entry.note})" if entry.note else ""
-    return MigrationProblem(f"{name}: is a {what}; use {entry.ours}{note}", entry.ours)
+    return f"{name}: is a {what}; use {entry.ours}{note}", entry.ours
 
 
-def unknown_in_verl(name: str) -> MigrationProblem:
-    return MigrationProblem(f"{name}: unknown key, also in verl")
+def unknown_in_verl(name: str) -> Problem:
+    return f"{name}: unknown key, also in verl", None
 
 
 class Framework(NamedTuple):
@@ -225,26 +212,29 @@ def _slime_knows(key: str) -> bool:
 
 def _explain_slime(key: str, value: Any, known: Container[str]) -> Problems:
     name = key.replace("-", "_")
-    found = slime_problem(name, known)
-    if found is None and (section := find_section(name)) is not None:
-        reason = owned_fields(section).get(name, f"use actor.megatron.{section}.{name}")
-        found = MigrationProblem(
-            f"{name}: is an argument of Megatron-Core; {reason.replace('{role}', 'actor')}"
-        )
-    return [] if found is None else [found]
+    if (entry := slime_names().get(name)) is not None:
+        return [hint_of(name, entry, "slime argument", known)]
+    if name.startswith(SERVER_PREFIX) and _SERVER_ARGS in known:
+        option = f"{_SERVER_ARGS}.{name.removeprefix(SERVER_PREFIX)}"
+        return [(f"{name}: is a slime argument; use {option}", None)]
+    if (section := find_section(name)) is None:
+        return []
+    reason = owned_fields(section).get(name, f"use actor.megatron.{section}.{name}")
+    return [(f"{name}: is an argument of Megatron-Core; {reason.replace('{role}', 'actor')}", None)]
 
 
 def _explain_trl(key: str, value: Any, known: Container[str]) -> Problems:
-    found = trl_problem(key.replace("-", "_"), known)
-    return [] if found is None else [found]
+    """Explain an argument of TRL. If several classes have it, the hint is that for this kind of run."""
+    name = key.replace("-", "_")
+    entries = [arguments[name] for arguments in trl_names().values() if name in arguments]
+    entries.sort(key=lambda entry: (entry.ours not in known, entry.ours is not None))
+    return [hint_of(name, entry, "TRL argument", known) for entry in entries[:1]]
 
 
 def _explain_nemo_rl(key: str, value: Any, known: Container[str]) -> Problems:
-    return list(
-        dict.fromkeys(
-            found for leaf in leaf_names(key, value) if (found := nemo_rl_problem(leaf, known)) is not None
-        )
-    )
+    names = dict.fromkeys(leaf.lstrip("+~") for leaf in leaf_names(key, value))
+    entries = {name: nemo_rl_names()[name] for name in names if name in nemo_rl_names()}
+    return [hint_of(name, entry, "NeMo RL key", known) for name, entry in entries.items()]
 
 
 # In the order of preference for keys that several frameworks have.
@@ -272,32 +262,12 @@ def nemo_rl_names() -> dict[str, Counterpart]:
     return {name: Counterpart.of(text) for name, text in flat_table(_table("nemo_rl"))}
 
 
-def nemo_rl_problem(key: str, known: Container[str]) -> MigrationProblem | None:
-    """Return the migration hint for an unknown key; None if NeMo RL has no such key."""
-    name = key.lstrip("+~")
-    entry = nemo_rl_names().get(name)
-    return None if entry is None else hint_of(name, entry, "NeMo RL key", known)
-
-
 @cache
 def slime_names() -> dict[str, Counterpart]:
     """Return the arguments of slime."""
     return {
         name: Counterpart.of(text) for names, text in _table("slime").items() for name in names.split(", ")
     }
-
-
-def slime_problem(name: str, known: Container[str]) -> MigrationProblem | None:
-    """Return the migration hint for an unknown key, or None.
-
-    Args:
-        name: The unknown key, with underscores.
-    """
-    entry = slime_names().get(name)
-    if entry is None and name.startswith(SERVER_PREFIX) and _SERVER_ARGS in known:
-        option = f"{_SERVER_ARGS}.{name.removeprefix(SERVER_PREFIX)}"
-        return MigrationProblem(f"{name}: is a slime argument; use {option}")
-    return None if entry is None else hint_of(name, entry, "slime argument", known)
 
 
 @cache
@@ -317,29 +287,6 @@ def trl_names() -> dict[str, dict[str, Counterpart]]:
 def trl_arguments() -> frozenset[str]:
     """Return the arguments of all classes."""
     return frozenset(name for arguments in trl_names().values() for name in arguments)
-
-
-def trl_problem(key: str, known: Container[str]) -> MigrationProblem | None:
-    """Return the migration hint for an unknown key; None if TRL has no such argument.
-
-    Several classes may have the argument; the hint is that for this kind of run.
-    """
-    entries = [arguments[key] for arguments in trl_names().values() if key in arguments]
-    if not entries:
-        return None
-
-    for entry in entries:
-        if entry.ours is not None and entry.ours in known:
-            note = f" ({entry.note})" if entry.note else ""
-            return MigrationProblem(f"{key}: is a TRL argument; use {entry.ours}{note}", entry.ours)
-
-    for entry in entries:
-        if entry.ours is None:
-            return MigrationProblem(f"{key}: is a TRL argument without a counterpart in megarl: {entry.note}")
-
-    return MigrationProblem(
-        f"{key}: is the TRL argument for {entries[0].ours}, which this kind of run does not have"
-    )
 
 
 def _table(framework: str) -> dict[str, Any]:

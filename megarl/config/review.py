@@ -1,38 +1,49 @@
-"""Compares plain values with the schema, and refuses violations.
+"""Reads values into the types of their keys, and builds the configuration from them.
 
-An error names the nearest known key or the valid values.
+Everything that is wrong is collected on the way: unknown keys with the nearest known one, values that do not
+fit with the valid ones, references (`${...}`) to nothing, missing values (`???`), and required keys.
+
+A reference names another key, as in `data.seed: ${trainer.seed}`, or an environment variable, as in
+`${oc.env:HOME}/runs`. `???` in a file stands for a value that an inheriting file or an override has to give.
+Both are OmegaConf's, and may be in any value of any layer.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
-import re
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
-from functools import cache, partial
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.migration import MigrationProblem, framework_of, leaf_names, of_other_kinds, synonym_hint
+from megarl.config.migration import Problems, framework_of, leaf_names, of_other_kinds, synonym_hint
 from megarl.config.schema import MISSING, SCHEMAS
-from megarl.config.schema.keys import InputKind, OutputFolder
-from megarl.config.sources import PATH, Layer
+from megarl.config.schema.keys import InputKind, OutputFolder, default_of, prose
+from megarl.config.sources import HOW_TO_REFER, PATH, Layer, in_one_line
+from megarl.config.values import (
+    contents_of,
+    converted,
+    each_text,
+    expected,
+    item_section,
+    key_types,
+    schema_keys,
+    texts_of,
+    unexpanded,
+    unusable_texts,
+    without_null,
+)
 
 _log = logging.getLogger(__name__)
 
 _OF_STRINGS = (str, list[str], dict[str, str])
-# Types of keys, and those of other values that they take.
-_CONVERTED = {(int, str), (float, str), (float, int), (str, int), (str, float)}
 _SIGNS = ("+", "~")  # Hydra's signs to add and to remove a key
-_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")  # a shell's variable without braces
-_HOME = re.compile(r"^~(?=/|$)")
 # Values that have been renamed. The old name is accepted, with a warning.
 _RENAMED_VALUES = {"rollout.on_update": {"go_on": "continue"}}
 # Values that users of other frameworks may expect, and why they are refused.
@@ -55,182 +66,298 @@ class _Unknown(NamedTuple):
     """An unknown key, which is explained when all of them are known.
 
     Attributes:
-        place: The number of problems before it.
         hint: What to say if no framework and no other kind of run has the key.
     """
 
-    place: int
     key: str
     value: Any
     hint: str
     layer: Layer
 
 
-@dataclass
+_Problem = tuple[str | None, str]  # the refused key, None if it is unknown, and the message
+
+
 class Review:
-    """Compares plain values with the schema, and collects refused keys and problems."""
+    """Reads the layers of a configuration, the lowest first, and builds the configuration from them.
 
-    schema: type
-    problems: list[str] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)  # full dotted keys
-    unknown: list[_Unknown] = field(default_factory=list)
+        review = Review(PPOConfig, "run.yaml")
+        for layer in layers:
+            review.read(layer)  # converts values, resolves paths, and merges what fits
+        config, problems = review.build()  # resolves references, and uses defaults for refused values
 
-    def read(self, layer: Layer) -> dict[str, Any]:
-        """Return the values of a layer in the types of their keys, without schema violations.
+    What is wrong is collected in the order of the values, so that one message can list all of it.
+    """
 
-        The search for problems can continue with them. Interpolations are not resolved.
+    def __init__(self, schema: type, source: str) -> None:
+        """Begin without values.
+
+        Args:
+            source: The name of the configuration in messages about values that references stand for.
         """
+        self._schema = schema
+        self._values: dict[str, Any] = {}  # the merged values of all layers, in the types of their keys
+        self._found: list[_Problem | _Unknown] = []
+        self._required: list[str] = []
+        self._resolved = Layer(f"{source}, with its references", {})
+
+    def read(self, layer: Layer) -> None:
+        """Merge the values of a layer that fit their keys. References are kept as they are."""
         # The choices and overrides that could not be read.
         for key, problem in layer.refused:
             self._refuse(key, problem, layer)
 
-        return self._fitting(self.schema, layer.values, "", layer)
+        # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
+        for section in layer.replaces:
+            _remove(self._values, section)
+        self._read_section(self._schema, layer.values, self._values, "", layer)
 
-    def _fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
+    def build(self) -> tuple[Any, list[_Problem]]:
+        """Return the configuration, with a default or an empty value for each refused or missing one.
+
+        Also returns the problems, each with its key.
+        """
+        config = self._built(default_of(self._schema), self._values, "", ())
+        problems = [*self._problems()]
+        refused = {key for key, _ in problems}
+        problems += [
+            (key, f"{key}: is required; set it in the file or as {key}=...")
+            for key in sorted(self._required)
+            if key not in refused
+        ]
+        return config, problems
+
+    def _read_section(
+        self, section: type, values: Mapping[Any, Any], merged: dict[str, Any], prefix: str, layer: Layer
+    ) -> None:
         hints = key_types(section)
-        good: dict[str, Any] = {}
-        plain: dict[str, Any] = {}
-        inputs = {
-            entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
-        }
-
-        # Refuse unknown keys, descend into sections, and collect the plain values.
         for name, value in values.items():
             key = f"{prefix}{name}"
-            if name not in hints:
-                hint = _nearest(self.schema, section, prefix, str(name))
-                self.unknown.append(_Unknown(len(self.problems), key, value, hint, layer))
-            elif is_dataclass(hints[name]):
+            hint = hints.get(name)
+            if hint is None:
+                nearest = _nearest(self._schema, section, prefix, str(name))
+                self._found.append(_Unknown(key, value, nearest, layer))
+            elif is_dataclass(hint):
                 # A text instead of a section with a path is this path, as in `model: Qwen/Qwen3-0.6B`.
-                if isinstance(value, str) and value != MISSING and PATH in key_types(hints[name]):
+                if isinstance(value, str) and value != MISSING and PATH in key_types(hint):
                     value = {PATH: value}
                 if isinstance(value, Mapping):
-                    good[name] = self._fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
+                    inner = merged.setdefault(name, {})
+                    self._read_section(typing.cast(type, hint), value, inner, f"{key}.", layer)
                 else:
+                    keys = ", ".join(key_types(hint))
                     self._refuse(
-                        key,
-                        f"{key}: is {value!r}, but must be a section with the keys "
-                        f"{', '.join(key_types(hints[name]))}",
-                        layer,
+                        key, f"{key}: is {value!r}, but must be a section with the keys {keys}", layer
                     )
-            elif (
-                (item := item_section(hints[name]))
-                and isinstance(value, list)
-                and all(isinstance(row, Mapping) for row in value)
-            ):
-                good[name] = [
-                    self._fitting(item, row, f"{key}[{index}].", layer) for index, row in enumerate(value)
-                ]
+            elif (item := item_section(hint)) and _is_table(value):
+                merged[name] = [{} for _ in value]
+                for index, row in enumerate(value):
+                    self._read_section(item, row, merged[name][index], f"{key}[{index}].", layer)
             else:
-                if _without_null(hints[name]) in _OF_STRINGS:
-                    value = layer.as_written(key, value)
-                plain[name] = _with_current_name(key, value, layer.source)
-                # A single file instead of a list of files is the only one.
-                is_input = inputs.get(name) is InputKind.data
-                is_single = isinstance(value, str) and "${" not in value and value != MISSING
-                if is_input and is_single and hints[name] == list[str]:
-                    plain[name] = [value]
+                self._read_value(section, name, value, merged, key, layer)
+
+    def _read_value(
+        self, section: type, name: str, value: Any, merged: dict[str, Any], key: str, layer: Layer
+    ) -> None:
+        hint = key_types(section)[name]
+        metadata = _metadata(section)[name]
+        kind = metadata.get(InputKind)
+        is_output = OutputFolder in metadata
+        if without_null(hint) in _OF_STRINGS:
+            value = layer.as_written(key, value)
+        value = _with_current_name(key, value, layer.source)
+        # A single file instead of a list of files is the only one.
+        is_single = isinstance(value, str) and "${" not in value and value != MISSING
+        if kind is InputKind.data and is_single and hint == list[str]:
+            value = [value]
 
         # A missing value may come from a later layer, so it is judged when all are merged.
         # OmegaConf would take the marker for no value at all.
-        for name in [*plain]:
-            if any(text == MISSING for _, text in texts_of(plain[name], name)):
-                good[name] = plain.pop(name)
+        if _missing(value, key):
+            merged[name] = value
+            return
+        if (kind or is_output) and (problem := unexpanded(value)) is not None:
+            self._refuse(key, f"{key}: {problem}", layer)
+            return
+        try:
+            fits = converted(hint, value, refers=layer is not self._resolved)
+        except (OmegaConfBaseException, OverflowError, ValueError):
+            reason = _REFUSED_VALUES.get(key, {}).get(str(value), f"must be {expected(hint)}")
+            self._refuse(key, f"{key}: is {value!r}, but {reason}", layer)
+            return
 
         # Paths are resolved here, because only the layer knows which file named them.
-        outputs = {entry.name for entry in fields(section) if OutputFolder in entry.metadata}
+        if kind is not None:
+            fits = each_text(fits, partial(layer.place_of, kind))
+        elif is_output:
+            fits = each_text(fits, layer.output_of)
+        merged[name] = _merged(merged.get(name), fits)
 
-        for name, value in plain.items():
+    def _built(
+        self, default: Any, values: Mapping[str, Any], prefix: str, path: tuple[str | int, ...] | None
+    ) -> Any:
+        """Return a section with the merged values.
+
+        Args:
+            default: The section with its defaults.
+            path: The names and indices that lead to the values; None if they have no references any more.
+        """
+        hints = key_types(type(default))
+        given: dict[str, Any] = {}
+
+        for name, metadata in _metadata(type(default)).items():
             key = f"{prefix}{name}"
-            if (name in inputs or name in outputs) and (unexpanded := _unexpanded(value)) is not None:
-                self._refuse(key, f"{key}: {unexpanded}", layer)
-                continue
-            try:
-                fits = converted(hints[name], value)
-            except (OmegaConfBaseException, OverflowError, ValueError):
-                reason = _REFUSED_VALUES.get(key, {}).get(str(value), f"must be {expected(hints[name])}")
-                self._refuse(key, f"{key}: is {value!r}, but {reason}", layer)
+            usual = getattr(default, name)
+            here = None if path is None else (*path, name)
+            item = item_section(hints[name])
+            if is_dataclass(hints[name]):
+                given[name] = self._built(usual, values.get(name, {}), f"{key}.", here)
                 continue
 
-            if name in inputs:
-                fits = each_text(fits, partial(layer.place_of, inputs[name]))
-            elif name in outputs:
-                fits = each_text(fits, layer.output_of)
-            good[name] = fits
+            own = {name: values[name]} if name in values else {}
+            # The keys of a list of sections are looked at one by one.
+            is_table = item is not None and bool(own) and _is_table(own[name])
+            if here is not None and own and not is_table and _refers(own[name], key):
+                own = self._resolve(type(default), name, own[name], prefix, here)
+                here = None
+                is_table = item is not None and bool(own) and _is_table(own[name])
+            if own and not is_table and (marked := _missing(own[name], key)):
+                # A required key is reported like one that is not set at all.
+                if not own[name] == usual == MISSING:
+                    self._refuse(
+                        key,
+                        f"{marked}: is {MISSING!r}, which stands for a value that is still missing; {key} "
+                        f"must be {expected(hints[name])}, or be left out",
+                    )
+                own = {}
 
-        return good
+            if not own and usual == MISSING:
+                self._required.append(key)
+                # A value of the right type, so that the rest of the section is still checked.
+                given[name] = [] if typing.get_origin(hints[name]) is list else ""
+            elif is_table:
+                given[name] = [
+                    self._built(default_of(item), row, f"{key}[{index}].", here and (*here, index))
+                    for index, row in enumerate(own[name])
+                ]
+            elif own:
+                given[name] = own[name]
+                for problem in unusable_texts(own[name], is_prose=prose in metadata):
+                    self._refuse(key, f"{key}: {problem}")
+            else:
+                given[name] = deepcopy(usual)
 
-    def explain_unknown(self) -> None:
-        """Refuse the unknown keys.
+        return replace(default, **given)
+
+    def _resolve(
+        self, section: type, name: str, written: Any, prefix: str, path: Sequence[str | int]
+    ) -> dict[str, Any]:
+        """Return the value that references stand for, by its name; nothing if there is none that fits."""
+        try:
+            value = self._references
+            for step in path:
+                value = value[step]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, ValueError) as error:
+            key = f"{prefix}{name}"
+            place = str(getattr(error, "full_key", None) or key)
+            text = dict(texts_of(written, key)).get(place, written)
+            # Without OmegaConf's name of a Python exception.
+            whole = in_one_line(error)
+            reason = whole.partition("raised while resolving interpolation: ")[2].strip('"') or whole
+            self._refuse(key, f"{place}: {reason} in {text!r}; {HOW_TO_REFER}")
+            return {}
+
+        read: dict[str, Any] = {}
+        self._read_section(section, {name: value}, read, prefix, self._resolved)
+        return read
+
+    @cached_property
+    def _references(self) -> Any:
+        """All values that references may name, in OmegaConf's form: the defaults and the merged values."""
+        return OmegaConf.create(_merged(contents_of(default_of(self._schema)), self._values))
+
+    def _problems(self) -> Iterator[_Problem]:
+        """Yield the problems, and explain the unknown keys.
 
         A key of another framework gets a migration hint, and megarl's key is then not reported as missing.
         """
-        if not self.unknown:
-            return
-        known = set(schema_keys(self.schema))
-        framework = framework_of({each.key: each.value for each in self.unknown})
-        others = {kind.value: set(schema_keys(schema)) for kind, schema in SCHEMAS.items()}
-        own = next((kind.value for kind, schema in SCHEMAS.items() if schema is self.schema), None)
-        before = self.problems
-        self.problems = []
+        unknown = [each for each in self._found if isinstance(each, _Unknown)]
+        framework = framework_of({each.key: each.value for each in unknown}) if unknown else None
+        known = set(schema_keys(self._schema)) if unknown else set()
 
-        for number, (place, key, value, hint, layer) in enumerate(self.unknown):
-            earlier = self.unknown[number - 1].place if number else 0
-            self.problems += before[earlier:place]
-            found = [] if framework is None else framework.explain(key, value, known)
+        for each in self._found:
+            if not isinstance(each, _Unknown):
+                yield each
+                continue
+            found = [] if framework is None else framework.explain(each.key, each.value, known)
+            for message, ours in found or _explained(self._schema, each, known):
+                yield ours or each.key, f"{message} [{each.layer.source}]"
 
-            # The key is known and only has one of Hydra's signs.
-            if not found and key.startswith(_SIGNS):
-                found = [
-                    MigrationProblem(text, name) for name, text in _without_sign(key, value) if name in known
-                ]
-            if not found and own is not None:
-                found = [
-                    MigrationProblem(f"{leaf}: belongs to kind: {kinds}; this file has kind: {own}", leaf)
-                    for leaf, kinds in of_other_kinds(key, value, others)
-                ]
-            # A branch that is no typing error is explained leaf by leaf, if its leaves have other names here.
-            leaves = {leaf: synonym_hint(leaf, known) for leaf in leaf_names(key, value)}
-            is_typing_error = hint.startswith("did you mean")
-            if not found and not is_typing_error and key not in leaves and any(leaves.values()):
-                found = [
-                    MigrationProblem(f"{leaf}: unknown key; {meant or hint}")
-                    for leaf, meant in leaves.items()
-                ]
-            for each in found or [MigrationProblem(f"{key}: unknown key; {hint}")]:
-                self._refuse(each.ours or key, each.message, layer)
-
-        self.problems += before[self.unknown[-1].place :]
-        self.unknown = []
-
-    def _refuse(self, key: str | None, problem: str, layer: Layer) -> None:
-        if key is not None:
-            self.refused.add(key)
-        self.problems.append(f"{problem} [{layer.source}]")
+    def _refuse(self, key: str | None, problem: str, layer: Layer | None = None) -> None:
+        self._found.append((key, problem if layer is None else f"{problem} [{layer.source}]"))
 
 
-def texts_of(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield each string in a value, with its dotted key, but no members of enumerations."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from texts_of(inner, f"{key}.{name}")
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from texts_of(inner, f"{key}[{index}]")
-    elif isinstance(value, str) and not isinstance(value, Enum):
-        yield key, value
+def _explained(schema: type, unknown: _Unknown, known: set[str]) -> Problems:
+    """Return the problems of a key that no other framework has."""
+    key, value, hint, _ = unknown
+    # The key is known and only has one of Hydra's signs.
+    if key.startswith(_SIGNS):
+        signed = [(text, name) for name, text in _without_sign(key, value) if name in known]
+        if signed:
+            return signed
+    own = next((kind.value for kind, each in SCHEMAS.items() if each is schema), None)
+    if own is not None:
+        others = {kind.value: set(schema_keys(each)) for kind, each in SCHEMAS.items()}
+        elsewhere = [
+            (f"{leaf}: belongs to kind: {kinds}; this file has kind: {own}", leaf)
+            for leaf, kinds in of_other_kinds(key, value, others)
+        ]
+        if elsewhere:
+            return elsewhere
+
+    # A branch that is no typing error is explained leaf by leaf, if its leaves have other names here.
+    leaves = {leaf: synonym_hint(leaf, known) for leaf in leaf_names(key, value)}
+    is_typing_error = hint.startswith("did you mean")
+    if not is_typing_error and key not in leaves and any(leaves.values()):
+        return [(f"{leaf}: unknown key; {meant or hint}", None) for leaf, meant in leaves.items()]
+    return [(f"{key}: unknown key; {hint}", None)]
 
 
-def _unexpanded(paths: Any) -> str | None:
-    """Explain a path, or the first in a list, with a variable or `~` that only a shell would expand."""
-    for path in paths if isinstance(paths, list) else [paths]:
-        if not isinstance(path, str):
-            continue
-        written = _VARIABLE.sub(r"${oc.env:\1}", _HOME.sub("${oc.env:HOME}", path))
-        if path.startswith("~") or written != path:
-            remedy = "write the whole path" if written.startswith("~") else f"write {written!r}"
-            return f"is {path!r}, but neither ~ nor $NAME is expanded; {remedy}"
-    return None
+@cache
+def _metadata(section: Any) -> dict[str, Mapping[Any, Any]]:
+    """Return the metadata of each key of a section."""
+    return {entry.name: entry.metadata for entry in fields(section)}
+
+
+def _remove(values: dict[str, Any], section: str) -> None:
+    """Remove a section, named by its dotted key, so that its keys have their defaults."""
+    *outer, name = section.split(".")
+    for each in outer:
+        values = values.get(each, {})
+    values.pop(name, None)
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Return a mapping with the names of both, and otherwise the new value."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {name: _merged(old.get(name), value) for name, value in new.items()}
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value is a list of sections."""
+    return isinstance(value, list) and all(isinstance(row, Mapping) for row in value)
+
+
+def _refers(value: Any, key: str) -> bool:
+    return any("${" in text for _, text in texts_of(value, key))
+
+
+def _missing(value: Any, key: str) -> str | None:
+    """Return the key of the first `???` in a value."""
+    return next((marked for marked, text in texts_of(value, key) if text == MISSING), None)
 
 
 def _with_current_name(key: str, value: Any, source: str) -> Any:
@@ -261,103 +388,6 @@ def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
             f"{key}: write {name}=..., without a sign before it: every key exists already, and null unsets "
             f"an optional one",
         )
-
-
-@cache
-def key_types(section: Any) -> Mapping[str, Any]:
-    """Return the type of each key of a section."""
-    hints = typing.get_type_hints(section)
-    return {entry.name: hints[entry.name] for entry in fields(section)}
-
-
-def item_section(hint: Any) -> type | None:
-    """Return the dataclass of a list of sections; None for other types."""
-    item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
-    return item if isinstance(item, type) and is_dataclass(item) else None
-
-
-def converted(hint: Any, value: Any) -> Any:
-    """Return a value in the type of its key: '1e-5' is a float, and 'grpo' a member of an enumeration.
-
-    A text with a reference is returned as it is, unless the key is true or false.
-
-    Raises:
-        ValueError: The value does not fit. 3.5 is no integer, 5 is not true, and true is no number or string.
-        OmegaConfBaseException: A reference in a text is not closed.
-    """
-    single = _without_null(hint)
-    kind = typing.get_origin(single) or single
-    given = type(value)
-    if value is None and (single is not hint or kind is Any):
-        return None
-    if isinstance(value, str) and "${" in value and kind is not bool:
-        OmegaConf.create([value])
-        return value
-
-    # Lists, maps, and sections in a list with references, which are checked when these are resolved.
-    if isinstance(value, list | tuple) and kind in (list, Any):
-        item = Any if kind is Any else typing.get_args(single)[0]
-        return [converted(item, each) for each in value]
-    if isinstance(value, Mapping) and (kind in (dict, Any) or is_dataclass(kind)):
-        if kind is dict and not all(isinstance(name, str) for name in value):
-            raise ValueError("not all names are strings")
-        item = typing.get_args(single)[1] if kind is dict else Any
-        return {name: converted(item, each) for name, each in value.items()}
-
-    if kind is Any and isinstance(value, bool | int | float | str | bytes | Path):
-        return value
-    if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, Enum):
-        name = value.removeprefix(f"{kind.__name__}.")
-        return kind[name] if name in kind.__members__ else kind(name)
-    if given is kind or (kind is str and isinstance(value, str)):
-        return value
-    if (kind, given) in _CONVERTED or (kind is str and isinstance(value, Path)):
-        return kind(value)
-    raise ValueError(f"{value!r} does not fit {hint}")
-
-
-def _without_null(hint: Any) -> Any:
-    """Return `str` for `str | None`, and any other type as it is."""
-    parts = [part for part in typing.get_args(hint) if part is not type(None)]
-    return parts[0] if type(None) in typing.get_args(hint) and len(parts) == 1 else hint
-
-
-def each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to a string, or to each string of a list."""
-    if isinstance(value, list):
-        return [each_text(item, change) for item in value]
-    return change(value) if isinstance(value, str) else value
-
-
-def expected(hint: Any) -> str:
-    """Return the words for a type in messages and on the reference page."""
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    if hint in words:
-        return words[hint]
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(member.value for member in hint)
-
-    if typing.get_origin(hint) is list:
-        if section := item_section(hint):
-            return f"a list of objects with the keys {', '.join(key_types(section))}"
-        return f"a list, each item {expected(typing.get_args(hint)[0])}"
-
-    if typing.get_origin(hint) is dict:
-        return f"a map {{name: value}}, each value {expected(typing.get_args(hint)[1])}"
-    if hint is typing.Any:
-        return "anything"
-    # The only remaining type is a union, for a value that may be null.
-    assert typing.get_origin(hint) in (typing.Union, types.UnionType), hint
-
-    return " or ".join("null" if part is type(None) else expected(part) for part in typing.get_args(hint))
-
-
-def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of a section, including those of nested sections themselves."""
-    for name, hint in key_types(section).items():
-        yield prefix + name
-        if is_dataclass(hint):
-            yield from schema_keys(hint, f"{prefix}{name}.")
 
 
 # Likeness of a typing error: names that differ more have other meanings. Only names are compared, without the

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import argcomplete
 
 from megarl.config.load import schema_of
-from megarl.config.review import schema_keys
 from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR, shown
+from megarl.config.values import schema_keys
 from megarl.machine.errors import ConfigError
 
 GOOD = 0

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from omegaconf import OmegaConf
 from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
 import megarl
-from megarl.config.load import contents_of, read_config
-from megarl.config.paths import is_url
+from megarl.config.load import read_config, with_paths
+from megarl.config.paths import is_url, split_code
 from megarl.config.rules.machine import code_files
-from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, RunConfig
+from megarl.config.schema.keys import InputKind
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
+from megarl.config.values import contents_of
 from megarl.controller.environment import users_settings
 from megarl.doctor.checks import load_for_plan, refuse
 from megarl.machine.errors import ConfigError
@@ -53,41 +56,6 @@ _AGENT_REMEDY = (
 )
 RUN_FILE = "run.yaml"
 LIMIT_MB = 100  # limited because Ray keeps the package in the head's memory
-# Keys of files and folders that are not uploaded: they are on a disk that the cluster shares with this
-# machine.
-SHARED = frozenset(
-    {
-        "model.path",
-        "reference.path",
-        "teacher.path",
-        "teachers.path",
-        "actor.lora.path",
-        "critic.lora.path",
-        "critic.model.path",
-        "reward.model.path",
-        "reward.judges.path",
-        "rollout.sglang.server_args.speculative_draft_model_path",
-        "data.train_files",
-        "data.val_files",
-        "checkpoint.dir",
-        "checkpoint.resume",
-        "trainer.output_dir",
-    }
-)
-# Keys of Python files, which are uploaded. Those of FUNCTIONS have the form FILE.py:NAME.
-FUNCTIONS = frozenset(
-    {"algorithm.advantage.function", "algorithm.policy_loss.function", "data.curriculum.sampler"}
-)
-CODE = FUNCTIONS | {
-    "reward.functions.path",
-    "reward.judges.prompt",
-    "reward.judges.parse.path",
-    "agent.tools.path",
-    "agent.environment.path",
-    "agent.harness.function.path",
-    "agent.harness.sandbox.files",
-}
-_WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are not paths
 _IGNORE_FILES = (".gitignore", ".rayignore")  # already applied; Ray would apply them again
 
 
@@ -283,7 +251,7 @@ def pack(config: RunConfig, folder: Path, here: Path) -> tuple[int, int]:
     """
     files = {folder / name: here / name for name in _work_tree(here)}
     files |= {folder / "megarl" / name: file for name, file in _own_files()}
-    resolved = _moved(contents_of(config), "", here, lambda path: _take_along(path, folder, here, files))
+    config = _moved(config, here, lambda path: _take_along(path, folder, here, files))
     # Check sizes before anything is copied.
     sizes = {source: source.stat().st_size for source in files.values()}
 
@@ -302,7 +270,7 @@ def pack(config: RunConfig, folder: Path, here: Path) -> tuple[int, int]:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
 
-    OmegaConf.save(OmegaConf.create(resolved), folder / RUN_FILE)
+    OmegaConf.save(OmegaConf.create(contents_of(config)), folder / RUN_FILE)
     return len(files) + 1, sum(sizes.values())
 
 
@@ -359,28 +327,25 @@ def _work_tree(here: Path) -> list[str]:
     ]
 
 
-def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -> Any:
-    """Return the plain values of a configuration with paths that are valid in the job."""
-    if isinstance(value, Mapping):
-        return {
-            name: _moved(item, f"{key}.{name}" if key else name, here, take_along)
-            for name, item in value.items()
-        }
+def _moved[Run: RunConfig](config: Run, here: Path, take_along: Callable[[str], str]) -> Run:
+    """Return the configuration with paths that are valid in the job.
 
-    if isinstance(value, list):
-        return [_moved(item, key, here, take_along) for item in value]
-    if not isinstance(value, str) or value in _WORDS or is_url(value):
-        return value
-    # Data and models are not uploaded, and their paths become absolute to be valid on all nodes.
-    if key in SHARED:
-        return value if _is_on_hub(value, here) else str(here / value)
+    Code is uploaded. Data, models and output folders are on a disk that the cluster shares with this machine:
+    their paths become absolute, to be valid on all nodes.
+    """
 
-    # Upload the file of FILE.py:NAME.
-    if key in FUNCTIONS:
-        path, colon, name = value.rpartition(":")
-        return f"{take_along(path)}{colon}{name}"
+    def moved(kind: InputKind | None, path: str) -> str:
+        if is_url(path):
+            return path
+        if kind is InputKind.code:
+            file, name = split_code(path)
+            return f"{take_along(file)}{name}"
+        return path if kind is InputKind.data and _is_on_hub(path, here) else str(here / path)
 
-    return take_along(value) if key in CODE else value
+    checkpoint = config.checkpoint
+    if checkpoint.resume not in (RESUME_AUTO, RESUME_DISABLE):
+        config = config.with_sections(checkpoint=replace(checkpoint, resume=moved(None, checkpoint.resume)))
+    return with_paths(config, moved)
 
 
 def _is_on_hub(value: str, here: Path) -> bool:

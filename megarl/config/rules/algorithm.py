@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from megarl.config.finding import Finding, Findings
+from megarl.config.paths import names_code
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import (
     Aggregation,
@@ -198,12 +199,6 @@ def aggregations(config: PPOConfig) -> Findings:
                 f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; use "
                 f"data.max_response_length, {config.data.max_response_length}",
             )
-
-
-def names_code(reference: str) -> bool:
-    """Return whether a reference has the form FILE.py:NAME."""
-    path, colon, name = reference.rpartition(":")
-    return bool(colon) and path.endswith(".py") and name.isidentifier()
 
 
 def functions(config: PPOConfig) -> Findings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.finding import Finding, Findings
-from megarl.config.rules.algorithm import names_code
+from megarl.config.paths import names_code
 from megarl.config.rules.reward import has_scores
 from megarl.config.schema import CurriculumKind, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST

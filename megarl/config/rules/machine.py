@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from megarl.config.finding import Absence, Finding, Findings
-from megarl.config.paths import is_url
+from megarl.config.paths import is_url, split_code
 from megarl.config.roles import RoleKind, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
@@ -27,6 +27,7 @@ from megarl.config.schema import (
     RolloutEngineKind,
     RunConfig,
 )
+from megarl.config.schema.keys import InputKind, leaves
 from megarl.config.sources import is_hub_name
 from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.machine.files import existing_folder, read_json_object
@@ -97,11 +98,14 @@ def _no_file(key: str, path: str) -> Finding:
 
 def code_files(config: RunConfig) -> Findings:
     """Check the Python files of reward functions, tools, environments, estimators, losses and samplers."""
-    for key, path in config.code_files():
+    for leaf in leaves(config):
+        if leaf.input is not InputKind.code or not isinstance(leaf.value, str):
+            continue
+        path, _ = split_code(leaf.value)
         if os.path.isdir(path):
-            yield Finding((key,), f"{path!r} is a folder; give the file in it")
+            yield Finding((leaf.key,), f"{path!r} is a folder; give the file in it")
         elif not os.path.isfile(path):
-            yield _no_file(key, path)
+            yield _no_file(leaf.key, path)
 
 
 def _model_files(config: RunConfig) -> Findings:

@@ -196,14 +196,14 @@ class Leaf(NamedTuple):
 
     Attributes:
         key: The dotted key, with the index of the element in a list of sections.
-        is_prose: See `prose`.
+        input: The kind of input that the key names; None if it names none.
         items: The length and range that a list of numbers declares.
     """
 
     key: str
     value: Any
     range: Range
-    is_prose: bool = False
+    input: InputKind | None = None
     items: ItemRange | None = None
 
 
@@ -224,7 +224,7 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
         if is_dataclass(value):
             yield from leaves(value, f"{key}.")
             continue
-        yield Leaf(key, value, range_of(entry), prose in entry.metadata, entry.metadata.get(ItemRange))
+        yield Leaf(key, value, range_of(entry), entry.metadata.get(InputKind), entry.metadata.get(ItemRange))
         for number, element in enumerate(value if isinstance(value, list) else ()):
             if is_dataclass(element):
                 yield from leaves(element, f"{key}[{number}].")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
@@ -149,10 +149,6 @@ class RunConfig(ABC):
         """The generation engine; None if nothing is generated."""
         return None
 
-    def code_files(self) -> Iterator[tuple[str, str]]:
-        """Yield the key and the path of each of the user's Python files."""
-        yield from ()
-
     # ---- names of keys, for messages
 
     @property
@@ -233,28 +229,6 @@ class PPOConfig(RunConfig):
     @property
     def rollout_engine(self) -> RolloutEngineKind:
         return self.rollout.engine
-
-    def code_files(self) -> Iterator[tuple[str, str]]:
-        for index, function in enumerate(self.reward.functions):
-            yield f"reward.functions[{index}].path", function.path
-        for index, judge in enumerate(self.reward.judges):
-            yield f"reward.judges[{index}].prompt", judge.prompt
-            if judge.parse.path is not None:
-                yield f"reward.judges[{index}].parse.path", judge.parse.path
-
-        for index, tool in enumerate(self.agent.tools):
-            if tool.path is not None:
-                yield f"agent.tools[{index}].path", tool.path
-
-        if self.agent.environment.path is not None:
-            yield "agent.environment.path", self.agent.environment.path
-        if self.agent.harness.function.path is not None:
-            yield "agent.harness.function.path", self.agent.harness.function.path
-
-        for key, reference in self.algorithm.own_functions:
-            yield key, reference.rpartition(":")[0]
-        if self.data.curriculum.sampler is not None:
-            yield "data.curriculum.sampler", self.data.curriculum.sampler.rpartition(":")[0]
 
     @property
     def batch_key(self) -> str:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megarl.config.load import contents_of, plain_values
+from megarl.config.load import plain_values
 from megarl.config.schema import PPOConfig
 from megarl.config.shipped import is_shipped
 from megarl.config.sources import BASE, GROUPS
+from megarl.config.values import contents_of
 from megarl.machine.files import write_whole
 from megarl.plan.placement.memory import DeviceMemory
 from megarl.plan.placement.placement_plan import PlacementPlan

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import yaml
 
-from megarl.config.load import contents_of, read_config
-from megarl.config.review import schema_keys
+from megarl.config.load import read_config
 from megarl.config.schema import Device, RunConfig
 from megarl.config.schema.keys import MISSING, leaves, ranged
 from megarl.config.shipped import CONFIGS_DIR, find_config
 from megarl.config.validate import range_violations
+from megarl.config.values import contents_of, schema_keys
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from megarl.config.compare import flat
 from megarl.config.load import plain_values
-from megarl.config.review import schema_keys
 from megarl.config.schema import SCHEMAS, RunKind
+from megarl.config.values import schema_keys
 from megarl.machine.files import parse_yaml
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import MetricsFileError, read_metrics

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.load import dump_config, load_config, schema_of
-from megarl.config.review import converted, expected, item_section, key_types
 from megarl.config.schema import (
     MISSING,
     SCHEMAS,
@@ -27,6 +26,7 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.config.shipped import CONFIGS_DIR, configs_dir
+from megarl.config.values import converted, expected, item_section, key_types
 from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import write_yaml
 

@@ -1,17 +1,161 @@
-"""Hints about unknown keys: the framework is chosen once, then other kinds of run, then what a name means."""
+"""Keys of other frameworks: their tables, and the hints about unknown keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megarl.cli.main import main
+from megarl.config import migration
 from megarl.config.load import load_config
-from megarl.config.migration import nemo_rl_names, synonyms
-from megarl.config.review import schema_keys
+from megarl.config.migration import find_verl_key, nemo_rl_names, slime_names, synonyms, trl_names, verl_keys
 from megarl.config.schema import SCHEMAS, DPOConfig, PPOConfig, RewardModelRunConfig, SFTConfig
-from tests.unit.config.test_verl_names import problems
+from megarl.config.values import schema_keys
+from megarl.machine.errors import ConfigError
+
+# The table of verl's keys: its coverage, its targets, and the hints of `load_config`.
+
+# The leaves of verl's generated ppo_trainer and ppo_megatron_trainer configurations (commit 1dda039b9 of
+# August 2026), names only.
+VERL_LEAVES = (Path(__file__).parent / "verl_ppo_keys.txt").read_text().split()
+
+
+def problems(schema: type, folder: Path, text: str, *overrides: str) -> tuple[str, ...]:
+    file = folder / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(schema, str(file), overrides)
+    return caught.value.problems
+
+
+def test_what_the_table_of_verl_points_at_exists() -> None:
+    known = set(schema_keys(PPOConfig))
+    assert [
+        (name, key.ours)
+        for name, key in verl_keys().items()
+        if key.ours is not None and key.ours not in known
+    ] == []
+
+
+def test_every_key_of_verls_ppo_trainer_is_in_the_table() -> None:
+    assert len(VERL_LEAVES) > 1000
+    assert [name for name in VERL_LEAVES if find_verl_key(name) is None] == []
+
+
+def test_a_key_without_a_counterpart_says_why() -> None:
+    assert [name for name, key in verl_keys().items() if key.ours is None and not key.note] == []
+
+
+def test_no_name_has_two_entries() -> None:
+    tree = yaml.compose(Path(migration.__file__).with_name("verl_names.yaml").read_text())
+    assert [names for names in mappings(tree) if len(names) != len(set(names))] == []
+
+
+def mappings(node: yaml.Node) -> Iterator[list[str]]:
+    """Yield the names of every mapping.
+
+    If a file repeats a name, the parser silently keeps the last one.
+    """
+    if isinstance(node, yaml.MappingNode):
+        yield [name for key, _ in node.value for name in key.value.split(", ")]
+        for _, value in node.value:
+            yield from mappings(value)
+
+
+def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: here}\ndata: {train_files: [a.parquet]}\n")
+    verl_keys.cache_clear()
+    load_config(PPOConfig, str(tmp_path / "run.yaml"))
+    assert verl_keys.cache_info().misses == 0
+    problems(PPOConfig, tmp_path, "unheard_of: 1")
+    assert verl_keys.cache_info().misses == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "actor_rollout_ref.actor.optim.lr: is a verl key; use actor.optim.lr",
+        ),
+        ("critic.megatron.tensor_model_parallel_size=2", "use critic.parallel.tensor_parallel_size"),
+        (
+            "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+            "use actor.parallel.tensor_parallel_size (the reference",
+        ),
+        ("algorithm.adv_estimator=grpo", "use algorithm.advantage.estimator"),
+        ("trainer.n_gpus_per_node=8", "use placement.devices_per_node"),
+        ("data.train_batch_size=1024", "use trainer.prompts_per_step"),
+        (
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
+            "use rollout.sglang.server_args (such as {mem_fraction_static: 0.5})",
+        ),
+        ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "use algorithm.policy_loss.kind"),
+        ("+data.max_prompt_length=8", "write data.max_prompt_length=..., without a sign before it"),
+        (
+            "actor_rollout_ref.model.lora.rank=8",
+            "without a counterpart in megarl: adapters are configured by",
+        ),
+        (
+            "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+            "use actor.parallel.context_parallel_size",
+        ),
+    ],
+)
+def test_verls_name_on_the_command_line_gets_ours(tmp_path: Path, override: str, expected: str) -> None:
+    found = problems(PPOConfig, tmp_path, "model: {path: here}\ndata: {train_files: [a.parquet]}\n", override)
+    assert len(found) == 1
+    assert expected in found[0]
+    assert found[0].endswith("[command line]")
+
+
+def test_a_file_of_verls_is_translated_leaf_by_leaf(tmp_path: Path) -> None:
+    found = problems(
+        PPOConfig,
+        tmp_path,
+        """
+data: {train_files: [a.parquet], train_batch_size: 64}
+actor_rollout_ref:
+  model: {path: folder, lora: {rank: 0, alpha: 32}}
+  actor: {ppo_mini_batch_size: 16, unheard_of: 1}
+""",
+    )
+
+    # model.path is not said to be missing as well: it was given under its old name.
+    assert [problem.partition(":")[0] for problem in found] == [
+        "data.train_batch_size",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.lora",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.actor.unheard_of",
+    ]
+    assert "use trainer.updates_per_step (the number of updates" in found[3]
+    assert "unknown key, also in verl" in found[4]
+
+
+def test_a_run_of_another_kind_is_not_sent_to_keys_that_it_lacks(tmp_path: Path) -> None:
+    text = "model: {path: here}\ndata: {train_files: [a.parquet]}\n"
+    (found,) = problems(SFTConfig, tmp_path, text, "actor_rollout_ref.rollout.n=4")
+    assert "is the verl key for rollout.n, which this kind of run does not have" in found
+
+
+def test_a_misspelt_key_of_ours_is_still_answered_with_the_nearest(tmp_path: Path) -> None:
+    (found,) = problems(
+        PPOConfig, tmp_path, "model: {path: here}\ndata: {train_files: [a.parquet]}\n", "trainer.total_step=4"
+    )
+    assert "did you mean trainer.total_steps?" in found
+
+
+def test_signs_of_hydra_before_keys_of_ours_are_answered(tmp_path: Path) -> None:
+    text = "model: {path: m}\ndata: {train_files: [a.parquet]}"
+    (problem,) = problems(PPOConfig, tmp_path, text, "+trainer.total_steps=1")
+    assert problem.startswith("+trainer.total_steps: write trainer.total_steps=..., without a sign before it")
+
+
+# Hints about unknown keys: the framework is chosen once, then other kinds of run, then what a name means.
 
 RUN = "model: {path: m}\ndata: {train_files: [a.parquet]}\n"
 KNOWN = {kind: set(schema_keys(schema)) for kind, schema in SCHEMAS.items()}
@@ -214,3 +358,97 @@ def test_a_mistyped_option_is_still_one(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["check", "configs/quickstart.yaml", "--fsat"])
     assert "unrecognized arguments: --fsat" in capsys.readouterr().err
+
+
+# The table of TRL's arguments: its coverage, its targets, and the hints of `load_config`.
+
+# The fields of these classes in TRL 1.16.0, without those of TrainingArguments, names only.
+TRL_FIELDS = (Path(__file__).parent / "trl_names.txt").read_text().split()
+TRL_KINDS = {
+    "GRPOConfig": PPOConfig,
+    "SFTConfig": SFTConfig,
+    "DPOConfig": DPOConfig,
+    "RewardConfig": RewardModelRunConfig,
+}
+OF_TRL = {name: set(schema_keys(kind)) for name, kind in TRL_KINDS.items()}
+
+
+def test_what_the_table_points_at_exists_in_that_kind_of_run() -> None:
+    wrong = [
+        (of_class, name, entry.ours)
+        for of_class, entries in trl_names().items()
+        for name, entry in entries.items()
+        if entry.ours is not None
+        and not any(
+            entry.ours in keys for kind, keys in OF_TRL.items() if kind == of_class or of_class not in OF_TRL
+        )
+    ]
+    assert wrong == []
+
+
+def test_every_field_of_trl_is_in_the_table() -> None:
+    assert len(TRL_FIELDS) > 150
+    of_all = trl_names()["TrainingArguments"]
+    names = [field.split(".") for field in TRL_FIELDS]
+    assert [(kind, name) for kind, name in names if name not in trl_names()[kind] | of_all] == []
+
+
+def test_an_argument_without_a_counterpart_says_why_and_none_is_a_key_of_ours() -> None:
+    for entries in trl_names().values():
+        assert [name for name, entry in entries.items() if entry.ours is None and not entry.note] == []
+        assert [name for name in entries if any(name in keys for keys in OF_TRL.values())] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (PPOConfig, "num_generations: 4", "is a TRL argument; use rollout.n (samples per prompt)"),
+        (PPOConfig, "beta: 0.1", "use algorithm.kl.coefficient (with algorithm.kl.where=loss"),
+        (DPOConfig, "beta: 0.1", "is a TRL argument; use loss.beta"),
+        (
+            DPOConfig,
+            "loss_type: ipo",
+            "is a TRL argument; use loss.kind (one of sigmoid, ipo and sigmoid_norm",
+        ),
+        (SFTConfig, "loss_type: dft", "without a counterpart in megarl: the loss is nll"),
+        (
+            SFTConfig,
+            "epsilon: 0.2",
+            "for algorithm.policy_loss.clip_low, which this kind of run does not have",
+        ),
+        (RewardModelRunConfig, "center_rewards_coefficient: 0.01", "use loss.center_coefficient"),
+        (PPOConfig, "use_peft: true", "is a TRL argument; use actor.lora.rank (null trains all weights)"),
+    ],
+)
+def test_names_of_trl_are_answered_for_the_kind_of_run(
+    kind: type, text: str, said: str, tmp_path: Path
+) -> None:
+    of_kind = "" if kind in (PPOConfig, SFTConfig) else f"kind: {kind().kind.value}\n"  # type: ignore[call-arg]
+    (problem,) = problems(kind, tmp_path, f"{of_kind}{RUN}{text}")
+    assert f"{text.partition(':')[0]}: " in problem
+    assert said in problem
+
+
+# The table of slime's arguments: its targets, and the hints of `load_config`.
+
+
+def test_what_the_table_of_slime_points_at_exists() -> None:
+    known = set(schema_keys(PPOConfig))
+    table = slime_names()
+    assert [name for name, entry in table.items() if entry.ours is not None and entry.ours not in known] == []
+    assert [name for name, entry in table.items() if entry.ours is None and not entry.note] == []
+    assert [name for name in table if name in known] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (PPOConfig, "n_samples_per_prompt: 8", "is a slime argument; use rollout.n"),
+        (PPOConfig, "pipeline_model_parallel_size: 2", "use actor.parallel.pipeline_parallel_size"),
+        (PPOConfig, "offload_train: true", "without a counterpart in megarl: megarl derives"),
+        (SFTConfig, "rollout_top_k: 4", "the slime argument for rollout.top_k, which this kind"),
+    ],
+)
+def test_an_argument_of_slime_is_answered(kind: type, text: str, said: str, tmp_path: Path) -> None:
+    (problem,) = problems(kind, tmp_path, RUN + text)
+    assert said in problem

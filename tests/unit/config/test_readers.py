@@ -14,10 +14,10 @@ from megarl.cli.main import main
 from megarl.config.dotted import values_at, with_value
 from megarl.config.load import load_config, schema_of
 from megarl.config.readers import unread_keys
-from megarl.config.review import item_section, key_types
 from megarl.config.schema import SCHEMAS, ModelConfig, PPOConfig, RunConfig, RunKind
 from megarl.config.schema.keys import OnlyWith, needs_of
 from megarl.config.validate import read_architectures, validate
+from megarl.config.values import item_section, key_types
 from megarl.models.families import read_architecture
 
 ROOT = Path(__file__).parents[3]

@@ -19,6 +19,7 @@ from megarl.config.schema import (
     RunKind,
     SFTConfig,
 )
+from megarl.config.schema.keys import InputKind, leaves
 from megarl.config.validate import RULES
 from tests.unit.config.folders import pair_values, ppo_values, sft_values
 
@@ -37,6 +38,15 @@ def test_what_all_kinds_share_is_a_key_of_each(schema: type[RunConfig]) -> None:
     assert shared <= {entry.name for entry in fields(schema)}  # type: ignore[arg-type]
 
 
+def code_of(run: RunConfig) -> list[tuple[str, str]]:
+    """Return the key and the path of each of the user's Python files."""
+    return [
+        (leaf.key, leaf.value)
+        for leaf in leaves(run)
+        if leaf.input is InputKind.code and isinstance(leaf.value, str)
+    ]
+
+
 def test_what_a_reinforcement_learning_run_says_of_itself(tmp_path: Path) -> None:
     run = load_config(
         PPOConfig, ppo_values(tmp_path), ["agent.tools=[{path: tool.py, name: t}, {name: calculator}]"]
@@ -52,7 +62,7 @@ def test_what_a_reinforcement_learning_run_says_of_itself(tmp_path: Path) -> Non
     assert run.actor_steps == 10 - 4
     assert run.rollout_engine is RolloutEngineKind.hf
     assert list(run.trained_models) == ["actor", "critic"]
-    assert list(run.code_files()) == [
+    assert code_of(run) == [
         ("reward.functions[0].path", str(tmp_path / "reward.py")),
         ("agent.tools[0].path", "tool.py"),
     ]
@@ -63,7 +73,7 @@ def test_what_a_supervised_run_says_of_itself(tmp_path: Path) -> None:
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (8, 1, 8)
     assert (run.updates_per_pass, run.passes_per_step, run.actor_steps) == (1, 1, 5)
     assert (run.max_row_tokens, run.data.longest_row) == (32, 32)
-    assert (run.temperature, run.rollout_engine, list(run.code_files())) == (1.0, None, [])
+    assert (run.temperature, run.rollout_engine, code_of(run)) == (1.0, None, [])
     assert list(run.trained_models) == ["actor"]
 
 
@@ -73,7 +83,7 @@ def test_what_a_run_on_pairs_says_of_itself(schema: type[PreferenceConfig], tmp_
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (3, 2, 6)
     assert (run.updates_per_pass, run.passes_per_step, run.actor_steps) == (1, 1, 5)
     assert (run.rows_together, run.max_row_tokens, run.data.longest_row) == (2, 32, 32)
-    assert (run.temperature, run.rollout_engine, list(run.code_files())) == (1.0, None, [])
+    assert (run.temperature, run.rollout_engine, code_of(run)) == (1.0, None, [])
     assert list(run.trained_models) == ["actor"]
 
 

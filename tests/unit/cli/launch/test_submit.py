@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -15,6 +16,7 @@ from megarl.cli.launch.job import missing_packages
 from megarl.config.load import load_config, read_config
 from megarl.config.schema import (
     AlgorithmConfig,
+    CheckpointConfig,
     DataConfig,
     DType,
     JudgeConfig,
@@ -26,6 +28,7 @@ from megarl.config.schema import (
     SFTConfig,
     TrainerConfig,
 )
+from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder
 from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import write_yaml
 
@@ -162,12 +165,38 @@ def test_every_key_of_a_path_is_known() -> None:
     }
     # and one that is an argument of SGLang
     without_the_words = {
-        "checkpoint.resume",
         "reward.judges.prompt",
         "data.curriculum.sampler",
         "rollout.sglang.server_args.speculative_draft_model_path",
     }
-    assert keys | without_the_words == submit.SHARED | submit.CODE
+    assert keys | without_the_words == set(_with_places(PPOConfig)) | set(_with_places(SFTConfig))
+
+
+def _with_places(schema: type, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of which the schema says what they name."""
+    for entry in fields(schema):
+        kind = get_type_hints(schema)[entry.name]
+        section = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
+        if section is not None:
+            yield from _with_places(section, f"{prefix}{entry.name}.")
+        if InputKind in entry.metadata or OutputFolder in entry.metadata:
+            yield f"{prefix}{entry.name}"
+        yield from (f"{prefix}{entry.name}.{name}" for name in entry.metadata.get(InputArguments, ()))
+
+
+def test_output_folders_that_look_like_names_on_the_hub_are_on_the_shared_disk(
+    here: Path, tmp_path: Path
+) -> None:
+    given = replace(
+        config("rewards/count.py"),
+        trainer=TrainerConfig(output_dir="new/run"),
+        checkpoint=CheckpointConfig(resume="old/run", dir="new/checkpoints"),
+    )
+    submit.pack(given, job := tmp_path / "job", here)
+    found = load_config(PPOConfig, str(job / "run.yaml"))
+    assert found.trainer.output_dir == str(here / "new/run")
+    assert found.checkpoint.resume == str(here / "old/run")
+    assert found.checkpoint.dir == str(here / "new/checkpoints")
 
 
 def leaves(section: type, prefix: str = "") -> list[str]:

@@ -19,7 +19,6 @@ from megarl.config.megatron_options import (
     token_multiple,
     uncounted_options,
 )
-from megarl.config.review import schema_keys
 from megarl.config.roles import ROLES, ModelRole, model_roles
 from megarl.config.rules.fp8 import MULTIPLE, products_fit
 from megarl.config.schema import (
@@ -33,6 +32,7 @@ from megarl.config.schema import (
 )
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import validate
+from megarl.config.values import schema_keys
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture

@@ -1,4 +1,4 @@
-"""References (`${...}`) and missing values (`???`), in files and overrides, in every kind of value."""
+"""The review of values: references (`${...}`) and missing ones (`???`), in every kind of value."""
 
 from __future__ import annotations
 
@@ -124,6 +124,35 @@ def test_what_a_reference_stands_for_has_the_type_of_the_key() -> None:
     assert problem.startswith("trainer.seed: is 'models/m', but must be an integer [")
     (problem,) = problems_of("reward.functions=['${trainer.seed}']")
     assert problem.startswith("reward.functions: is [0], but must be a list of objects with the keys path,")
+
+
+def test_what_a_reference_stands_for_is_read_like_what_is_written() -> None:
+    """Sections in a list have their keys checked, and a file its variables, also behind a reference."""
+    given = "rollout.sglang.server_args={a: [{path: r.py, wieght: 2}], b: '~/m', c: 3}"
+    assert problems_of(given, "reward.functions=${rollout.sglang.server_args.a}") == [
+        "reward.functions[0].wieght: unknown key; did you mean reward.functions[0].weight? "
+        "[given values, with its references]"
+    ]
+    (problem,) = problems_of(given, "model.path=${rollout.sglang.server_args.b}")
+    assert problem.startswith("model.path: is '~/m', but neither ~ nor $NAME is expanded")
+    (problem,) = problems_of(given, "data.train_files=${rollout.sglang.server_args.c}")
+    assert problem.startswith("data.train_files: is 3, but must be a list, each item a string [")
+
+
+def test_a_missing_value_in_a_list_of_sections_names_its_key() -> None:
+    (problem,) = problems_of("reward.functions=[{path: r.py, weight: '???'}, {path: q.py}]")
+    assert problem == (
+        "reward.functions[0].weight: is '???', which stands for a value that is still missing; "
+        "reward.functions[0].weight must be a number, or be left out"
+    )
+
+
+@pytest.mark.parametrize("value", ["['a','???']", "'???'", "[{a: '???'}]", "{a: {b: '???'}}"])
+def test_a_missing_value_of_another_type_does_not_hide_a_reference_to_nothing(value: str) -> None:
+    unresolved, missing = sorted(problems_of("data.val_files=${nothing}", f"placement.pools={value}"))
+    assert unresolved.startswith("data.val_files: Interpolation key 'nothing' not found")
+    assert missing.startswith("placement.pools")
+    assert "is '???', which stands for a value that is still missing" in missing
 
 
 def test_a_missing_value_of_the_environment_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
