@@ -77,7 +77,7 @@ def tuned(config: PPOConfig, device: DeviceProfile) -> Shown:
         devices_per_node=plan.devices_per_node,
         max_staleness=config.rollout.max_staleness,
     )
-    best: Solution = search(space, PredictedCosts(device, expected_lengths(config))).solutions[0]
+    best: Solution = search(space, PredictedCosts(device, expected_lengths(config)))[0][0]
     peak = max(each.peak for each in best.memory)
     return Shown(best.seconds, peak / 2**30, layout_of(best.config))
 

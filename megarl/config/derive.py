@@ -51,41 +51,14 @@ class RoleArithmetic:
     state_bytes_per_rank: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunArithmetic:
-    """The derived numbers of a run.
-
-    Attributes:
-        max_row_tokens: Maximum tokens of a row, prompt and response together.
-    """
-
-    total_steps: int
-    prompts_per_step: int
-    samples_per_prompt: int
-    samples_per_step: int
-    samples_total: int
-    mini_batches_per_step: int
-    max_row_tokens: int
-    roles: tuple[RoleArithmetic, ...]
-
-
-def derive(config: RunConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:
-    """Return the derived numbers of a valid configuration.
+def derive(config: RunConfig, architectures: Mapping[str, Architecture]) -> list[RoleArithmetic]:
+    """Return the work of each model role of a valid configuration.
 
     Args:
         config: A valid configuration.
         architectures: The architecture of each of `model_roles(config)`, by the role's name.
     """
-    return RunArithmetic(
-        total_steps=config.trainer.total_steps,
-        prompts_per_step=config.prompts_per_step,
-        samples_per_prompt=config.samples_per_prompt,
-        samples_per_step=config.samples_per_step,
-        samples_total=config.samples_per_step * config.trainer.total_steps,
-        mini_batches_per_step=config.updates_per_pass,
-        max_row_tokens=config.max_row_tokens,
-        roles=tuple(_role(config, role, architectures[role.name]) for role in model_roles(config)),
-    )
+    return [_role(config, role, architectures[role.name]) for role in model_roles(config)]
 
 
 def _role(config: RunConfig, role: ModelRole, architecture: Architecture) -> RoleArithmetic:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +31,14 @@ VARIABLE = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 _SLOW_BYTES_PER_S = 20e6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loopback:
-    """The result of an all-reduce between processes of this machine.
-
-    Attributes:
-        interface: The network interface from the environment; None: the library's own choice.
-        error: The error of the first rank that failed.
-    """
-
-    backend: str
-    ranks: int
-    interface: str | None
-    interfaces: tuple[str, ...]
-    seconds: float = 0.0
-    error: str | None = None
-
-
 def probe_loopback(
     backend: str, ranks: int, environment: Mapping[str, str], address: str = "127.0.0.1"
-) -> Loopback:
-    """Run an all-reduce between `ranks` processes of this machine, which have ended when this returns."""
-    interfaces = tuple(sorted(psutil.net_if_addrs()))
-    interface = environment.get(VARIABLE[backend])
+) -> tuple[float, str | None]:
+    """Run an all-reduce between `ranks` processes of this machine, which have ended when this returns.
 
+    Returns:
+        Its seconds, and the error of the first rank that failed.
+    """
     # The ranks write to files, because a full pipe without a reader would block them.
     with tempfile.TemporaryDirectory() as folder, hold_port(address) as held:
         arguments = [str(ranks), address, str(held.getsockname()[1]), str(_LIMIT_S)]
@@ -66,11 +49,7 @@ def probe_loopback(
             for process in processes:
                 process.kill()
                 process.wait()
-        seconds = 0.0 if error else float(_read(Path(folder), 0, "out").split()[-1])
-
-    return Loopback(
-        backend=backend, ranks=ranks, interface=interface, interfaces=interfaces, seconds=seconds, error=error
-    )
+        return 0.0 if error else float(_read(Path(folder), 0, "out").split()[-1]), error
 
 
 def start_rank(
@@ -114,39 +93,47 @@ def _reason(text: str) -> str:
     return (raised or lines or ["the sums are wrong"])[-1]
 
 
-def judge_loopback(found: Loopback) -> Finding:
-    variable = VARIABLE[found.backend]
-    over = (
-        f"over {found.interface} ({variable})"
-        if found.interface
-        else f"over the interface that {found.backend} chose"
-    )
-    what = f"{found.backend} all-reduce between {counted(found.ranks, 'rank')} {over}"
+def judge_loopback(
+    backend: str,
+    ranks: int,
+    interface: str | None,
+    interfaces: Sequence[str],
+    seconds: float,
+    error: str | None = None,
+) -> Finding:
+    """Check the result of an all-reduce between processes of this machine.
+
+    Args:
+        interface: The network interface from the environment; None: the library's own choice.
+    """
+    variable = VARIABLE[backend]
+    over = f"over {interface} ({variable})" if interface else f"over the interface that {backend} chose"
+    what = f"{backend} all-reduce between {counted(ranks, 'rank')} {over}"
     facts = {
-        "backend": found.backend,
-        "ranks": found.ranks,
-        "interface": found.interface,
-        "interfaces": list(found.interfaces),
+        "backend": backend,
+        "ranks": ranks,
+        "interface": interface,
+        "interfaces": list(interfaces),
     }
     hint = (
         f"set {variable} on every node to the interface of the cluster's network, one of "
-        f"{', '.join(found.interfaces)}"
+        f"{', '.join(interfaces)}"
     )
 
-    if found.error is not None:
+    if error is not None:
         return wrong(
             LOOPBACK,
-            f"{what} failed: {found.error}",
+            f"{what} failed: {error}",
             f"{hint}; a firewall must allow connections between processes of the cluster",
             **facts,
         )
 
     # A single rank has no communication, so its speed is meaningless.
-    if found.ranks > 1 and 2**20 / found.seconds < _SLOW_BYTES_PER_S:
-        message = f"{what}: 1 MiB took {found.seconds:.2f} s"
-        return doubtful(LOOPBACK, message, f"{hint}; or the machine is busy", seconds=found.seconds, **facts)
+    if ranks > 1 and 2**20 / seconds < _SLOW_BYTES_PER_S:
+        message = f"{what}: 1 MiB took {seconds:.2f} s"
+        return doubtful(LOOPBACK, message, f"{hint}; or the machine is busy", seconds=seconds, **facts)
 
-    return good(LOOPBACK, f"{what}: 1 MiB in {1000 * found.seconds:,.1f} ms", seconds=found.seconds, **facts)
+    return good(LOOPBACK, f"{what}: 1 MiB in {1000 * seconds:,.1f} ms", seconds=seconds, **facts)
 
 
 def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> Finding | None:
@@ -189,12 +176,16 @@ def loopback(subject: ExaminedRun) -> Iterator[Finding]:
     variables = dict(os.environ)
     fill_in(variables, address, subject.use_gpu)
     most = {"gloo": _MOST_CPU_RANKS, "nccl": subject.num_gpus if subject.use_gpu else 0}
+    interfaces = sorted(psutil.net_if_addrs())
 
     for backend in (backend for backend, limit in most.items() if limit):
-        fault = judge_interface(
-            backend, variables.get(VARIABLE[backend]), tuple(sorted(psutil.net_if_addrs()))
-        )
-        yield fault or judge_loopback(probe_loopback(backend, min(ranks, most[backend]), variables, address))
+        interface = variables.get(VARIABLE[backend])
+        if (fault := judge_interface(backend, interface, interfaces)) is not None:
+            yield fault
+            continue
+        tried = min(ranks, most[backend])
+        result = probe_loopback(backend, tried, variables, address)
+        yield judge_loopback(backend, tried, interface, interfaces, *result)
 
 
 def own_address(ray_address: str | None) -> str:
@@ -213,20 +204,8 @@ def own_address(ray_address: str | None) -> str:
         return "127.0.0.1"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Port:
-    """A port that a run will listen on.
-
-    Attributes:
-        user: The process that already listens on it; None if it is free.
-    """
-
-    number: int
-    purpose: str
-    user: str | None = None
-
-
-def probe_port(number: int, purpose: str) -> Port:
+def user_of(number: int) -> str | None:
+    """Return the process that already listens on a port; None if it is free."""
     with socket.socket() as trial:
         # Connections of an earlier listener that are still closing do not count.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -234,10 +213,8 @@ def probe_port(number: int, purpose: str) -> Port:
             trial.bind(("", number))
             trial.listen(1)
         except OSError as error:
-            return Port(
-                number=number, purpose=purpose, user=_listener(number) or error.strerror or str(error)
-            )
-    return Port(number=number, purpose=purpose)
+            return _listener(number) or error.strerror or str(error)
+    return None
 
 
 def _listener(number: int) -> str | None:
@@ -252,16 +229,16 @@ def _listener(number: int) -> str | None:
     return None
 
 
-def judge_port(port: Port) -> Finding:
-    facts = {"port": port.number, "purpose": port.purpose, "used_by": port.user}
-    if port.user is None:
-        return good(PORTS, f"{port.number} is free for {port.purpose}", **facts)
+def judge_port(number: int, purpose: str, user: str | None) -> Finding:
+    facts = {"port": number, "purpose": purpose, "used_by": user}
+    if user is None:
+        return good(PORTS, f"{number} is free for {purpose}", **facts)
     hint = "end that process, or choose another port"
     # The port may be in use by the cluster that the run should join.
-    if port.purpose.startswith("Ray"):
+    if purpose.startswith("Ray"):
         hint += "; if it is a Ray cluster that the run should join, set RAY_ADDRESS=HOST:PORT"
 
-    return wrong(PORTS, f"{port.number} is needed for {port.purpose}, but {port.user} uses it", hint, **facts)
+    return wrong(PORTS, f"{number} is needed for {purpose}, but {user} uses it", hint, **facts)
 
 
 def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[int, str]:
@@ -286,6 +263,6 @@ def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[i
 def ports(subject: ExaminedRun) -> Iterator[Finding]:
     needed = needed_ports(subject, os.environ)
     for number, purpose in needed.items():
-        yield judge_port(probe_port(number, purpose))
+        yield judge_port(number, purpose, user_of(number))
     if not needed:
         yield good(PORTS, "no fixed ports needed: Ray and torch use free ports")

@@ -10,7 +10,6 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -102,8 +101,7 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Findin
         facts = {"python": installed.python, "versions": dict(installed.versions)}
         if untested := _untested(installed, of_engine):
             what = ", ".join(
-                f"{name} {found} (tested {tested.oldest} to {tested.newest})"
-                for name, found, tested in untested
+                f"{name} {found} (tested {oldest} to {newest})" for name, found, (oldest, newest) in untested
             )
             hint = "requirements/lock.txt contains versions that are tested together"
             yield doubtful(
@@ -117,7 +115,7 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Findin
             yield good(CHECK, f"{message}: tested", **facts)
 
 
-def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[str, str, Tested]]:
+def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[str, str, tuple[str, str]]]:
     """Return the distributions outside the tested versions: name, version and tested range."""
     python = ".".join(installed.python.split(".")[:2])
     found = {"python": python} | {
@@ -127,7 +125,7 @@ def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[
     return [
         (name, version, tested)
         for name, version in found.items()
-        if version is not None and not (tested := tested_versions()[name]).contains(version)
+        if version is not None and not _is_between(version, *(tested := tested_versions()[name]))
     ]
 
 
@@ -233,15 +231,9 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
     yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)
 
 
-class Tested(NamedTuple):
-    """The oldest and the newest tested version."""
-
-    oldest: str
-    newest: str
-
-    def contains(self, version: str) -> bool:
-        """Whether the version is in the tested range. Local parts are ignored: 2.13.0+cpu is 2.13.0."""
-        return Version(self.oldest).release <= Version(version).release <= Version(self.newest).release
+def _is_between(version: str, oldest: str, newest: str) -> bool:
+    """Whether a version is in the tested range. Local parts are ignored: 2.13.0+cpu is 2.13.0."""
+    return Version(oldest).release <= Version(version).release <= Version(newest).release
 
 
 def as_text(environments: Mapping[str, Mapping[str, str]]) -> str:
@@ -255,7 +247,7 @@ def as_text(environments: Mapping[str, Mapping[str, str]]) -> str:
 
 
 @cache
-def tested_versions() -> Mapping[str, Tested]:
+def tested_versions() -> Mapping[str, tuple[str, str]]:
     """Return the oldest and the newest tested version of each distribution, and of "python"."""
     environments = json.loads(RECORD.read_text(encoding="utf-8"))
     found: dict[str, list[str]] = {}
@@ -265,6 +257,5 @@ def tested_versions() -> Mapping[str, Tested]:
             found.setdefault(name, []).append(version)
 
     return {
-        name: Tested(min(versions, key=Version), max(versions, key=Version))
-        for name, versions in found.items()
+        name: (min(versions, key=Version), max(versions, key=Version)) for name, versions in found.items()
     }

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables.console import ProgressLine, output_console, table
+from megarl.cli.tables.console import ProgressLine, output_console, print_line, table
 from megarl.cli.tables.placement import print_absent
 from megarl.config.layers import simulated_layers
 from megarl.config.load import read_config
@@ -31,7 +30,7 @@ from megarl.plan.placement.plan import plan_placement
 from megarl.rehearse.rehearsal.prediction import SHARED, UNEVEN, PredictedMemory, predicted_memory
 from megarl.rehearse.rehearsal.processes import rehearse_ranks
 from megarl.rehearse.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
-from megarl.rehearse.rehearsal.record import RankProgress, RankPush, RankRecord, RankRequest
+from megarl.rehearse.rehearsal.record import RankPush, RankRecord, RankRequest
 from megarl.weights.plan import NUM_IPC_BUFFERS
 from megarl.weights.sync.forecast import forecast_weights
 
@@ -89,21 +88,21 @@ def run(
         console.print(waits_table(record))
 
     print_absent(absent, console)
-    _say(console, f"Layers: {layers.value} ({why}).")
-    _say(console, _unseen(role.parallel, numbers, ranks))
+    print_line(console, f"Layers: {layers.value} ({why}).")
+    print_line(console, _unseen(role.parallel, numbers, ranks))
     if kept_bytes := max((push.kept_bytes for push in pushes.values()), default=0):
-        _say(
+        print_line(
             console,
             f"Host memory: a rank keeps up to {kept_bytes / 2**20:,.2f} MiB, the last weights of the engines "
             f"(resharding.delta=true). Simulated: a weight sync that sends everything.",
         )
     for mistake in mistakes:
-        console.print(f"error: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
+        print_line(console, f"error: {mistake}", style="red")
     if json_path is not None:
         _write(Path(json_path), records, predicted, mistakes)
     ranks_of_role = f"{len(records)} of {counted(role.parallel.world_size, 'rank')} of the {role.name}"
     found = counted(len(mistakes), "error") if mistakes else "no errors"
-    _say(console, f"{config_path}: simulated {ranks_of_role}, {found}")
+    print_line(console, f"{config_path}: simulated {ranks_of_role}, {found}")
 
     return MISTAKES if mistakes else GOOD
 
@@ -142,9 +141,9 @@ def _rehearse(
     num_ranks = counted(len(ranks), "rank")
     with ProgressLine(f"rehearse: loading torch and Megatron-Core for {num_ranks}") as progress:
 
-        def report(rank: RankProgress) -> None:
+        def report(rank: int, phase: str) -> None:
             done = f"{len(records)} of {num_ranks} done"
-            progress.show(f"rehearse: rank {rank.rank}: {rank.phase} finished; {done}")
+            progress.show(f"rehearse: rank {rank}: {phase} finished; {done}")
 
         for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0)), report=report):
             records.append(record)
@@ -225,10 +224,6 @@ def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str
         f"that the ranks of a group make the same calls in the same order, and that each stage receives what "
         f"the previous one sends; use --ranks all to verify all ranks."
     )
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False)
 
 
 def _write(

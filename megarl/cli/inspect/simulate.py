@@ -6,6 +6,7 @@ It compares several values of `rollout.max_staleness` and splits of devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,13 +21,13 @@ from megarl.plan.placement.plan import plan_placement
 from megarl.rehearse.simulation.forecast import (
     STALENESSES,
     Forecast,
-    Times,
-    Work,
     forecast,
     log_normal,
     measured,
+    script_of,
     splits_of,
 )
+from megarl.rehearse.simulation.run import Script
 
 
 def run(
@@ -56,11 +57,9 @@ def run(
     console = output_console()
     splits = splits_of(config, plan)
     (sampled, times) = _work(config, lengths, run_dir, training_s, tokens_per_s)
-    work = Work.of(config, sampled)
-    forecasts = [
-        forecast(work, times, split, max_staleness) for split in splits for max_staleness in STALENESSES
-    ]
-    _print(config, times, forecasts, console)
+    script = replace(script_of(config, sampled), **times)
+    forecasts = [forecast(script, split, max_staleness) for split in splits for max_staleness in STALENESSES]
+    _print(config, script, forecasts, console)
 
     if output is not None:
         # Imported here, because it imports matplotlib, which would delay the table.
@@ -78,8 +77,8 @@ def _work(
     run_dir: str | None,
     training_s: float | None,
     tokens_per_s: float | None,
-) -> tuple[list[list[int]], Times]:
-    """Return the response lengths of each prompt's samples, and the times."""
+) -> tuple[list[list[int]], dict[str, float]]:
+    """Return the response lengths of each prompt's samples, and the times by their names in a script."""
     for name, value in (("--training-s", training_s), ("--tokens-per-s", tokens_per_s)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} {value:g}: must be above 0")
@@ -98,15 +97,15 @@ def _work(
                 f"measured them"
             )
         sampled = []
-        times = Times(0.0, 0.0)
+        times = {}
 
     # Options replace measured values.
     if lengths is not None:
         sampled = log_normal(*_mean_and_most(lengths, config), config.rollout.n)
     if training_s is not None:
-        times = times._replace(training_s=training_s)
+        times["training_s"] = training_s
     if tokens_per_s is not None:
-        times = times._replace(token_s=1 / tokens_per_s)
+        times["token_s"] = 1 / tokens_per_s
 
     return sampled, times
 
@@ -119,7 +118,7 @@ def _mean_and_most(text: str, config: PPOConfig) -> tuple[float, int]:
         raise ValueError(f"--lengths {text}: must be MEAN or MEAN,MAX in tokens, such as 500,4096") from None
 
 
-def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], console: Console) -> None:
+def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], console: Console) -> None:
     own = config.rollout.num_replicas
     drawn = table(
         "Simulated steps",
@@ -127,20 +126,20 @@ def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], conso
         wraps="mean staleness",
     )
     # For equal step times, fresher weights are better.
-    best = min(forecasts, key=lambda one: (one.step_s, one.max_staleness))
+    best = min(forecasts, key=lambda each: (each[2].step_s, each[1]))
 
-    for one in forecasts:
-        places = (
-            f"{one.split.trainer_devices:,}",
-            f"{one.split.num_engines:,}{' *' if one.split.num_engines == own else ''}",
+    for each in forecasts:
+        split, max_staleness, outcome = each
+        drawn.add_row(
+            f"{split.trainer_devices:,}",
+            f"{split.num_engines:,}{' *' if split.num_engines == own else ''}",
+            str(max_staleness),
+            f"{outcome.step_s:,.4g}",
+            f"{outcome.waiting:.0%}",
+            f"{outcome.busy:.0%}",
+            f"{outcome.mean_age:.2f}",
+            style="bold" if each is best else None,
         )
-        numbers = (
-            f"{one.step_s:,.4g}",
-            f"{one.trainer_idle:.0%}",
-            f"{one.slots_in_use:.0%}",
-            f"{one.mean_age:.2f}",
-        )
-        drawn.add_row(*places, str(one.max_staleness), *numbers, style="bold" if one is best else None)
 
     drawn.caption = (
         "trainer: devices; *: as configured; k: rollout.max_staleness; staleness: in weight versions"
@@ -148,15 +147,22 @@ def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], conso
     console.print(drawn)
     # The configured value may lie between two simulated ones.
     nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
-    now = next(one for one in forecasts if one.split.num_engines == own and one.max_staleness == nearest)
+    now_s = next(
+        outcome.step_s
+        for split, max_staleness, outcome in forecasts
+        if split.num_engines == own and max_staleness == nearest
+    )
+    split, max_staleness, fastest = best
     shortest = (
-        f"{counted(best.split.num_engines, 'engine')} and "
-        f"rollout.max_staleness={best.max_staleness}, {best.step_s:,.4g} s per step"
+        f"{counted(split.num_engines, 'engine')} and "
+        f"rollout.max_staleness={max_staleness}, {fastest.step_s:,.4g} s per step"
     )
     print_line(
         console,
-        f"fastest: {shortest}: {now.step_s / best.step_s:.2f} times the speed of the configured setup",
+        f"fastest: {shortest}: {now_s / fastest.step_s:.2f} times the speed of the configured setup",
     )
-    training = f"{times.training_s:,.4g} s of training on the configured devices, inversely scaled for others"
-    tokens = f"{1 / times.token_s:,.4g} tokens/s per sample, independent of the engine's load"
-    print_line(console, f"assuming {training}; {tokens}; {times.push_s:,.4g} s per weight sync", style="dim")
+    training = (
+        f"{script.training_s:,.4g} s of training on the configured devices, inversely scaled for others"
+    )
+    tokens = f"{1 / script.token_s:,.4g} tokens/s per sample, independent of the engine's load"
+    print_line(console, f"assuming {training}; {tokens}; {script.push_s:,.4g} s per weight sync", style="dim")

@@ -201,19 +201,19 @@ def _tune(tuned: Tuned, space: Space, wishes: TuneOptions, console: Console) -> 
     """Search one cluster and print its results."""
     space = _pinned(space, tuned)
     costs = PredictedCosts(tuned.device, tuned.lengths)
-    found = search(space, costs, wishes.top)
-    print_results(space, found, console)
-    print_configured(configured_step(space, costs), found, console)
-    print_rejections(found.rejections, console)
+    solutions, rejections = search(space, costs, wishes.top)
+    print_results(space, solutions, console)
+    print_configured(configured_step(space, costs), solutions, console)
+    print_rejections(rejections, console)
     if wishes.json is not None:
-        _write_json(wishes.json, document(space, tuned.config, found), console)
+        _write_json(wishes.json, document(space, tuned.config, solutions, rejections), console)
     if wishes.plot is not None:
         # Imported here, because it imports matplotlib, which would delay the tables.
         from megarl.cli.tables.plan_drawing import draw_step
 
-        draw_step(found.solutions[0].step, Path(wishes.plot))
+        draw_step(solutions[0].step, Path(wishes.plot))
         print_line(console, f"drawn to {wishes.plot}")
-    return found.solutions[0]
+    return solutions[0]
 
 
 def _compare(tuned: Tuned, config: PPOConfig, wishes: TuneOptions, console: Console) -> Solution:

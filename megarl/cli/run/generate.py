@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -56,7 +56,7 @@ def run(**options: Any) -> int:
     if is_chat:
         _chat(writer, parsed)
     else:
-        _print(chats, writer.write(prompts), parsed)
+        _print(writer, chats, writer.write(prompts), parsed)
 
     return 0
 
@@ -92,24 +92,6 @@ def _read_input(by_lines: bool) -> list[str]:
         )
 
     return prompts
-
-
-class Continuation(NamedTuple):
-    """A generated answer.
-
-    Attributes:
-        text: The text before a stop string, without special tokens.
-        token_ids: All generated tokens, including those of a stop string.
-        log_probs: The log-prob of each token.
-        pieces: The text of each token.
-        finish_reason: "stop", or "length" if the answer was truncated.
-    """
-
-    text: str
-    token_ids: list[int]
-    log_probs: list[float]
-    pieces: list[str]
-    finish_reason: str
 
 
 class Writer:
@@ -190,22 +172,28 @@ class Writer:
             file=sys.stderr,
         )
 
-    def write(self, prompts: Sequence[list[int]]) -> list[Continuation]:
-        """Return `n` results per prompt, those of a prompt in sequence."""
-        continuations = []
+    def write(self, prompts: Sequence[list[int]]) -> list[tuple[str, Sample]]:
+        """Return `n` results per prompt, those of a prompt in sequence.
+
+        The text of each ends before a stop string, and has no special tokens; the sample has all tokens.
+        """
+        written = []
         for sample in self._engine.generate(prompts, self._fitting(prompts)):
-            token_ids = sample.token_ids.tolist()
-            text = self._text(token_ids)
+            text = self._text(sample.token_ids.tolist())
             # The earliest stop string ends the answer; it may start inside a token.
             end = min(
                 (start for stop in self._stop_texts if (start := text.find(stop)) >= 0), default=len(text)
             )
-            pieces = [str(self.tokenizer.decode([token_id])) for token_id in token_ids]
-            continuations.append(
-                Continuation(text[:end], token_ids, sample.log_probs.tolist(), pieces, sample.finish_reason)
-            )
+            written.append((text[:end], sample))
 
-        return continuations
+        return written
+
+    def show(self, text: str, sample: Sample, with_log_probs: bool) -> None:
+        """Print the text of a sample, and the log-prob of each of its tokens if that is asked for."""
+        print(text, flush=True)
+        rows = zip(sample.log_probs.tolist(), sample.token_ids.tolist(), strict=True)
+        for log_prob, token_id in rows if with_log_probs else ():
+            print(f"{log_prob:10.4f}  {self.tokenizer.decode([token_id])!r}")
 
     def _has_stop_text(self, token_ids: list[int]) -> bool:
         text = self._text(token_ids)
@@ -215,35 +203,30 @@ class Writer:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def _print(chats: Sequence[_Messages], written: Sequence[Continuation], parsed: argparse.Namespace) -> None:
-    for index, continuation in enumerate(written):
+def _print(
+    writer: Writer,
+    chats: Sequence[_Messages],
+    written: Sequence[tuple[str, Sample]],
+    parsed: argparse.Namespace,
+) -> None:
+    for index, (text, sample) in enumerate(written):
         chat = chats[index // parsed.n]
-        sample = index % parsed.n
+        number = index % parsed.n
         if parsed.json:
-            tokens = (
-                {"token_ids": continuation.token_ids, "log_probs": continuation.log_probs}
-                if parsed.log_probs
-                else {}
-            )
-            values = {
+            values: dict[str, Any] = {
                 "messages": chat,
-                "sample": sample,
-                "text": continuation.text,
-                "finish_reason": continuation.finish_reason,
+                "sample": number,
+                "text": text,
+                "finish_reason": sample.finish_reason,
             }
-            print(dump_readable({**values, **tokens}))
+            if parsed.log_probs:
+                values["token_ids"] = sample.token_ids.tolist()
+                values["log_probs"] = sample.log_probs.tolist()
+            print(dump_readable(values))
             continue
         if len(written) > 1:
-            print(f"--- {chat[-1]['content']}" + (f" [{sample + 1} of {parsed.n}]" if parsed.n > 1 else ""))
-        _print_text(continuation, parsed.log_probs)
-
-
-def _print_text(continuation: Continuation, with_log_probs: bool) -> None:
-    print(continuation.text, flush=True)
-    for log_prob, piece in (
-        zip(continuation.log_probs, continuation.pieces, strict=True) if with_log_probs else ()
-    ):
-        print(f"{log_prob:10.4f}  {piece!r}")
+            print(f"--- {chat[-1]['content']}" + (f" [{number + 1} of {parsed.n}]" if parsed.n > 1 else ""))
+        writer.show(text, sample, parsed.log_probs)
 
 
 def _chat(writer: Writer, parsed: argparse.Namespace) -> None:
@@ -264,6 +247,6 @@ def _chat(writer: Writer, parsed: argparse.Namespace) -> None:
             continue
         # The whole conversation is rendered again for each turn.
         chat = [*chat, {"role": "user", "content": line}] if chat else _opened(parsed.system, line)
-        (answer,) = writer.write([writer.render(chat)])
-        _print_text(answer, parsed.log_probs)
-        chat.append({"role": "assistant", "content": answer.text})
+        ((text, sample),) = writer.write([writer.render(chat)])
+        writer.show(text, sample, parsed.log_probs)
+        chat.append({"role": "assistant", "content": text})

@@ -16,9 +16,9 @@ from itertools import islice
 from math import ceil, inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
-from megarl.cli.run.convert import positive
+from megarl.cli.options import positive
 from megarl.cli.run.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
 from megarl.cli.run.starter_reward import NUMBER, STARTER, ChosenReward, choose_reward
 from megarl.config.json_schema import json_schema
@@ -140,8 +140,9 @@ def _write(wishes: Wishes) -> int:
 
     # Try the reward and the tokenizer on the data before anything is written.
     reward = _reward(data, wishes.validation) if wishes.kind is RunKind.ppo else None
-    limits = _Limits.of(_lengths(model_folder, wishes.kind, data), model, wishes.kind)
-    files = {CONFIG_FILE: _config(wishes, model, data, reward, limits)}
+    lengths = _lengths(model_folder, wishes.kind, data)
+    prompt, response, about_limits = _limits(lengths, model, wishes.kind)
+    files = {CONFIG_FILE: _config(wishes, model, data, reward, prompt, response)}
     files[SCHEMA_FILE] = json.dumps(json_schema(wishes.kind.value)) + "\n"
     files |= {} if reward is None else {REWARD_FILE: reward.source}
     files |= (
@@ -161,7 +162,7 @@ def _write(wishes: Wishes) -> int:
         f"{wishes.folder}: wrote {', '.join(files)}"
         + (f"; {DATA_SCRIPT} wrote {', '.join(_MADE)}" if data is None else "")
     )
-    for line in (*_remarks(wishes, data, reward), *limits.remarks):
+    for line in (*_remarks(wishes, data, reward), *about_limits):
         print(line)
     print("next:")
     if reward is not None:
@@ -200,36 +201,31 @@ def _reward(data: UserData | None, validation: str | None) -> ChosenReward:
     )
 
 
-class _Limits(NamedTuple):
-    """The limits of a run's rows, in tokens, and what to say about them."""
+def _limits(lengths: Sequence[int], model: Architecture, kind: RunKind) -> tuple[int, int, list[str]]:
+    """Choose limits for the longest row, within what the model can read.
 
-    prompt: int
-    response: int
-    remarks: list[str]
+    Args:
+        lengths: See `row_lengths`.
 
-    @classmethod
-    def of(cls, lengths: Sequence[int], model: Architecture, kind: RunKind) -> _Limits:
-        """Choose limits for the longest row, within what the model can read.
+    Returns:
+        The limits of a prompt and of a response, in tokens, and what to say about them.
+    """
+    most = model.row_limit.tokens
+    response = min(_TOKENS, most // 2)
+    if not lengths:
+        return response, response, []
 
-        Args:
-            lengths: See `row_lengths`.
-        """
-        most = model.row_limit.tokens
-        response = min(_TOKENS, most // 2)
-        if not lengths:
-            return cls(response, response, [])
+    # A conversation contains its response already.
+    longest = max(lengths) - (response if kind is RunKind.sft else 0)
+    prompt = min(max(ceil(longest / _ROUND_TOKENS) * _ROUND_TOKENS, response), most - response)
+    limit = prompt + (response if kind is RunKind.sft else 0)
+    what = "conversations" if kind is RunKind.sft else "prompts"
+    at_most = f"{counted(max(lengths), 'token')} at most in {counted(len(lengths), 'row')}"
+    remark = f"{what}: {at_most}, limit {limit:,}"
+    if num_skipped := sum(length > limit for length in lengths):
+        remark += f"; warning: {counted(num_skipped, 'longer row')} will be skipped"
 
-        # A conversation contains its response already.
-        longest = max(lengths) - (response if kind is RunKind.sft else 0)
-        prompt = min(max(ceil(longest / _ROUND_TOKENS) * _ROUND_TOKENS, response), most - response)
-        limit = prompt + (response if kind is RunKind.sft else 0)
-        what = "conversations" if kind is RunKind.sft else "prompts"
-        longest = counted(max(lengths), "token")
-        remark = f"{what}: {longest} at most in {counted(len(lengths), 'row')}, limit {limit:,}"
-        if num_skipped := sum(length > limit for length in lengths):
-            remark += f"; warning: {counted(num_skipped, 'longer row')} will be skipped"
-
-        return cls(prompt, response, [remark])
+    return prompt, response, [remark]
 
 
 def _lengths(model_folder: str, kind: RunKind, data: UserData | None) -> list[int]:
@@ -270,11 +266,12 @@ def _config(
     model: Architecture,
     data: UserData | None,
     reward: ChosenReward | None,
-    limits: _Limits,
+    prompt_tokens: int,
+    response_tokens: int,
 ) -> str:
     parameters = num_parameters(model)
     rates = next(rates for most, *rates in _LEARNING_RATES if parameters <= most)
-    row_tokens = limits.prompt + limits.response
+    row_tokens = prompt_tokens + response_tokens
     template = (STARTER / f"{wishes.kind.value}.yaml").read_text(encoding="utf-8")
     train, validation, columns = _data_values(wishes, data)
 
@@ -287,8 +284,8 @@ def _config(
         validation=f"[{validation or ''}]",
         columns=columns,
         system_prompt=json.dumps(reward.prompt) if reward is not None else "",
-        prompt_tokens=limits.prompt,
-        response_tokens=limits.response,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
         row_tokens=row_tokens,
         batch_tokens=max(4 * row_tokens, 2048),
         lr=f"{rates[wishes.kind is RunKind.sft]:.1e}".replace("e-0", "e-"),

@@ -74,17 +74,18 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
     max_staleness.
     """
     splits, stalenesses = (
-        list(dict.fromkeys(values))
-        for values in zip(*((one.split, one.max_staleness) for one in forecasts), strict=True)
+        list(dict.fromkeys(values)) for values in zip(*(each[:2] for each in forecasts), strict=True)
     )
     figure = Figure(figsize=(max(6.0, 1.6 * len(splits) + 1.5), 6.5))
     FigureCanvasAgg(figure)
     frames = figure.subplots(3, 1, sharex=True)
     rows = ("step time, s", "trainer idle, fraction", "slots in use, fraction")
 
-    for frame, label, attribute in zip(frames, rows, ("step_s", "trainer_idle", "slots_in_use"), strict=True):
+    for frame, label, attribute in zip(frames, rows, ("step_s", "waiting", "busy"), strict=True):
         for number, max_staleness in enumerate(stalenesses):
-            heights = [getattr(one, attribute) for one in forecasts if one.max_staleness == max_staleness]
+            heights = [
+                getattr(run, attribute) for _, staleness, run in forecasts if staleness == max_staleness
+            ]
             # Each split has a width of 1, of which its bars fill 0.8.
             left = [index + 0.1 + 0.8 * number / len(stalenesses) for index in range(len(splits))]
             frame.bar(

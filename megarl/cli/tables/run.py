@@ -17,7 +17,7 @@ from rich.table import Table
 from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.cli.tables.placement import print_placement
 from megarl.config.batch_arithmetic import max_conversation_tokens, optimizer_steps
-from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
+from megarl.config.derive import RoleArithmetic, derive
 from megarl.config.layers import describe_layers
 from megarl.config.load import is_on_cuda, plain_values
 from megarl.config.megatron_options import options_of
@@ -54,13 +54,13 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
         is_here: Whether the run will start on this machine, whose disks are then checked.
     """
     architectures, _ = read_architectures(config)
-    arithmetic = derive(config, architectures)
+    work = derive(config, architectures)
     print_models(config, architectures, console)
-    console.print(_models(model_roles(config), architectures, arithmetic))
+    console.print(_models(model_roles(config), architectures, work))
     print_line(console, f"layers: {describe_layers(config)}")
     print_megatron_options(config, console)
-    console.print(_arithmetic(arithmetic))
-    console.print(_per_role(arithmetic))
+    console.print(_arithmetic(config))
+    console.print(_per_role(work))
     plan = plan_placement(config)
 
     if isinstance(config, PPOConfig):
@@ -122,10 +122,12 @@ def _parameters(row: RoleArithmetic, architecture: Architecture) -> str:
 
 
 def _models(
-    roles: Sequence[ModelRole], architectures: Mapping[str, Architecture], arithmetic: RunArithmetic
+    roles: Sequence[ModelRole],
+    architectures: Mapping[str, Architecture],
+    work: Sequence[RoleArithmetic],
 ) -> Table:
     columns = {}
-    for role, row in zip(roles, arithmetic.roles, strict=True):
+    for role, row in zip(roles, work, strict=True):
         architecture = architectures[role.name]
         parallel = role.parallel
         columns[role.name] = (
@@ -156,24 +158,22 @@ def _models(
     return drawn
 
 
-def _arithmetic(arithmetic: RunArithmetic) -> Table:
+def _arithmetic(config: RunConfig) -> Table:
+    samples = config.samples_per_step
+    steps = config.trainer.total_steps
+    mini_batch = counted(samples // config.updates_per_pass, "row")
+    of_prompts = f"{counted(config.prompts_per_step, 'prompt')} x {config.samples_per_prompt}"
+
     drawn = table("One step", "quantity", "value", "from")
-    samples = f"{counted(arithmetic.prompts_per_step, 'prompt')} x {arithmetic.samples_per_prompt}"
-    drawn.add_row("samples", f"{arithmetic.samples_per_step:,}", samples)
-    mini_batch = arithmetic.samples_per_step // arithmetic.mini_batches_per_step
-    drawn.add_row(
-        "mini-batches",
-        f"{arithmetic.mini_batches_per_step:,} x {counted(mini_batch, 'row')}",
-        counted(arithmetic.samples_per_step, "sample"),
-    )
-    drawn.add_row("longest row", counted(arithmetic.max_row_tokens, "token"), "data")
-    total = f"{counted(arithmetic.total_steps, 'step')} x {arithmetic.samples_per_step:,}"
-    drawn.add_row("samples of the run", f"{arithmetic.samples_total:,}", total)
+    drawn.add_row("samples", f"{samples:,}", of_prompts)
+    drawn.add_row("mini-batches", f"{config.updates_per_pass:,} x {mini_batch}", counted(samples, "sample"))
+    drawn.add_row("longest row", counted(config.max_row_tokens, "token"), "data")
+    drawn.add_row("samples of the run", f"{samples * steps:,}", f"{counted(steps, 'step')} x {samples:,}")
 
     return drawn
 
 
-def _per_role(arithmetic: RunArithmetic) -> Table:
+def _per_role(work: Sequence[RoleArithmetic]) -> Table:
     rows = (
         "ranks",
         "replicas",
@@ -183,9 +183,7 @@ def _per_role(arithmetic: RunArithmetic) -> Table:
         "updates per step",
         "updates",
     )
-    drawn = table_of_numbers(
-        "Work of each role", {role.role: _work_of(role) for role in arithmetic.roles}, rows
-    )
+    drawn = table_of_numbers("Work of each role", {role.role: _work_of(role) for role in work}, rows)
     drawn.caption = (
         "rows per pass: rows of a mini-batch if the role trains; micro-batches: per replica and pass"
     )

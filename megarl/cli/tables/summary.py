@@ -9,7 +9,6 @@ from rich.console import Console
 
 from megarl.cli.tables.console import print_line
 from megarl.cli.tables.run import print_models, print_reward, print_run, warnings_of, when_saved
-from megarl.config.derive import derive
 from megarl.config.paths import checkpoint_path
 from megarl.config.schema import AdvantageEstimator, AlgorithmConfig, PolicyLossKind, PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
@@ -53,20 +52,19 @@ def _name(algorithm: AlgorithmConfig) -> str:
 
 def print_summary(config: RunConfig, console: Console) -> None:
     architectures, _ = read_architectures(config)
-    arithmetic = derive(config, architectures)
     plan = plan_placement(config)
     fullest = max(plan_memory(config, plan, architectures), key=lambda device: device.peak)
     prompts = (
-        f"{counted(arithmetic.prompts_per_step, 'prompt')} x {arithmetic.samples_per_prompt} = "
+        f"{counted(config.prompts_per_step, 'prompt')} x {config.samples_per_prompt} = "
         if isinstance(config, PPOConfig)
         else ""
     )
-    longest = counted(arithmetic.max_row_tokens, "token")
-    rows = f"{counted(arithmetic.samples_per_step, 'row')} of at most {longest}"
+    longest = counted(config.max_row_tokens, "token")
+    rows = f"{counted(config.samples_per_step, 'row')} of at most {longest}"
     print_line(
         console,
-        f"{title_of(config)}: {counted(arithmetic.total_steps, 'step')} of {prompts}{rows}, "
-        f"mini-batches: {arithmetic.mini_batches_per_step:,}",
+        f"{title_of(config)}: {counted(config.trainer.total_steps, 'step')} of {prompts}{rows}, "
+        f"mini-batches: {config.updates_per_pass:,}",
     )
     print_models(config, architectures, console)
 

@@ -14,7 +14,7 @@ from megarl.plan.search.choices import describe
 from megarl.plan.search.engines import EngineChoice
 from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.search import ClusterResult
-from megarl.plan.search.solution import Found, Solution
+from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import Space
 from megarl.plan.step_time.step import PredictedStep
 
@@ -22,23 +22,23 @@ _GIB = 2**30
 _LEVELS = ("placements", "layouts", "variants", "engines", "configurations")
 
 
-def print_results(space: Space, found: Found, console: Console) -> None:
+def print_results(space: Space, solutions: Sequence[Solution], console: Console) -> None:
     """Print the best configurations: their times, what was chosen, and the time of each phase."""
-    console.print(results_table(space, found))
-    console.print(choices_table(found))
-    console.print(phases_table(found))
+    console.print(results_table(space, solutions))
+    console.print(choices_table(solutions))
+    console.print(phases_table(solutions))
 
 
-def results_table(space: Space, found: Found) -> Table:
+def results_table(space: Space, solutions: Sequence[Solution]) -> Table:
     """Return a table of the best configurations, and of the phase in which each loses against the first."""
     size = f"{space.num_nodes} x {counted(space.devices_per_node, 'device')}"
     drawn = table(
         f"Fastest predicted configurations on {size}",
         *("", "step, s", "placement", "GiB", "slower than 1 in"),
     )
-    best = found.solutions[0]
+    best = solutions[0]
 
-    for number, each in enumerate(found.solutions, 1):
+    for number, each in enumerate(solutions, 1):
         drawn.add_row(
             str(number),
             f"{each.seconds:,.4g}",
@@ -51,11 +51,11 @@ def results_table(space: Space, found: Found) -> Table:
     return drawn
 
 
-def choices_table(found: Found) -> Table:
+def choices_table(solutions: Sequence[Solution]) -> Table:
     """Return a table of the layouts of the models, and of the engines."""
     drawn = table("Chosen", "", "role", "layout")
 
-    for number, each in enumerate(found.solutions, 1):
+    for number, each in enumerate(solutions, 1):
         first = str(number)
         for name, choice in each.choices.items():
             drawn.add_row(first, name, describe(choice))
@@ -69,9 +69,9 @@ def choices_table(found: Found) -> Table:
     return drawn
 
 
-def phases_table(found: Found) -> Table:
+def phases_table(solutions: Sequence[Solution]) -> Table:
     """Return a table of the seconds of each phase."""
-    phases = [each.step.phases for each in found.solutions]
+    phases = [each.step.phases for each in solutions]
     names = list(dict.fromkeys(name for each in phases for name in each))
     columns = {
         str(number): [f"{each[name].seconds:,.1f}" if name in each else "" for name in names]
@@ -113,12 +113,12 @@ def slower_in(solution: Solution, best: Solution) -> str:
     return f"{phase} +{lost[phase]:,.3g} s ({part} +{parts[part]:,.3g})"
 
 
-def print_configured(step: PredictedStep | None, found: Found, console: Console) -> None:
+def print_configured(step: PredictedStep | None, solutions: Sequence[Solution], console: Console) -> None:
     """Print how much faster the best configuration is than the file's."""
     if step is None:
         print_line(console, "as configured, the run is not valid on these devices")
         return
-    best_s = found.solutions[0].seconds
+    best_s = solutions[0].seconds
     faster = f"1 is {step.seconds / best_s:.2f} times as fast"
     print_line(console, f"as configured, a step takes {step.seconds:,.4g} s; {faster}")
 

@@ -29,14 +29,16 @@ from megarl.plan.search.placements import (
 from megarl.plan.search.pool_memory import PoolMemory
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
-from megarl.plan.search.solution import Found, Solution
+from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import Space, free_keys
 from megarl.plan.search.tables import Tables
 from megarl.plan.step_time.step import PredictedStep
 
 
-def search(space: Space, costs: PredictedCosts, num_results: int = 1) -> Found:
-    """Return the fastest configurations of a space.
+def search(space: Space, costs: PredictedCosts, num_results: int = 1) -> tuple[list[Solution], Rejections]:
+    """Return the fastest configurations of a space, each of another kind, from fast to slow.
+
+    Also returns what was considered, and why the rest was left out.
 
     Raises:
         ConfigError: No configuration is valid, or a fixed value is not.
@@ -50,7 +52,7 @@ def search(space: Space, costs: PredictedCosts, num_results: int = 1) -> Found:
     branches.tables.finish()
     if not branches.best.solutions:
         raise ConfigError("tune", [_nothing_fits(space, branches.rejections)])
-    return Found(tuple(branches.best.solutions), branches.rejections)
+    return list(branches.best.solutions), branches.rejections
 
 
 def _refuse_stages_of_engines(space: Space) -> None:
@@ -223,7 +225,7 @@ def search_clusters(spaces: Sequence[Space], costs: PredictedCosts) -> Iterator[
                 pinned=space.pinned | {"rollout.max_staleness"},
             )
             try:
-                solution, problem = search(pinned, costs).solutions[0], ""
+                solution, problem = search(pinned, costs)[0][0], ""
             except ConfigError as error:
                 solution, problem = None, "; ".join(error.problems)
             yield ClusterResult(space.num_devices, max_staleness, solution, problem)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -61,18 +61,6 @@ class Solution:
             (self.engines.num_replicas, self.engines.tensor),
             self.engines.max_staleness > 0,
         )
-
-
-class Found(NamedTuple):
-    """The result of a search.
-
-    Attributes:
-        solutions: The best solutions, each of another kind, from fast to slow.
-        rejections: What was considered, and why the rest was left out.
-    """
-
-    solutions: tuple[Solution, ...]
-    rejections: Rejections
 
 
 def chosen_values(original: PPOConfig, solution: Solution) -> dict[str, Any]:
@@ -148,14 +136,15 @@ def _given_values(original: PPOConfig, given: Sequence[str]) -> Iterator[tuple[s
             yield key, _value(values, key)
 
 
-def document(space: Space, original: PPOConfig, found: Found) -> dict[str, Any]:
+def document(
+    space: Space, original: PPOConfig, solutions: Sequence[Solution], rejections: Rejections
+) -> dict[str, Any]:
     """Return the results of a search as plain values."""
-    rejections = found.rejections
     return {
         "num_nodes": space.num_nodes,
         "devices_per_node": space.devices_per_node,
         "pinned": sorted(space.pinned),
-        "results": [_of_solution(original, each) for each in found.solutions],
+        "results": [_of_solution(original, each) for each in solutions],
         "considered": dict(rejections.considered),
         "rejected": [
             {

@@ -27,7 +27,6 @@ from megarl.plan.step_time.counts import Product
 from megarl.rehearse.calibration.measurements import (
     CalibrationRequest,
     CollectiveTime,
-    LayerTime,
     ProductTime,
 )
 from megarl.rehearse.calibration.reduced import most_layers, write_reduced
@@ -58,11 +57,12 @@ class _UntrainedEngine(MegatronEngine):
             parameter.normal_(std=_DEVIATION)
 
 
-def layer_times(request: CalibrationRequest, memory_bytes: int) -> tuple[LayerTime, ...]:
+def layer_times(request: CalibrationRequest, memory_bytes: int) -> tuple[tuple[int, float], ...]:
     """Time forward passes of two models that differ only in their number of layers.
 
     Returns:
-        Both times; empty if the larger model does not fit into the device's memory.
+        Their numbers of layers, and the host seconds of each; empty if the larger model does not fit into
+        the device's memory.
     """
     folder = Path(request.folder) / f"layers_{torch.distributed.get_rank()}"
     element_bytes = getattr(torch, request.dtype.value).itemsize
@@ -77,8 +77,7 @@ def layer_times(request: CalibrationRequest, memory_bytes: int) -> tuple[LayerTi
     parallel = ParallelConfig(data_parallel_size=request.num_ranks)
     groups = engine_groups.initialize(parallel, seed=0)
     return tuple(
-        LayerTime(num_layers, _layer_seconds(request, num_layers, groups, folder))
-        for num_layers in (few, most)
+        (num_layers, _layer_seconds(request, num_layers, groups, folder)) for num_layers in (few, most)
     )
 
 

@@ -138,13 +138,6 @@ class CollectiveTime(NamedTuple):
     seconds: float
 
 
-class LayerTime(NamedTuple):
-    """Host seconds of a forward pass with few tokens in the training engine, by the model's layers."""
-
-    num_layers: int
-    seconds: float
-
-
 class DecodeTime(NamedTuple):
     """Seconds of one decode step of the rollout engine.
 
@@ -169,8 +162,8 @@ class RankMeasurements(NamedTuple):
         host_gb_s: Bytes per second of a copy to the host, in 10**9.
         storage_gb_s: Bytes per second of a file that is written and flushed, in 10**9. None except on rank 0.
         collectives: Collectives of all ranks; empty for one rank.
-        layers: Forward passes of two models that differ in their number of layers. Empty if the layers do
-            not fit into the device's memory.
+        layers: The numbers of layers of two models, and the host seconds of a forward pass with few tokens
+            of each. Empty if the layers do not fit into the device's memory.
     """
 
     device: str
@@ -182,7 +175,7 @@ class RankMeasurements(NamedTuple):
     host_gb_s: float
     storage_gb_s: float | None
     collectives: tuple[CollectiveTime, ...]
-    layers: tuple[LayerTime, ...]
+    layers: tuple[tuple[int, float], ...]
 
 
 class DecodeSweep(NamedTuple):

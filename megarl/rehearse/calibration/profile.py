@@ -14,7 +14,6 @@ from megarl.plan.step_time.phase_time import RankGroup, collective_s
 from megarl.rehearse.calibration.measurements import (
     CollectiveTime,
     DecodeSweep,
-    LayerTime,
     ProductTime,
     RankMeasurements,
 )
@@ -261,12 +260,12 @@ def product_efficiency(times: Sequence[ProductTime], peak_tflops: float, memory_
     return min(1.0, sum(time.shape.flops for time in large) / computing_s / (peak_tflops * 1e12))
 
 
-def training_layer_us(times: Sequence[LayerTime]) -> float:
+def training_layer_us(times: Sequence[tuple[int, float]]) -> float:
     """Return the microseconds of one layer: the difference between two models, by their layers."""
-    few, many = times
-    difference = (many.seconds - few.seconds) / (many.num_layers - few.num_layers)
+    (few, few_s), (many, many_s) = times
+    difference = (many_s - few_s) / (many - few)
     # On a busy machine, the smaller model may take longer.
-    return 1e6 * (difference if difference > 0 else many.seconds / many.num_layers)
+    return 1e6 * (difference if difference > 0 else many_s / many)
 
 
 def decode_layer_us(sweep: DecodeSweep, memory_gb_s: float) -> float:

@@ -22,9 +22,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from megarl.machine.garbage import long_lived
-from megarl.rehearse.rehearsal.record import RankProgress, RankRecord, RankRequest, RehearsalError
+from megarl.rehearse.rehearsal.record import RankRecord, RankRequest, RehearsalError
 
-Answer = RankProgress | RankRecord | Exception | None  # None: all ranks are done
+# A rank and the phase that it has finished, its record, an error, or None: all ranks are done.
+Answer = tuple[int, str] | RankRecord | Exception | None
 _SOURCE = Path(__file__).with_name("guard.cpp")
 _FLAGS = ("-shared", "-fPIC", "-std=c++20", "-O0")
 
@@ -103,7 +104,7 @@ def rehearse_ranks(
     requests: Iterable[RankRequest],
     num_processes: int,
     prepare: Callable[[], None] | None = None,
-    report: Callable[[RankProgress], None] = lambda progress: None,
+    report: Callable[[int, str], None] = lambda rank, phase: None,
 ) -> Iterator[RankRecord]:
     """Simulate each requested rank in a process of its own and yield the records as they arrive.
 
@@ -111,7 +112,7 @@ def rehearse_ranks(
         num_processes: How many ranks run at the same time.
         prepare: Called in the process from which the ranks are forked. The default loads the guard and the
             engine.
-        report: Called for each phase that a rank has finished.
+        report: Called with a rank and the name of each phase that it has finished.
 
     Raises:
         ValueError: The guard cannot be compiled.
@@ -130,8 +131,8 @@ def rehearse_ranks(
         while (answer := _received(mine)) is not None:
             if isinstance(answer, Exception):
                 raise answer
-            if isinstance(answer, RankProgress):
-                report(answer)
+            if isinstance(answer, tuple):
+                report(*answer)
             else:
                 yield answer
     finally:
@@ -195,7 +196,7 @@ def _serve(
                 )
                 return
             connection.send(message)
-            if not isinstance(message, RankProgress):
+            if not isinstance(message, tuple):
                 del running[ready]
 
     connection.send(None)
@@ -204,4 +205,4 @@ def _serve(
 def _rehearse(connection: Connection, request: RankRequest) -> None:
     from megarl.rehearse.rehearsal.rank import rehearse
 
-    connection.send(rehearse(request, lambda phase: connection.send(RankProgress(request.rank, phase))))
+    connection.send(rehearse(request, lambda phase: connection.send((request.rank, phase))))

@@ -44,13 +44,6 @@ class RankRequest(NamedTuple):
     push: RankPush | None = None
 
 
-class RankProgress(NamedTuple):
-    """A rank has finished a phase."""
-
-    rank: int
-    phase: str
-
-
 class Collective(NamedTuple):
     """One call, in the order in which the rank made it.
 

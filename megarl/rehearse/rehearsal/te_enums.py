@@ -88,71 +88,54 @@ class NVTE_Fused_Attn_Backend(IntEnum):
     NVTE_No_Backend = -1
 
 
-class NVTEScalingMode(IntEnum):
-    NVTE_DELAYED_TENSOR_SCALING = 0
-    NVTE_MXFP8_1D_SCALING = 1
-    NVTE_BLOCK_SCALING_1D = 2
-    NVTE_BLOCK_SCALING_2D = 3
-    NVTE_NVFP4_1D_SCALING = 4
-    NVTE_INVALID_SCALING = 100
-
-
-class Float8BlockScaleTensorFormat(IntEnum):
-    GEMM_READY = 0
-    COMPACT = 1
-    INVALID = 2
-
-
-class CommOverlapType(IntEnum):
-    RS = 0
-    AG = 1
-
-
-class CommOverlapAlgo(IntEnum):
-    BULK_OVERLAP_AG = 0
-    BULK_OVERLAP_RS = 1
-    SPLIT_PIPELINED_AG_P2P = 2
-    SPLIT_PIPELINED_RS = 3
-    SPLIT_PIPELINED_RS_P2P = 4
-    ATOMIC_GEMM_RS = 5
-    ATOMIC_GEMM_AG_P2P = 6
-    ATOMIC_GEMM_RS_P2P = 7
-    EXTERNAL_BULK_OVERLAP_AG = 8
-
-
-class FP8FwdTensors(IntEnum):
-    GEMM1_INPUT = 0
-    GEMM1_WEIGHT = 1
-    GEMM1_OUTPUT = 2
-    GEMM2_INPUT = 3
-    GEMM2_WEIGHT = 4
-    GEMM2_OUTPUT = 5
-    GEMM3_INPUT = 6
-    GEMM3_WEIGHT = 7
-    GEMM3_OUTPUT = 8
-
-
-class FP8BwdTensors(IntEnum):
-    GRAD_OUTPUT1 = 0
-    GRAD_INPUT1 = 1
-    GRAD_OUTPUT2 = 2
-    GRAD_INPUT2 = 3
-    GRAD_OUTPUT3 = 4
-    GRAD_INPUT3 = 5
-
-
-class NVTERoutingMapFormat(IntEnum):
-    BYTEMAP = 0
-    BITMAP_U8 = 1
-
-
-class NVTEQBHistogramMode(IntEnum):
-    TWO_KERNEL = 0
-    FUSED_ATOMIC = 1
-
+# Enums of which Transformer Engine's modules only read members, by their names and values.
+_ONLY_READ = {
+    "NVTEScalingMode": {
+        "NVTE_DELAYED_TENSOR_SCALING": 0,
+        "NVTE_MXFP8_1D_SCALING": 1,
+        "NVTE_BLOCK_SCALING_1D": 2,
+        "NVTE_BLOCK_SCALING_2D": 3,
+        "NVTE_NVFP4_1D_SCALING": 4,
+        "NVTE_INVALID_SCALING": 100,
+    },
+    "Float8BlockScaleTensorFormat": {"GEMM_READY": 0, "COMPACT": 1, "INVALID": 2},
+    "CommOverlapType": {"RS": 0, "AG": 1},
+    "CommOverlapAlgo": {
+        "BULK_OVERLAP_AG": 0,
+        "BULK_OVERLAP_RS": 1,
+        "SPLIT_PIPELINED_AG_P2P": 2,
+        "SPLIT_PIPELINED_RS": 3,
+        "SPLIT_PIPELINED_RS_P2P": 4,
+        "ATOMIC_GEMM_RS": 5,
+        "ATOMIC_GEMM_AG_P2P": 6,
+        "ATOMIC_GEMM_RS_P2P": 7,
+        "EXTERNAL_BULK_OVERLAP_AG": 8,
+    },
+    "FP8FwdTensors": {
+        "GEMM1_INPUT": 0,
+        "GEMM1_WEIGHT": 1,
+        "GEMM1_OUTPUT": 2,
+        "GEMM2_INPUT": 3,
+        "GEMM2_WEIGHT": 4,
+        "GEMM2_OUTPUT": 5,
+        "GEMM3_INPUT": 6,
+        "GEMM3_WEIGHT": 7,
+        "GEMM3_OUTPUT": 8,
+    },
+    "FP8BwdTensors": {
+        "GRAD_OUTPUT1": 0,
+        "GRAD_INPUT1": 1,
+        "GRAD_OUTPUT2": 2,
+        "GRAD_INPUT2": 3,
+        "GRAD_OUTPUT3": 4,
+        "GRAD_INPUT3": 5,
+    },
+    "NVTERoutingMapFormat": {"BYTEMAP": 0, "BITMAP_U8": 1},
+    "NVTEQBHistogramMode": {"TWO_KERNEL": 0, "FUSED_ATOMIC": 1},
+}
 
 ENUMS: dict[str, type[IntEnum]] = {
     "DType" if each is TEDType else each.__name__: each
     for each in IntEnum.__subclasses__()
     if each.__module__ == __name__
-}
+} | {name: IntEnum(name, members, module=__name__) for name, members in _ONLY_READ.items()}

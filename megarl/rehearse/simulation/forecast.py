@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
 from megarl.config.load import load_config
-from megarl.config.schema import OnUpdate, PPOConfig
+from megarl.config.schema import PPOConfig
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.rehearse.simulation.run import Script, SimulatedRun, Simulation
 from megarl.tracking.metrics_file import Points, read_metrics
@@ -28,20 +28,6 @@ _WITHIN_PROMPT = 0.7  # correlation of log lengths among the samples of a prompt
 _LONGEST_OF = 1000  # one sample in this many is as long as the longest
 
 
-class Times(NamedTuple):
-    """Measured or assumed times, in seconds.
-
-    Attributes:
-        training_s: Time of a training step on the configured devices, without waiting and weight sync.
-        token_s: Time per token of a sample.
-        push_s: Time of a weight sync.
-    """
-
-    training_s: float
-    token_s: float
-    push_s: float = 0.0
-
-
 class Split(NamedTuple):
     """A split of the devices between trainer and engines.
 
@@ -54,72 +40,39 @@ class Split(NamedTuple):
     of: float
 
 
-class Forecast(NamedTuple):
-    """Result of one simulated schedule.
+Forecast = tuple[
+    Split, int, SimulatedRun
+]  # a split, a max_staleness, and the run that was simulated with them
 
-    Attributes:
-        trainer_idle: Share of the time in which the trainer waits for samples.
-        slots_in_use: Share of all engines' slots in use.
-        mean_age: Mean age of the samples in weight versions.
+
+def script_of(config: PPOConfig, lengths: Sequence[Sequence[int]]) -> Script:
+    """Return the simulation of a run, without its times.
+
+    It has at most 32 prompts per step, and the configured number of slots per prompt: the idle shares are
+    about those of the whole step.
+
+    Args:
+        lengths: Tokens of the samples of each prompt, in data order.
     """
-
-    split: Split
-    max_staleness: int
-    step_s: float
-    trainer_idle: float
-    slots_in_use: float
-    mean_age: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Workload of a run.
-
-    Attributes:
-        lengths: Tokens of the samples of each prompt, in data order. The data repeats after its end.
-        slots: Concurrent samples of an engine.
-    """
-
-    lengths: Sequence[Sequence[int]]
-    prompts_per_step: int
-    slots: int
-
-    @classmethod
-    def of(cls, config: PPOConfig, lengths: Sequence[Sequence[int]]) -> Work:
-        prompts = config.trainer.prompts_per_step
-        n = config.rollout.n
-        fitting = [[of_prompt[place % len(of_prompt)] for place in range(n)] for of_prompt in lengths]
-        return cls(lengths=fitting, prompts_per_step=prompts, slots=config.rollout.max_concurrency)
-
-
-def forecast(work: Work, times: Times, split: Split, max_staleness: int) -> Forecast:
-    outcome = _simulated(
-        work, times, split.num_engines, training_s=times.training_s * split.of, max_staleness=max_staleness
-    )
-    return Forecast(split, max_staleness, outcome.step_s, outcome.waiting, outcome.busy, outcome.mean_age)
-
-
-def _simulated(
-    work: Work, times: Times, num_engines: int, *, training_s: float, max_staleness: int, steps: int = _STEPS
-) -> SimulatedRun:
-    """Simulate at most 32 prompts per step, with the configured number of slots per prompt."""
-    # Simulate a smaller step with proportionally fewer slots: the idle shares are about the same.
-    prompts = min(work.prompts_per_step, _MOST_PROMPTS)
-    slots = max(1, round(work.slots * prompts / work.prompts_per_step))
-    script = Script(
-        lengths=work.lengths,
+    n = config.rollout.n
+    whole = config.trainer.prompts_per_step
+    prompts = min(whole, _MOST_PROMPTS)
+    return Script(
+        lengths=[[of_prompt[place % len(of_prompt)] for place in range(n)] for of_prompt in lengths],
         prompts_per_step=prompts,
-        total_steps=steps,
-        max_staleness=max_staleness,
-        on_update=OnUpdate.continue_,
-        num_engines=num_engines,
-        slots=slots,
-        token_s=times.token_s,
-        training_s=training_s,
-        push_s=times.push_s,
+        total_steps=_STEPS,
+        num_engines=config.rollout.num_replicas,
+        slots=max(1, round(config.rollout.max_concurrency * prompts / whole)),
     )
 
-    return Simulation(script).run()
+
+def forecast(script: Script, split: Split, max_staleness: int) -> Forecast:
+    """Simulate a script, whose training time is that on the configured devices, with a split."""
+    training_s = script.training_s * split.of
+    changed = replace(
+        script, num_engines=split.num_engines, training_s=training_s, max_staleness=max_staleness
+    )
+    return split, max_staleness, Simulation(changed).run()
 
 
 def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
@@ -200,11 +153,12 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
 # ---- a measured run
 
 
-def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
+def measured(run_dir: Path) -> tuple[list[list[int]], dict[str, float]]:
     """Read the workload and times of a run at max_staleness 0 that has kept samples.
 
-    The lengths are those of the last kept samples, by prompt. The times are medians over the last steps. The
-    time per token is chosen so that a simulated step generates for as long as the run's steps did.
+    The lengths are those of the last kept samples, by prompt. The times, by their names in a script, are
+    medians over the last steps. The time per token is chosen so that a simulated step generates for as long
+    as the run's steps did.
 
     Raises:
         ConfigError, MetricsFileError, SamplesFileError: A file cannot be read.
@@ -238,12 +192,9 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
     )
 
     # Simulate with one second per token to learn how many token times a generation takes.
-    unit = Times(training_s=0.0, token_s=1.0)
-    ticks = _simulated(
-        Work.of(config, lengths), unit, config.rollout.num_replicas, training_s=0.0, max_staleness=0, steps=4
-    ).step_s
+    ticks = Simulation(replace(script_of(config, lengths), total_steps=4)).run().step_s
 
-    return lengths, Times(training_s, generating_s / ticks, push_s)
+    return lengths, {"training_s": training_s, "token_s": generating_s / ticks, "push_s": push_s}
 
 
 def _median(points: Points | None) -> float:

@@ -14,7 +14,8 @@ from megarl.cli.main import main
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import PPOConfig
 from megarl.plan.placement.plan import plan_placement
-from megarl.rehearse.simulation.forecast import Split, Times, Work, forecast, log_normal, measured, splits_of
+from megarl.rehearse.simulation.forecast import Split, forecast, log_normal, measured, splits_of
+from megarl.rehearse.simulation.run import Script
 from megarl.tracking.samples import SAMPLES_FOLDER, SCHEMA
 from tests.unit.cli.test_shipped_configs import ROOT, path_of
 
@@ -50,20 +51,18 @@ def test_a_step_takes_what_it_takes_by_hand() -> None:
 
     A step of four samples is generated in 10 s, and trained in 6 s.
     """
-    work = Work(lengths=[[10, 10]] * 64, prompts_per_step=2, slots=2)
-    times = Times(training_s=6.0, token_s=1.0)
-    split = Split(trainer_devices=4, num_engines=2, of=1.0)
-    at_0 = forecast(work, times, split, 0)
-    assert (at_0.step_s, at_0.trainer_idle, at_0.slots_in_use, at_0.mean_age) == (
-        16.0,
-        10 / 16,
-        20 / 16 / 2,
-        0.0,
+    script = Script(
+        lengths=[[10, 10]] * 64, prompts_per_step=2, slots=2, total_steps=16, training_s=6.0, token_s=1.0
     )
-    assert forecast(work, times, split, 1).step_s == pytest.approx(10.0, abs=0.5)  # the longer of the two
+    split = Split(trainer_devices=4, num_engines=2, of=1.0)
+    _, _, at_0 = forecast(script, split, 0)
+    assert (at_0.step_s, at_0.waiting, at_0.busy, at_0.mean_age) == (16.0, 10 / 16, 20 / 16 / 2, 0.0)
+    _, _, at_1 = forecast(script, split, 1)
+    assert at_1.step_s == pytest.approx(10.0, abs=0.5)  # the longer of the two
 
     # 12 s of training, and the first wait
-    assert forecast(work, times, split._replace(of=2.0), 1).step_s == pytest.approx(12.6, abs=0.1)
+    _, _, slower = forecast(script, split._replace(of=2.0), 1)
+    assert slower.step_s == pytest.approx(12.6, abs=0.1)
 
 
 def test_devices_are_split_in_whole_models() -> None:
@@ -130,8 +129,8 @@ def test_a_run_has_measured_lengths_and_times(tmp_path: Path, capsys: pytest.Cap
     make_run(tmp_path / "run", gen_s=5.0)
     lengths, times = measured(tmp_path / "run")
     assert lengths == [[20, 10], [15, 20]]
-    assert (times.training_s, times.push_s) == (pytest.approx(5.0), 2.0)
-    assert times.token_s == pytest.approx(5.0 / 20)  # the longest sample takes as long as a generation
+    assert (times["training_s"], times["push_s"]) == (pytest.approx(5.0), 2.0)
+    assert times["token_s"] == pytest.approx(5.0 / 20)  # the longest sample takes as long as a generation
     assert (
         main(
             [

@@ -13,7 +13,7 @@ from megarl.config.batch_arithmetic import (
     fullest_with_shared_prompt,
     room_of_longest_row,
 )
-from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
+from megarl.config.derive import RoleArithmetic, derive
 from megarl.config.load import load_config
 from megarl.config.memory_sizes import most_checkpoints, state_bytes
 from megarl.config.roles import ModelRole, model_roles, role_named
@@ -36,24 +36,23 @@ from megarl.models.families import read_architecture
 from tests.unit.config.folders import pair_values, ppo_values, sft_values, write_yaml
 
 
-def arithmetic(folder: Path, *overrides: str) -> RunArithmetic:
-    config = load_config(PPOConfig, write_yaml(folder / "run.yaml", ppo_values(folder)), list(overrides))
+def load(folder: Path, *overrides: str) -> PPOConfig:
+    return load_config(PPOConfig, write_yaml(folder / "run.yaml", ppo_values(folder)), overrides)
+
+
+def arithmetic(folder: Path, *overrides: str) -> list[RoleArithmetic]:
+    config = load(folder, *overrides)
     return derive(config, read_architectures(config)[0])
 
 
 def test_ppo_by_hand(tmp_path: Path) -> None:
-    run = arithmetic(tmp_path)
+    run = load(tmp_path)
 
     # 12 prompts x 4 samples; 3 mini-batches of 16 rows; rows of 16 + 8 tokens.
-    assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step, run.samples_total) == (
-        12,
-        4,
-        48,
-        480,
-    )
-    assert (run.mini_batches_per_step, run.max_row_tokens) == (3, 24)
+    assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (12, 4, 48)
+    assert (run.updates_per_pass, run.max_row_tokens) == (3, 24)
     actor, reference, critic = (
-        dataclasses.replace(role, num_parameters=0, state_bytes_per_rank=0) for role in run.roles
+        dataclasses.replace(role, num_parameters=0, state_bytes_per_rank=0) for role in arithmetic(tmp_path)
     )
     assert actor == RoleArithmetic(
         role="actor",
@@ -85,7 +84,7 @@ def test_ppo_by_hand(tmp_path: Path) -> None:
 
 
 def test_rows_that_do_not_divide_by_the_replicas(tmp_path: Path) -> None:
-    actor = arithmetic(tmp_path, "actor.parallel.data_parallel_size=3").roles[0]
+    actor = arithmetic(tmp_path, "actor.parallel.data_parallel_size=3")[0]
     assert actor.rows_per_replica == (5, 6)  # 16 rows over 3
     assert actor.micro_batches == (1, 3)
 
@@ -93,27 +92,22 @@ def test_rows_that_do_not_divide_by_the_replicas(tmp_path: Path) -> None:
 def test_a_virtual_pipeline_runs_a_multiple_of_its_stages(tmp_path: Path) -> None:
     critic = arithmetic(
         tmp_path, "critic.parallel.virtual_pipeline_parallel_size=2", "critic.micro_batch.sequences=6"
-    ).roles[2]
+    )[2]
     assert critic.micro_batches == (4, 4)  # ceil(16 / 6) = 3, and the pipeline has 2 stages
 
 
 @pytest.mark.parametrize("length", [2, 24])
 def test_micro_batches_are_what_the_packer_plans(tmp_path: Path, length: int) -> None:
-    actor = arithmetic(tmp_path).roles[0]
+    actor = arithmetic(tmp_path)[0]
     planned = plan_micro_batches([length] * actor.mini_batch_rows, actor.num_replicas, max_tokens=64)
     assert planned.num_micro_batches == actor.micro_batches[0 if length == 2 else 1]
 
 
 def test_sft_by_hand(tmp_path: Path) -> None:
     config = load_config(SFTConfig, write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path)))
-    run = derive(config, read_architectures(config)[0])
-    assert (run.samples_per_step, run.samples_total, run.mini_batches_per_step, run.max_row_tokens) == (
-        8,
-        40,
-        1,
-        32,
-    )
-    assert (len(run.roles), run.roles[0].optimizer_steps_total) == (1, 5)
+    assert (config.samples_per_step, config.updates_per_pass, config.max_row_tokens) == (8, 1, 32)
+    (actor,) = derive(config, read_architectures(config)[0])
+    assert actor.optimizer_steps_total == 5
 
 
 def test_pairs_by_hand(tmp_path: Path) -> None:
@@ -123,9 +117,8 @@ def test_pairs_by_hand(tmp_path: Path) -> None:
     """
     path = write_yaml(tmp_path / "dpo.yaml", pair_values(tmp_path))
     config = load_config(DPOConfig, path, ["actor.parallel.data_parallel_size=2"])
-    run = derive(config, read_architectures(config)[0])
-    assert (run.samples_per_step, run.samples_total, run.mini_batches_per_step) == (6, 30, 1)
-    (actor,) = run.roles
+    assert (config.samples_per_step, config.updates_per_pass) == (6, 1)
+    (actor,) = derive(config, read_architectures(config)[0])
     assert (actor.mini_batch_rows, actor.rows_per_replica, actor.optimizer_steps_total) == (6, (2, 4), 5)
     assert actor.micro_batches == (1, 2)
     (role,) = model_roles(config)

@@ -90,14 +90,12 @@ def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
     assert only(software.judge(found, SGLANG)).message.endswith(": tested")
 
     # the second is the same release
-    newer = {"numpy": "2.999.1", "transformers": f"{tested['transformers'].newest}.post1"}
+    newer = {"numpy": "2.999.1", "transformers": f"{tested['transformers'][1]}.post1"}
     warning = only(
         software.judge(replace(found, python="3.13.2", versions={**found.versions, **newer}), SGLANG)
     )
     assert warning.status is Status.warning
-    of_python, of_numpy = (
-        f"(tested {tested[name].oldest} to {tested[name].newest})" for name in ("python", "numpy")
-    )
+    of_python, of_numpy = ("(tested {} to {})".format(*tested[name]) for name in ("python", "numpy"))
     assert warning.message.endswith(f": untested with python 3.13 {of_python}, numpy 2.999.1 {of_numpy}")
     assert set(newer) <= set(tested)
     ours = {Requirement(name).name for name in REQUIRED | SGLANG | SGLANG_CPU}
@@ -364,11 +362,11 @@ def test_a_port_in_use_is_named_with_its_user() -> None:
         number = taken.getsockname()[1]
         subject = ExaminedRun()
         purpose = network.needed_ports(subject, {"MASTER_PORT": str(number)})[number]
-        fault = network.judge_port(network.probe_port(number, purpose))
+        fault = network.judge_port(number, purpose, network.user_of(number))
 
     assert fault.status is Status.error
     assert f"(pid {os.getpid()}, user " in fault.message
-    assert network.judge_port(network.probe_port(number, purpose)).status is Status.ok
+    assert network.judge_port(number, purpose, network.user_of(number)).status is Status.ok
     assert network.needed_ports(subject, {"MASTER_PORT": "29500", "RANK": "3"}) == {}
 
 
@@ -384,9 +382,7 @@ def test_a_rank_whose_peer_never_comes_is_not_waited_for_and_the_interface_is_na
     assert error is not None
     assert error.startswith("rank 0: ")
     assert "imed out" in error
-    fault = network.judge_loopback(
-        network.Loopback(backend="gloo", ranks=2, interface="lo", interfaces=("eth0", "lo"), error=error)
-    )
+    fault = network.judge_loopback("gloo", 2, "lo", ("eth0", "lo"), 0.0, error)
     assert fault.status is Status.error
     assert fault.message.startswith(
         "gloo all-reduce between 2 ranks over lo (GLOO_SOCKET_IFNAME) failed: rank 0: "

@@ -152,7 +152,7 @@ def test_arithmetic_of_a_reward_model(ppo: str) -> None:
     """
     config = load(ppo)
     architectures, _ = read_architectures(config)
-    *_, role = derive(config, architectures).roles
+    *_, role = derive(config, architectures)
     assert (role.role, role.num_ranks, role.rows_per_replica, role.micro_batches) == (
         "reward_model",
         1,

@@ -91,8 +91,8 @@ def brute_force(space: Space, costs: AnalyticCosts) -> float:
 def test_the_search_finds_the_optimum_of_brute_force(memory_gb: int) -> None:
     """With less memory, other layouts and recomputation are needed."""
     space = space_of(SMALL, f"placement.device_memory_gb={memory_gb}", pin=FIXED)
-    found = search(space, AnalyticCosts())
-    assert found.solutions[0].seconds == pytest.approx(brute_force(space, AnalyticCosts()), rel=1e-12)
+    solutions, _ = search(space, AnalyticCosts())
+    assert solutions[0].seconds == pytest.approx(brute_force(space, AnalyticCosts()), rel=1e-12)
 
 
 def problems(solution: Solution) -> list[str]:
@@ -104,17 +104,17 @@ def problems(solution: Solution) -> list[str]:
 
 @pytest.mark.parametrize(("name", "nodes"), [(SMALL, 1), ("qwen2.5_7b_ppo", 1)])
 def test_all_results_are_valid_and_sorted(name: str, nodes: int) -> None:
-    found = search(space_of(name, nodes=nodes), AnalyticCosts(), num_results=4)
-    assert len(found.solutions) == 4
-    assert [problems(each) for each in found.solutions] == [[]] * 4
-    seconds = [each.seconds for each in found.solutions]
+    solutions, rejections = search(space_of(name, nodes=nodes), AnalyticCosts(), num_results=4)
+    assert len(solutions) == 4
+    assert [problems(each) for each in solutions] == [[]] * 4
+    seconds = [each.seconds for each in solutions]
     assert seconds == sorted(seconds)
-    assert len({each.kind for each in found.solutions}) == 4
+    assert len({each.kind for each in solutions}) == 4
 
     # Everything that was considered is kept or has a reason.
-    for level, considered in found.rejections.considered.items():
-        rejected = [count for (name, _), count in found.rejections.rejected.items() if name == level]
-        assert found.rejections.kept(level) == considered - sum(rejected) >= 0
+    for level, considered in rejections.considered.items():
+        rejected = [count for (name, _), count in rejections.rejected.items() if name == level]
+        assert rejections.kept(level) == considered - sum(rejected) >= 0
 
 
 def test_memory_of_pools_is_that_of_the_plan() -> None:
@@ -146,15 +146,15 @@ def test_memory_of_pools_is_that_of_the_plan() -> None:
 
 def test_generation_ahead_has_pools_of_its_own() -> None:
     ahead = space_of(SMALL, "algorithm=async_grpo", ahead=2)
-    found = search(replace(ahead, pinned=frozenset()), AnalyticCosts(), num_results=3)
-    for each in found.solutions:
+    solutions, _ = search(replace(ahead, pinned=frozenset()), AnalyticCosts(), num_results=3)
+    for each in solutions:
         is_ahead = each.config.rollout.max_staleness > 0
         assert not is_ahead or not each.plan.share_devices("actor", "rollout")
 
     # Without a correction of the weights' ages, only max_staleness 0 is valid.
-    found = search(space_of(SMALL, ahead=1), AnalyticCosts())
-    assert found.solutions[0].config.rollout.max_staleness == 0
-    assert "no correction is enabled" in found.rejections.example("placements", Reason.rules)
+    solutions, rejections = search(space_of(SMALL, ahead=1), AnalyticCosts())
+    assert solutions[0].config.rollout.max_staleness == 0
+    assert "no correction is enabled" in rejections.example("placements", Reason.rules)
 
 
 def test_pins_are_respected() -> None:
@@ -163,12 +163,12 @@ def test_pins_are_respected() -> None:
         "rollout.num_replicas=2",
         "rollout.tensor_parallel_size=2",
     )
-    (best,) = search(space_of(SMALL, *pins, "actor.recompute=full"), AnalyticCosts()).solutions
+    (best,), _ = search(space_of(SMALL, *pins, "actor.recompute=full"), AnalyticCosts())
     assert best.config.actor.parallel.tensor_parallel_size == 4
     assert best.config.actor.recompute is Recompute.full
     assert (best.engines.num_replicas, best.engines.tensor) == (2, 2)
 
-    split = search(space_of(SMALL, "placement.strategy=split_collocate"), AnalyticCosts()).solutions[0]
+    (split,), _ = search(space_of(SMALL, "placement.strategy=split_collocate"), AnalyticCosts())
     assert split.config.placement.strategy is PlacementStrategy.split_collocate
     assert len(split.pools) == 2
 
@@ -210,11 +210,11 @@ def test_teachers_of_data_sources_have_no_searched_layouts() -> None:
 
 def test_equal_searches_give_equal_results() -> None:
     first, second = (search(space_of("qwen2.5_7b_ppo", pin=FIXED), AnalyticCosts(), 3) for _ in range(2))
-    assert [each.config for each in first.solutions] == [each.config for each in second.solutions]
-    assert first.rejections.rejected == second.rejections.rejected
+    assert [each.config for each in first[0]] == [each.config for each in second[0]]
+    assert first[1].rejected == second[1].rejected
 
 
 def test_micro_batches_by_rows_stay() -> None:
     space = space_of(SMALL, "actor.micro_batch.max_tokens=null", "actor.micro_batch.sequences=2")
-    (best,) = search(space, AnalyticCosts()).solutions
+    (best,), _ = search(space, AnalyticCosts())
     assert best.config.actor.micro_batch == MicroBatchConfig(sequences=2)

@@ -9,7 +9,6 @@ from megarl.rehearse.calibration.measurements import (
     CollectiveTime,
     DecodeSweep,
     DecodeTime,
-    LayerTime,
     ProductTime,
 )
 from megarl.rehearse.calibration.profile import (
@@ -61,9 +60,9 @@ def test_the_efficiency_of_products_leaves_out_their_reads_and_writes() -> None:
 
 
 def test_a_layer_is_the_difference_between_two_models() -> None:
-    assert training_layer_us([LayerTime(4, 5e-3), LayerTime(8, 9e-3)]) == pytest.approx(1000)
+    assert training_layer_us([(4, 5e-3), (8, 9e-3)]) == pytest.approx(1000)
     # Noise: the larger model was faster, and its time is shared by its layers.
-    assert training_layer_us([LayerTime(4, 5e-3), LayerTime(8, 4e-3)]) == pytest.approx(500)
+    assert training_layer_us([(4, 5e-3), (8, 4e-3)]) == pytest.approx(500)
 
 
 def test_a_layer_of_a_decode_step_leaves_out_reads_and_large_batches() -> None:

@@ -14,7 +14,6 @@ from megarl.rehearse.calibration.measurements import (
     CollectiveTime,
     DecodeSweep,
     DecodeTime,
-    LayerTime,
     ProductTime,
     RankMeasurements,
 )
@@ -40,7 +39,7 @@ def measurements(device: str, **changes: Any) -> RankMeasurements:
         collectives=tuple(
             CollectiveTime("all_gather", 2, size, 5e-6 + size / 2 / 360e9) for size in (2**10, 2**20, 2**28)
         ),
-        layers=(LayerTime(4, 3e-3), LayerTime(8, 5e-3)),
+        layers=((4, 3e-3), (8, 5e-3)),
     )
     return measured._replace(**changes)
 
