@@ -18,8 +18,9 @@ from megarl.cli.options import (
     argument,
     group,
     overrides,
+    positive,
 )
-from megarl.cli.run.convert import add_commands, positive
+from megarl.cli.run.convert import add_commands
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
 from megarl.config.schema import Device

@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megarl.cli.run.convert import positive
-
 Adds = Callable[[argparse._ActionsContainer], object]  # adds an argument, or several, to a parser
 
 
 def argument(*names: str, **settings: Any) -> Adds:
     """Return what adds an argument, given as for `add_argument` of argparse."""
     return lambda parser: parser.add_argument(*names, **settings)
+
+
+def positive(text: str) -> int:
+    """Read the value of an option that is a positive integer."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
+    return int(text)
 
 
 def overrides(help_text: str) -> Adds:

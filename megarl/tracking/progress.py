@@ -61,5 +61,10 @@ class ProgressBar:
         self._progress.stop()
 
     def advance(self, metrics: Mapping[str, float]) -> None:
+        """Advance by one step, and show those of its metrics that fit on the bar."""
         shown = "  ".join(f"{short} {metrics[name]:.3g}" for name, short in SHOWN.items() if name in metrics)
         self._progress.update(self._task, advance=1, metrics=shown)
+
+    def show(self, num_done: int, text: str) -> None:
+        """Show how many of the steps are done, and a text."""
+        self._progress.update(self._task, completed=num_done, metrics=text)

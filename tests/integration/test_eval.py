@@ -17,7 +17,6 @@ from megarl.algorithms.sampling_metrics import mean_over_prompts
 from megarl.cli.main import main
 from megarl.cli.run import eval as evaluation
 from megarl.cli.run.context import RunContext
-from megarl.cli.run.eval import PassProgress
 from megarl.cli.run.named_model import find_model
 from megarl.config.load import dump_config
 from megarl.config.schema import (
@@ -33,6 +32,7 @@ from megarl.config.schema import (
     SamplingConfig,
 )
 from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.tracking.progress import ProgressBar
 from tests.integration.tiny_run import Finished, placed_pools, run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -150,13 +150,13 @@ def test_a_model_of_no_run_is_sampled_alike(
         for row in rows
     ]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    advance = PassProgress.advance
+    show = ProgressBar.show
 
-    def look(progress: PassProgress, num_prompts: int, score: float) -> None:
+    def look(progress: ProgressBar, num_done: int, text: str) -> None:
         kept.append(len((output / "samples.partial.jsonl").read_text().splitlines()))
-        advance(progress, num_prompts, score)
+        show(progress, num_done, text)
 
-    monkeypatch.setattr(PassProgress, "advance", look)
+    monkeypatch.setattr(ProgressBar, "show", look)
     options = ["--n", "2", "--temperature", "0.8", "--max-tokens", "8", "--output", str(output)]
     data = ["--data", str(tmp_path / "validation.jsonl"), "--reward", f"{inputs / 'hash.py'}:compute_score"]
     overrides = [

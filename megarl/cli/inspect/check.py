@@ -95,7 +95,7 @@ def _check(config_path: str, overrides: Sequence[str], fast: bool) -> int:
     if not fast and isinstance(config, PPOConfig):
         print_judge_prompts(config, console)
     for warning in loaded.warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+        print_line(console, f"warning: {warning}", style="yellow")
     plan = plan_placement(config)
     print_absent(loaded.absent, console)
     verdict = "OK, except for files that are not on this machine" if loaded.absent else "OK"

@@ -93,7 +93,7 @@ def run(
         draw_plan(
             plan, plan_memory(config, plan, architectures), config.placement.device_memory_gb, Path(output)
         )
-        console.print(f"drawn to {output}", highlight=False, soft_wrap=True)
+        print_line(console, f"drawn to {output}")
 
     return 0
 

@@ -42,7 +42,7 @@ from megarl.checkpoints.object_storage import local_copy
 from megarl.checkpoints.role_folder import Layout
 from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.cli.run.convert import FP8
-from megarl.cli.tables.console import output_console
+from megarl.cli.tables.console import output_console, print_line
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
@@ -304,7 +304,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             )
         console.print(table)
 
-    console.print(verdict(comparison), highlight=False, soft_wrap=True)
+    print_line(console, verdict(comparison))
 
 
 def verdict(comparison: Comparison) -> str:

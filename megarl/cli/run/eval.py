@@ -13,19 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from megarl.agents.user_tools import load_agent
@@ -35,7 +26,7 @@ from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
 from megarl.cli.run.processes import ray_processes, refuse_launched_ranks
 from megarl.cli.run.train import check_reward_chats, token_rules
-from megarl.cli.tables.console import output_console
+from megarl.cli.tables.console import output_console, print_line
 from megarl.config.finding import Status
 from megarl.config.load import dump_config
 from megarl.config.roles import REWARD_MODEL, model_roles
@@ -54,6 +45,7 @@ from megarl.rewards.role import Reward
 from megarl.roles.start import start_evaluation
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.driver.rollout_weights import FolderWeights
+from megarl.tracking.progress import ProgressBar
 from megarl.trainers.checkpoint import CONFIG_FILE
 from megarl.trainers.evaluation import (
     PARTIAL_FILE,
@@ -178,18 +170,14 @@ def _announce(
 ) -> None:
     """Print what is sampled, and the metrics that only one of the two evaluations has."""
     if not_compared:
-        console.print(
-            f"not compared, because only one evaluation has it: {', '.join(not_compared)}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_line(console, f"not compared, because only one evaluation has it: {', '.join(not_compared)}")
 
     what = (
         f"{counted(num_prompts, 'prompt')} x {counted(config.rollout.validation.n, 'sample')} from "
         f"{model.source.folder}"
     )
-    console.print(f"{what}, engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
-    console.print(f"scored by: {' + '.join(scored_by(config))}", highlight=False, soft_wrap=True)
+    print_line(console, f"{what}, engine {config.rollout.engine.name}")
+    print_line(console, f"scored by: {' + '.join(scored_by(config))}")
 
 
 def scored_by(config: PPOConfig) -> list[str]:
@@ -258,15 +246,23 @@ def _samples(
     )
     samples: list[ScoredSample] = []
 
-    with PassProgress(len(data), console) as progress:
+    start_s = time.monotonic()
+
+    with ProgressBar("prompts", len(data), console) as bar:
         for batch in evaluation.samples(rollout, reward):
             samples += batch
             # Open the file for each batch, so that its samples are flushed before the next one starts.
             with partial.open("a", encoding="utf-8") as file:
                 file.write(sample_lines(batch))
-            progress.advance(
-                len(batch) // config.rollout.validation.n, fmean(sample.score for sample in samples)
-            )
+
+            score = f"score {fmean(sample.score for sample in samples):.3g}"
+            num_done = len(samples) // config.rollout.validation.n
+            bar.show(num_done, score)
+            # A log has no bar, so each batch gets a line.
+            if not console.is_terminal:
+                left_s = (time.monotonic() - start_s) / num_done * (len(data) - num_done)
+                done = f"{num_done:,} of {counted(len(data), 'prompt')}"
+                print_line(console, f"{done}, {score}, {left_s:.0f} s left")
 
     return samples
 
@@ -314,66 +310,9 @@ def _print(
         comparison = None if comparisons is None else comparisons[source]
         print_result(source, result, comparison, console)
         if comparison is not None and comparison.only_there:
-            console.print(
-                f"only in {against}: {', '.join(comparison.only_there)}", soft_wrap=True, highlight=False
-            )
+            print_line(console, f"only in {against}: {', '.join(comparison.only_there)}")
 
-    console.print(f"{output}: {RESULTS_FILE}, {SAMPLES_FILE}", soft_wrap=True, highlight=False)
-
-
-class PassProgress:
-    """Progress of one pass over the prompts, with the remaining time.
-
-    It is a bar on a terminal, and a line per batch in a log.
-    """
-
-    def __init__(self, num_prompts: int, console: Console) -> None:
-        self._num_prompts = num_prompts
-        self._console = console
-
-        columns = (
-            TextColumn("[bold]prompts"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[score]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=num_prompts, score="")
-
-        self._num_done = 0
-
-    def __enter__(self) -> PassProgress:
-        self._bar.start()
-        self._start_s = time.monotonic()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def advance(self, num_prompts: int, mean_score: float) -> None:
-        """Advance the progress.
-
-        Args:
-            num_prompts: Number of newly finished prompts.
-            mean_score: Mean score of all samples so far.
-        """
-        self._num_done += num_prompts
-        self._bar.update(self._task, advance=num_prompts, score=f"score {mean_score:.3g}")
-
-        # A log has no bar, so each batch gets a line.
-        if not self._console.is_terminal:
-            left_s = (
-                (time.monotonic() - self._start_s) / self._num_done * (self._num_prompts - self._num_done)
-            )
-            done = f"{self._num_done:,} of {counted(self._num_prompts, 'prompt')}"
-            self._console.print(
-                f"{done}, score {mean_score:.3g}, {left_s:.0f} s left", highlight=False, soft_wrap=True
-            )
+    print_line(console, f"{output}: {RESULTS_FILE}, {SAMPLES_FILE}")
 
 
 def print_result(
@@ -388,7 +327,7 @@ def print_result(
         f"{counted(result.num_prompts, 'prompt')}, {counted(result.num_samples, 'sample')} of "
         f"{result.mean_tokens:.1f} tokens on average"
     )
-    console.print(f"{source}: {size}, {result.truncated:.1%} truncated", highlight=False, soft_wrap=True)
+    print_line(console, f"{source}: {size}, {result.truncated:.1%} truncated")
     table = Table()
 
     for column in (

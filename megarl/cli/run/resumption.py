@@ -135,9 +135,7 @@ def restore_models(
 
     seconds = time.monotonic() - start_s
     source = resume.checkpoint if resume.snapshot is None else "the snapshot in memory"
-    session.console.print(
-        f"resumed from {source} after step {resume.step}, loaded in {seconds:.1f} s", soft_wrap=True
-    )
+    print_line(session.console, f"resumed from {source} after step {resume.step}, loaded in {seconds:.1f} s")
     return snapshots
 
 
@@ -166,9 +164,7 @@ def open_checkpoints(
     resume: Resume | None,
     recovery: StepRecovery | NoRecovery,
 ) -> Checkpointer:
-    def say(text: str) -> None:
-        session.console.print(text, soft_wrap=True, highlight=False)
-
+    say = partial(print_line, session.console)
     uploads = None
     if config.checkpoint.upload is not None:
         storage = ObjectStorage(config.checkpoint.upload)
@@ -220,24 +216,20 @@ def print_end(
             "excluded_nodes": list(totals.excluded_nodes),
         }
         if totals.num_recoveries:
-            session.console.print(
+            print_line(
+                session.console,
                 f"{counted(totals.num_recoveries, 'recovery')}, {totals.lost_s:.1f} s lost, goodput "
                 f"{goodput:.1%}",
-                highlight=False,
             )
 
     if why := checkpoints.stopped_early:
         told["stopped_early"] = why
-        session.console.print(
-            f"stopped early, after step {checkpoints.last_step}: {why}", soft_wrap=True, highlight=False
-        )
+        print_line(session.console, f"stopped early, after step {checkpoints.last_step}: {why}")
 
     if best := checkpoints.best:
         told["best"] = best._asdict()
-        session.console.print(
-            f"best {best.metric}: {best.value:.6g}, in the checkpoint of step {best.step}",
-            soft_wrap=True,
-            highlight=False,
+        print_line(
+            session.console, f"best {best.metric}: {best.value:.6g}, in the checkpoint of step {best.step}"
         )
 
     return told
@@ -247,10 +239,9 @@ def print_stopped(session: Session, checkpoints: Checkpointer) -> int:
     """Print what stopped the run, and return the exit code."""
     step = checkpoints.stopped_after
     saved = f"after step {step}, which is saved" if step else "before its first step"
-    session.console.print(
+    print_line(
+        session.console,
         f"stopped by {session.termination.cause} {saved}; run the same command to resume from there",
-        soft_wrap=True,
-        highlight=False,
     )
 
     return session.termination.status

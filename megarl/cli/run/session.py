@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Generator[Sessio
         ExitStack() as at_last,
         ray_processes(context, console) as started,
         ExitStack() as at_end,
-        Termination(lambda text: console.print(text, soft_wrap=True)) as termination,
+        Termination(partial(print_line, console)) as termination,
     ):
         context.termination = termination
         yield Session(
@@ -116,10 +117,10 @@ def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None,
     metrics = output_dir / METRICS_FILE
     where = output_dir.absolute()
     if resume is not None and resume.is_own:
-        _say(console, f"resuming the run in {where} after step {resume.step}")
+        print_line(console, f"resuming the run in {where} after step {resume.step}")
         return
     if not metrics.exists():
-        _say(console, f"new run in {where}{'' if resume is None else f', from {resume.checkpoint}'}")
+        print_line(console, f"new run in {where}{'' if resume is None else f', from {resume.checkpoint}'}")
         return
     num_steps = metrics.read_bytes().count(b"\n")
 
@@ -130,17 +131,13 @@ def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None,
             f"folder or give a new one, so that two runs are not mixed"
         )
 
-    _say(
+    print_line(
         console,
         f"the run in {where} ended before its first checkpoint, after {counted(num_steps, 'logged step')}; "
         "starting over",
         style="yellow",
     )
     clear(output_dir)
-
-
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, soft_wrap=True, highlight=False)
 
 
 def of_another_run(output_dir: Path, config: RunConfig) -> str | None:

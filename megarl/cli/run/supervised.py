@@ -14,6 +14,7 @@ from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
 from megarl.cli.run.processes import refuse_launched_ranks
 from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered
+from megarl.cli.tables.console import print_line
 from megarl.config.roles import model_roles
 from megarl.config.schema import DPOConfig, PreferenceConfig, SFTConfig
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
@@ -193,8 +194,8 @@ class _Reference:
             with writing(self._session.output_dir):
                 compute_reference(self._config, scorer, pairs, numbers, self._file(key))
             seconds = time.monotonic() - start_s
-            self._session.console.print(
+            print_line(
+                self._session.console,
                 f"reference: log-probs of {counted(len(numbers), 'pair')} of {key} in {seconds:.1f} s",
-                soft_wrap=True,
             )
         self._absent = {}
