@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 
-from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.protocol import Schema, Task
@@ -23,7 +22,7 @@ from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
 )
 from megarl.endpoint.harness import load_harness
-from megarl.machine.spawn import FreshContext
+from megarl.machine.user_functions import UnfinishedError, call_in_process
 from megarl.rollout.tool_calls import check_parser, example_call, reads_calls
 
 AGENT = "agent"
@@ -66,19 +65,14 @@ def judge_agent(
     of_row = "" if task is None else f", with {place} and the answer {ANSWER!r}"
 
     # User code may hang or crash, so it runs in a process with a time limit.
-    with ProcessPool(1, context=FreshContext()) as pool:
-        tried = pool.schedule(try_agent, args=[agent, task], timeout=limit_s)
-        try:
-            tools, messages = tried.result()
-        except EnvironmentFailedError as error:
-            return wrong(AGENT, f"agent: {error}{of_row}", hint, files=files), None
-        except ValueError as error:
-            return refused(AGENT, "agent", error, hint, files=files), None
-        except (ProcessExpired, TimeoutError) as error:
-            ended = (
-                f"timed out after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process died"
-            )
-            return wrong(AGENT, f"agent: {files}: {ended} in a first turn{of_row}", hint, files=files), None
+    try:
+        tools, messages = call_in_process(try_agent, agent, task, limit_s=limit_s)
+    except EnvironmentFailedError as error:
+        return wrong(AGENT, f"agent: {error}{of_row}", hint, files=files), None
+    except ValueError as error:
+        return refused(AGENT, "agent", error, hint, files=files), None
+    except UnfinishedError as error:
+        return wrong(AGENT, f"agent: {files}: {error} in a first turn{of_row}", hint, files=files), None
 
     # The chat template must extend a conversation without changing the previous tokens.
     template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
@@ -124,13 +118,12 @@ def _parser_problem(
     if agent.parser is None and reads_calls(agent, tools, written):
         return None
     # Importing SGLang changes what others import, so its parsers are in a process of their own.
-    with ProcessPool(1, context=FreshContext()) as pool:
-        try:
-            pool.schedule(check_parser, args=[agent, tools, written], timeout=limit_s).result()
-        except ValueError as error:
-            return str(error)
-        except (ProcessExpired, TimeoutError):
-            return f"the parser {agent.parser} cannot be loaded in {limit_s:g} s"
+    try:
+        call_in_process(check_parser, agent, tools, written, limit_s=limit_s)
+    except ValueError as error:
+        return str(error)
+    except UnfinishedError:
+        return f"the parser {agent.parser} cannot be loaded in {limit_s:g} s"
     return None
 
 
@@ -145,16 +138,15 @@ def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit
     hint = f"fix {program}"
 
     # Importing the program runs the user's code, which may hang or end the process.
-    with ProcessPool(1, context=FreshContext()) as pool:
-        try:
-            pool.schedule(_load_program, args=[agent], timeout=limit_s).result()
-            TurnTemplate(tokenizer).check()
-        except ValueError as error:
-            return refused(AGENT, "agent.harness", error, hint, files=program)
-        except (ProcessExpired, TimeoutError):
-            return wrong(
-                AGENT, f"agent.harness: {program} cannot be loaded in {limit_s:g} s", hint, files=program
-            )
+    try:
+        call_in_process(_load_program, agent, limit_s=limit_s)
+        TurnTemplate(tokenizer).check()
+    except ValueError as error:
+        return refused(AGENT, "agent.harness", error, hint, files=program)
+    except UnfinishedError:
+        return wrong(
+            AGENT, f"agent.harness: {program} cannot be loaded in {limit_s:g} s", hint, files=program
+        )
 
     # A program may use no tools, so only a parser that is set must read them.
     tools = [_HARNESS_TOOL]

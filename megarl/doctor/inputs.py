@@ -11,7 +11,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.user_functions import try_functions
@@ -54,8 +53,7 @@ from megarl.doctor.reward_functions import (
     judge_rewards,
 )
 from megarl.machine.errors import ConfigError
-from megarl.machine.spawn import FreshContext
-from megarl.machine.user_functions import UserFunctionError
+from megarl.machine.user_functions import UnfinishedError, UserFunctionError, call_in_process
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.plan.step_time.device import profile_of
@@ -499,15 +497,10 @@ def _judge_code(
         when: What `run` does, for the message about a time limit.
         does: What the code does if `run` succeeds.
     """
-    with ProcessPool(1, context=FreshContext()) as pool:
-        tried = pool.schedule(run, timeout=limit_s)
-        try:
-            tried.result()
-        except UserFunctionError as error:
-            return refused(check, key, error, hint, names=names)
-        except (ProcessExpired, TimeoutError) as error:
-            ended = (
-                f"timed out after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process died"
-            )
-            return wrong(check, f"{key}: {names}: {ended} {when}", hint, names=names)
+    try:
+        call_in_process(run, limit_s=limit_s)
+    except UserFunctionError as error:
+        return refused(check, key, error, hint, names=names)
+    except UnfinishedError as error:
+        return wrong(check, f"{key}: {names}: {error} {when}", hint, names=names)
     return good(check, f"{names} {does}", names=names)

@@ -14,6 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pebble import ProcessExpired, ProcessPool
+
+from megarl.machine.spawn import FreshContext
+
 
 class UserFunctionError(ValueError):
     """A function cannot be used. The message names the file, the function and the fix."""
@@ -144,3 +148,23 @@ def last_line(error: BaseException) -> str:
         return line
 
     return f"{line} ({place})"
+
+
+class UnfinishedError(Exception):
+    """The user's code has not returned. The message says whether it timed out or its process died."""
+
+
+def call_in_process(function: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
+    """Return the result of a function that runs the user's code, in a process that ends after a time limit.
+
+    Raises:
+        UnfinishedError: There is no result.
+        Exception: The error that the function raised.
+    """
+    with ProcessPool(1, context=FreshContext()) as pool:
+        try:
+            return pool.schedule(function, args=arguments, timeout=limit_s).result()
+        except TimeoutError as error:
+            raise UnfinishedError(f"timed out after {limit_s:g} s") from error
+        except ProcessExpired as error:
+            raise UnfinishedError("the process died") from error

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -26,13 +26,12 @@ from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter, r
 from megarl.tracking.services import (
     BackgroundLogger,
     MlflowService,
-    Service,
     SwanLabService,
     WandbService,
     end_wandb_process,
 )
 from megarl.tracking.timeline import Span
-from megarl.tracking.tracked_run import RUN_IDS, TrackedRun
+from megarl.tracking.tracked_run import RUN_IDS, Logger, TrackedRun
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -40,28 +39,7 @@ _log = logging.getLogger(__name__)
 _EVENT_FILES = "events.out.tfevents.*"
 
 
-class Logger(Protocol):
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def flush(self) -> None:
-        """Make everything logged so far durable: on disk, or sent to the service."""
-
-    def close(self, failed: bool) -> None:
-        """Close the logger.
-
-        Args:
-            failed: Whether an error ended the run.
-        """
-
-
-@runtime_checkable
-class SpanLogger(Protocol):
-    """Logger that also receives the phases of each step."""
-
-    def log_spans(self, step: int, phases: Sequence[Span]) -> None: ...
-
-
-class ConsoleLogger:
+class ConsoleLogger(Logger):
     """Prints one line per step with the headline metrics and the estimated time left.
 
     The files contain all metrics.
@@ -114,12 +92,6 @@ class ConsoleLogger:
         total = "" if self._total_steps is None else f"/{self._total_steps}"
         self._write(f"step {step}{total}  " + "  ".join(shown))
 
-    def flush(self) -> None:
-        pass
-
-    def close(self, failed: bool) -> None:
-        pass
-
 
 def _duration(seconds: float) -> str:
     if seconds < 90:
@@ -127,7 +99,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
-class JsonlLogger:
+class JsonlLogger(Logger):
     """Appends each step to `metrics.jsonl`, readable during the run.
 
     A line is {"step": ..., "<metric>": ...}.
@@ -147,7 +119,7 @@ class JsonlLogger:
         self._file.close()
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Logger):
     """Writes one event file per process of the run.
 
     TensorBoard ignores the old events of a step that is repeated.
@@ -169,7 +141,7 @@ class TensorBoardLogger:
 
 
 def _service(
-    library: str, client: Callable[[TrackedRun], Service], abandon: Callable[[], None] = lambda: None
+    library: str, client: Callable[[TrackedRun], Logger], abandon: Callable[[], None] = lambda: None
 ) -> Callable[[TrackedRun], Logger]:
     """Return what opens a service in the background. Its library is imported first, in the run's thread."""
 
@@ -240,10 +212,9 @@ class Tracker:
             self._guarded(name, partial(logger.log, metrics, step))
 
     def log_spans(self, step: int, phases: Sequence[Span]) -> None:
-        """Send the phases of a step, and the step itself as the phase `step`, to loggers of spans."""
+        """Send the phases of a step, and the step itself as the phase `step`."""
         for name, logger in self._loggers.items():
-            if isinstance(logger, SpanLogger):
-                self._guarded(name, partial(logger.log_spans, step, phases))
+            self._guarded(name, partial(logger.log_spans, step, phases))
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append {"step": ..., **row} per row to `generations.jsonl`, and send the rows to services.
@@ -253,7 +224,7 @@ class Tracker:
         """
         check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
-            if rows and isinstance(logger, BackgroundLogger):
+            if rows:
                 self._guarded(name, partial(logger.log_generations, step, rows))
 
         # Sync the file to disk, so that the samples survive a machine crash.

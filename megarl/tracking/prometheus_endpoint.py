@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.tracked_run import Logger, TrackedRun
 
 PREFIX = "megarl_"
 _RECOVERIES = "recovery/num_recoveries"  # of one step
@@ -78,7 +78,7 @@ class RunCollector(Collector):
         yield from families.values()
 
 
-class PrometheusEndpoint:
+class PrometheusEndpoint(Logger):
     """Logger that serves the newest values until the run ends."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -99,9 +99,6 @@ class PrometheusEndpoint:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._collector.update(metrics, step)
-
-    def flush(self) -> None:
-        pass
 
     def close(self, failed: bool) -> None:
         self._server.shutdown()

@@ -21,12 +21,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
 from megarl.machine.strict_json import dump_readable
-from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.tracked_run import Logger, TrackedRun
 
 _MAX_WAITING = 1_000  # calls, far more than the steps between two responses of a live service
 FLUSH_LIMIT_S = 2.0
@@ -40,28 +40,18 @@ _MLFLOW_MAX_VALUE = 6000  # characters of a parameter, MLflow's limit; `config.y
 _EVERY_STEP = "timing_s/step"  # a metric that every step has
 
 
-class Service(Protocol):
-    """Client of a tracking service. Its methods may block and may raise."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def close(self, failed: bool) -> None: ...
-
-
 class ServiceError(RuntimeError):
     """The service failed, or it cannot keep up."""
 
 
-class BackgroundLogger:
-    """Logger (see loggers.py) whose calls return at once.
+class BackgroundLogger(Logger):
+    """Logger whose calls return at once. They are made in a thread, where the service may block and raise.
 
     An error in the thread is raised by the next call. A service that could not be opened is not tried again.
     """
 
     def __init__(
-        self, open_service: Callable[[], Service], abandon: Callable[[], None] = lambda: None
+        self, open_service: Callable[[], Logger], abandon: Callable[[], None] = lambda: None
     ) -> None:
         """Start the thread and open the service in it.
 
@@ -71,7 +61,7 @@ class BackgroundLogger:
         """
         self._open_service = open_service
         self._abandon = abandon
-        self._calls: queue.Queue[Callable[[Service], None] | None] = queue.Queue(_MAX_WAITING)
+        self._calls: queue.Queue[Callable[[Logger], None] | None] = queue.Queue(_MAX_WAITING)
         self._error: Exception | None = None
         self._is_late = False
         self._thread = threading.Thread(target=self._work, daemon=True, name="tracking")
@@ -117,7 +107,7 @@ class BackgroundLogger:
 
         self._raise()
 
-    def _submit(self, call: Callable[[Service], None]) -> None:
+    def _submit(self, call: Callable[[Logger], None]) -> None:
         if self._thread.is_alive():
             try:
                 self._calls.put_nowait(call)
@@ -150,7 +140,7 @@ class BackgroundLogger:
             return None
 
 
-class WandbService:
+class WandbService(Logger):
     """W&B run with its files in `wandb/` of the output folder.
 
     A resumed run continues it. Steps that it already has are not logged again: W&B ignores steps below its
@@ -200,7 +190,7 @@ def end_wandb_process() -> None:
                 child.kill()
 
 
-class SwanLabService:
+class SwanLabService(Logger):
     """SwanLab run with its files in `swanlog/` of the output folder. A resumed run continues it."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -229,7 +219,7 @@ class SwanLabService:
         self._swanlab.finish()
 
 
-class MlflowService:
+class MlflowService(Logger):
     """Run in the experiment `tracking.project`. A resumed run continues it after its last logged step."""
 
     def __init__(self, run: TrackedRun) -> None:

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import set_span_in_context
 
 from megarl.tracking.timeline import Span
-from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.tracked_run import Logger, TrackedRun
 
 STEP = "step"
 _PATH = "/v1/traces"  # appended to the address of a collector, as OTLP defines
@@ -82,8 +82,12 @@ class _ReportedOnce(SpanExporter, logging.Filter):
             logger.removeFilter(self)
 
 
-class OpenTelemetryTraces:
-    """Logger that sends the spans of steps in a background thread. It ignores metrics."""
+class OpenTelemetryTraces(Logger):
+    """Logger that sends the spans of steps in a background thread.
+
+    It is not flushed: the SDK sends spans every few seconds by itself, and its flush would wait for the
+    collector.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = run.name
@@ -92,9 +96,6 @@ class OpenTelemetryTraces:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("megarl")
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        pass
 
     def log_spans(self, step: int, phases: Sequence[Span]) -> None:
         """Queue a step and its other phases. Without a phase `step`, nothing is sent."""
@@ -121,10 +122,6 @@ class OpenTelemetryTraces:
 
     def _attributes(self, step: int, phase: Span) -> Mapping[str, str | int]:
         return {"run": self._run, "step": step, "role": phase.role}
-
-    def flush(self) -> None:
-        # The SDK sends spans every few seconds by itself, and its flush would wait for the collector.
-        pass
 
     def close(self, failed: bool) -> None:
         self._exporter.begin_close()

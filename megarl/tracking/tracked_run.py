@@ -1,14 +1,20 @@
-"""Description of a run for its loggers, and the run ids by which a resumed run continues at a service."""
+"""What loggers are, and the description of a run that they receive.
+
+It contains the run ids by which a resumed run continues at a service.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.compare import flat
 from megarl.machine.files import write_whole
+
+if TYPE_CHECKING:
+    from megarl.tracking.timeline import Span
 
 RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
 
@@ -54,3 +60,26 @@ class TrackedRun:
     def settings(self) -> Iterator[tuple[str, Any]]:
         """Yield the values of `config` by dotted key."""
         return flat(self.config)
+
+
+class Logger:
+    """Receives what a run logs. A logger overrides the methods for what it shows or sends."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the metrics of a step."""
+
+    def log_spans(self, step: int, phases: Sequence[Span]) -> None:
+        """Log the phases of a step."""
+
+    def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log samples of a validation, at least one."""
+
+    def flush(self) -> None:
+        """Make everything logged so far durable: on disk, or sent to the service."""
+
+    def close(self, failed: bool) -> None:
+        """Close the logger.
+
+        Args:
+            failed: Whether an error ended the run.
+        """

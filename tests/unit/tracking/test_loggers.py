@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megarl.config.schema import LoggerKind
 from megarl.tracking.loggers import LOGGERS, ConsoleLogger, Tracker
-from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.tracked_run import Logger, TrackedRun
 
 
 def _lines(path):
@@ -90,7 +90,7 @@ def test_generations_are_written_whatever_their_text(tmp_path):
 
 
 def test_a_failing_logger_warns_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
-    class Broken:
+    class Broken(Logger):
         def __init__(self, run):
             pass
 

@@ -21,7 +21,7 @@ from megarl.config.schema import LoggerKind, PPOConfig
 from megarl.tracking import services
 from megarl.tracking.loggers import LOGGERS, Tracker, clear
 from megarl.tracking.services import BackgroundLogger, ServiceError
-from megarl.tracking.tracked_run import TrackedRun
+from megarl.tracking.tracked_run import Logger, TrackedRun
 from tests.unit.tracking.wandb_files import read_records
 
 SECRET = "5ec2e7" * 7
@@ -147,7 +147,7 @@ def test_services_that_never_answer_hold_up_neither_training_nor_the_end(tmp_pat
         assert ended.stderr.count(f"tracking: {name} failed") == 1
 
 
-class Blocked:
+class Blocked(Logger):
     """Service that accepts a call and never returns."""
 
     def __init__(self) -> None:
@@ -160,9 +160,6 @@ class Blocked:
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         raise ConnectionError("refused")
-
-    def close(self, failed: bool) -> None:
-        pass
 
 
 def test_a_service_that_falls_behind_loses_the_newest_and_says_so() -> None:
