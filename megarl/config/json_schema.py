@@ -23,7 +23,7 @@ from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
 from megarl.config.schema.keys import LARGEST, MISSING, InputKind, ItemRange, Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import BASE, COMBINED, GROUPS, WITH
-from megarl.config.values import key_types
+from megarl.config.values import contents_of, key_types
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 ANY_RUN = "run"
@@ -148,7 +148,7 @@ def _section(section: type, value: Any = None) -> Schema:
         if default == MISSING or default is NO_DEFAULT:
             required.append(entry.name)
         else:
-            properties[entry.name]["default"] = _plain(default)
+            properties[entry.name]["default"] = contents_of(default)
 
     about = section_explanation(section)
     # A text instead of a section with a path is this path.
@@ -246,12 +246,6 @@ def _enumerations(kind: Any) -> list[type[Enum]]:
 
 def _listed(types: str | list[str]) -> list[str]:
     return [types] if isinstance(types, str) else list(types)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.value if isinstance(value, Enum) else value
 
 
 def explanation(owner: type, name: str) -> str:

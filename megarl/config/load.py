@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,10 +72,10 @@ class Loaded[Config]:
     absent: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    def required(self) -> Config:
-        """Return the configuration. Raises ConfigError if there are problems."""
-        if self.problems:
-            raise ConfigError(self.source, self.problems)
+    def required(self, found: Iterable[object] = ()) -> Config:
+        """Return the configuration. Raises ConfigError if it has problems, or if checks have `found` some."""
+        if problems := [*self.problems, *map(str, found)]:
+            raise ConfigError(self.source, problems)
         return self.config
 
     def refuses(self, keys: Sequence[str]) -> bool:

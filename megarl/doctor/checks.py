@@ -151,16 +151,13 @@ def load_for_run[Run: RunConfig](
     """
     loaded = find_on_hub(read_config(schema, source, overrides), fetch=True)
     found = findings_here(loaded)
-    problems = problems_of(loaded, found)
     # Only errors prevent the start of a run, which checks the data itself.
-    problems += [
-        str(each)
+    of_inputs = [
+        each
         for each in (_of_inputs(loaded, found, 1) if reads_inputs else ())
         if each.status is Status.error and each.check != DATA
     ]
-    refuse(loaded.source, problems)
-
-    return loaded.config
+    return loaded.required([*with_planned(loaded, found), *of_inputs])
 
 
 def load_for_plan[Run: RunConfig](
@@ -187,12 +184,11 @@ def load_for_plan[Run: RunConfig](
     loaded = find_planned(schema, path, overrides)
     errors, absent = divided_findings(loaded, starts_elsewhere)
     of_inputs = _of_inputs(loaded, [*errors, *absent], ROWS) if reads_inputs else []
-    problems = problems_of(loaded, errors)
-    problems += [str(each) for each in of_inputs if each.status is Status.error]
-    if reads_inputs and not problems:
-        resumption = run_checks(CHECKS, loaded.config, {Needs.resumption: [(loaded.config,)]})
-        problems += map(str, resumption)
-    refuse(path, problems)
+    problems = with_planned(loaded, errors)
+    problems += [each for each in of_inputs if each.status is Status.error]
+    if reads_inputs and not (problems or loaded.problems):
+        problems += run_checks(CHECKS, loaded.config, {Needs.resumption: [(loaded.config,)]})
+    loaded.required(problems)
 
     return replace(
         loaded,
@@ -242,16 +238,9 @@ def divided_findings[Run: RunConfig](
     ]
 
 
-def problems_of[Run: RunConfig](loaded: Loaded[Run], found: Sequence[Finding]) -> list[str]:
-    """Return the schema problems, the findings, and problems of the placement and of engine arguments."""
-    planned = run_checks(CHECKS, loaded.config, {Needs.plan: [(loaded, found)]})
-    return [*loaded.problems, *map(str, found), *map(str, planned)]
-
-
-def refuse(path: str, problems: Sequence[str]) -> None:
-    """Raise ConfigError if there are problems."""
-    if problems:
-        raise ConfigError(path, problems)
+def with_planned[Run: RunConfig](loaded: Loaded[Run], found: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, and those about the placement and the arguments of engines."""
+    return [*found, *run_checks(CHECKS, loaded.config, {Needs.plan: [(loaded, found)]})]
 
 
 def _of_inputs[Run: RunConfig](loaded: Loaded[Run], found: Sequence[Finding], num_rows: int) -> list[Finding]:
@@ -319,7 +308,7 @@ def read_subject(
 
     loaded = find_on_hub(read, fetch=False)
     config = loaded.config
-    problems = problems_of(loaded, findings_here(loaded))
+    problems = [*loaded.problems, *map(str, with_planned(loaded, findings_here(loaded)))]
     found = list(_to_change(path, problems)) or [good(CONFIGURATION, f"{path} has no errors")]
     found += [doubtful(CONFIGURATION, line, "fetch it now with `hf download`") for line in loaded.absent]
     # With schema problems the configuration is incomplete, so nothing further is checked.

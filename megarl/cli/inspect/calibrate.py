@@ -20,7 +20,7 @@ from megarl.config.load import is_on_cuda, read_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checks import divided_findings, refuse
+from megarl.doctor.checks import divided_findings
 from megarl.doctor.devices import probe
 from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.errors import ConfigError
@@ -123,8 +123,7 @@ def _checked(path: str, overrides: Sequence[str]) -> RunConfig:
     """Load the run. Of its inputs only the `config.json` of its model is needed."""
     loaded = find_inputs(read_config(RunConfig, path, overrides))
     errors, _ = divided_findings(loaded, starts_elsewhere=True)
-    refuse(path, [*loaded.problems, *map(str, errors)])
-    return loaded.config
+    return loaded.required(errors)
 
 
 def _nearest(gpus: Sequence[str]) -> str:

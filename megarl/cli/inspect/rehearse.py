@@ -22,7 +22,7 @@ from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, ParallelConfig, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.doctor.checks import divided_findings, refuse
+from megarl.doctor.checks import divided_findings
 from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
@@ -116,8 +116,7 @@ def _read(config_path: str, overrides: Sequence[str]) -> tuple[RunConfig, list[s
         loaded = read_config(RunConfig, config_path, [*overrides, "device=cuda"])
     loaded = find_inputs(loaded)
     violations, absences = divided_findings(loaded, starts_elsewhere=True)
-    refuse(config_path, [*loaded.problems, *map(str, violations)])
-    config = loaded.config
+    config = loaded.required(violations)
     absent = [*loaded.absent, *map(str, absences)]
     if config.device is Device.cpu:
         raise ValueError(

@@ -23,7 +23,7 @@ from megarl.cli.tables.tuning import (
 from megarl.config.load import read_config, schema_of
 from megarl.config.schema import PPOConfig
 from megarl.config.sources import COMMAND_LINE, read_layers
-from megarl.doctor.checks import load_for_plan, refuse
+from megarl.doctor.checks import load_for_plan
 from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
@@ -92,8 +92,7 @@ def run(config_path: str, overrides: Sequence[str], **options: Any) -> int:
 
     loaded = find_inputs(read_config(PPOConfig, config_path, overrides))
     # Errors in keys that the search chooses are not among these.
-    refuse(config_path, loaded.problems)
-    config = _with_device(loaded.config, wishes.device, _placement_given(config_path, overrides))
+    config = _with_device(loaded.required(), wishes.device, _placement_given(config_path, overrides))
     console = output_console()
     device = _device(config, wishes, console)
     tuned = Tuned(config_path, overrides, loaded.config, device, _lengths(config, wishes.lengths))

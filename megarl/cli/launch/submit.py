@@ -36,7 +36,7 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
 from megarl.config.values import contents_of
 from megarl.controller.environment import users_settings
-from megarl.doctor.checks import load_for_plan, refuse
+from megarl.doctor.checks import load_for_plan
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 
@@ -82,8 +82,8 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     absent = load_for_plan(RunConfig, config_path, overrides, starts_elsewhere=True).absent
 
     # Hub names and a dtype that depends on the device stay unresolved until the job runs on the cluster.
-    config = read_config(RunConfig, config_path, overrides).required()
-    refuse(config_path, [str(violation) for violation in code_files(config)])  # code is uploaded
+    loaded = read_config(RunConfig, config_path, overrides)
+    config = loaded.required(code_files(loaded.config))  # code is uploaded
     for line in absent:
         print(f"not on this machine: {line}", flush=True)
     for line in absent_secrets(config):

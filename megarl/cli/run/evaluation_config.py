@@ -35,7 +35,7 @@ from megarl.config.schema import (
     Transport,
 )
 from megarl.config.sources import Layer
-from megarl.doctor.checks import findings_here, problems_of, refuse
+from megarl.doctor.checks import findings_here, with_planned
 from megarl.doctor.run_inputs import find_on_hub
 from megarl.machine.errors import ConfigError
 
@@ -84,8 +84,7 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
         for each in findings_here(loaded)
         if each.absence is None or each.keys[0] not in ("model.path", "tracking.loggers")
     ]
-    refuse(source, problems_of(loaded, violations))
-    return loaded.config
+    return loaded.required(with_planned(loaded, violations))
 
 
 def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:

@@ -16,8 +16,12 @@ from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.cli.tables.placement import print_placement
-from megarl.config.batch_arithmetic import max_conversation_tokens, optimizer_steps
-from megarl.config.derive import RoleArithmetic, derive
+from megarl.config.batch_arithmetic import (
+    RoleArithmetic,
+    max_conversation_tokens,
+    optimizer_steps,
+    work_of_roles,
+)
 from megarl.config.layers import describe_layers
 from megarl.config.load import is_on_cuda, plain_values
 from megarl.config.megatron_options import options_of
@@ -54,7 +58,7 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
         is_here: Whether the run will start on this machine, whose disks are then checked.
     """
     architectures, _ = read_architectures(config)
-    work = derive(config, architectures)
+    work = work_of_roles(config, architectures)
     print_models(config, architectures, console)
     console.print(_models(model_roles(config), architectures, work))
     print_line(console, f"layers: {describe_layers(config)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.derive import derive
+from megarl.config.batch_arithmetic import work_of_roles
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.config.validate import read_architectures, validate
@@ -152,7 +152,7 @@ def test_arithmetic_of_a_reward_model(ppo: str) -> None:
     """
     config = load(ppo)
     architectures, _ = read_architectures(config)
-    *_, role = derive(config, architectures)
+    *_, role = work_of_roles(config, architectures)
     assert (role.role, role.num_ranks, role.rows_per_replica, role.micro_batches) == (
         "reward_model",
         1,

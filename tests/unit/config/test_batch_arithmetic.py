@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from megarl.config.batch_arithmetic import (
+    RoleArithmetic,
     Row,
     fullest_micro_batch,
     fullest_with_shared_prompt,
     room_of_longest_row,
+    work_of_roles,
 )
-from megarl.config.derive import RoleArithmetic, derive
 from megarl.config.load import load_config
 from megarl.config.memory_sizes import most_checkpoints, state_bytes
 from megarl.config.roles import ModelRole, model_roles, role_named
@@ -42,7 +43,7 @@ def load(folder: Path, *overrides: str) -> PPOConfig:
 
 def arithmetic(folder: Path, *overrides: str) -> list[RoleArithmetic]:
     config = load(folder, *overrides)
-    return derive(config, read_architectures(config)[0])
+    return work_of_roles(config, read_architectures(config)[0])
 
 
 def test_ppo_by_hand(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_micro_batches_are_what_the_packer_plans(tmp_path: Path, length: int) ->
 def test_sft_by_hand(tmp_path: Path) -> None:
     config = load_config(SFTConfig, write_yaml(tmp_path / "sft.yaml", sft_values(tmp_path)))
     assert (config.samples_per_step, config.updates_per_pass, config.max_row_tokens) == (8, 1, 32)
-    (actor,) = derive(config, read_architectures(config)[0])
+    (actor,) = work_of_roles(config, read_architectures(config)[0])
     assert actor.optimizer_steps_total == 5
 
 
@@ -118,7 +119,7 @@ def test_pairs_by_hand(tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "dpo.yaml", pair_values(tmp_path))
     config = load_config(DPOConfig, path, ["actor.parallel.data_parallel_size=2"])
     assert (config.samples_per_step, config.updates_per_pass) == (6, 1)
-    (actor,) = derive(config, read_architectures(config)[0])
+    (actor,) = work_of_roles(config, read_architectures(config)[0])
     assert (actor.mini_batch_rows, actor.rows_per_replica, actor.optimizer_steps_total) == (6, (2, 4), 5)
     assert actor.micro_batches == (1, 2)
     (role,) = model_roles(config)
