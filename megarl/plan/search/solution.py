@@ -68,21 +68,13 @@ def chosen_values(original: PPOConfig, solution: Solution) -> dict[str, Any]:
     before = contents_of(original)
     after = contents_of(solution.config)
     keys = (*free_keys(solution.config), *(f"placement.{name}" for name in _GIVEN))
-    return {
-        key: value
-        for key in keys
-        if (value := _value(after, key)) != _value(before, key) and (value is not None or _has(before, key))
-    }
+    return {key: value for key in keys if (value := _value(after, key)) != _value(before, key)}
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         values = values.get(name, {}) if isinstance(values, Mapping) else {}
     return None if values == {} else values
-
-
-def _has(values: Mapping[str, Any], key: str) -> bool:
-    return _value(values, key) is not None
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:

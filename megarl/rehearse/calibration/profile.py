@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from megarl.config.dotted import with_value
 from megarl.config.schema import DType
 from megarl.plan.step_time.device import DeviceProfile, Efficiency, LinkProfile, sourced_keys
 from megarl.plan.step_time.phase_time import RankGroup, collective_s
@@ -81,9 +82,10 @@ def calibrate(
 
     if not is_known:
         sources |= dict.fromkeys(_REACHED, "the bandwidths of this file are those that are reached")
-    profile = _with_values(
-        base, {key: _rounded(value) if key in measured else value for key, value in values.items()}
-    )
+    profile = base
+    for key, value in values.items():
+        profile = with_value(profile, key, _rounded(value) if key in measured else value)
+
     return Calibration(
         replace(
             profile,
@@ -183,17 +185,6 @@ def _notes(ranks: Sequence[RankMeasurements], decoding: DecodeSweep) -> dict[str
     if decoding.problem is not None:
         notes["efficiency.decode_layer_us"] = decoding.problem
     return notes
-
-
-def _with_values(profile: DeviceProfile, values: dict[str, Any]) -> DeviceProfile:
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        if section:
-            changed = replace(attrgetter(section)(profile), **{name: value})
-            profile = replace(profile, **{section: changed})
-        else:
-            profile = replace(profile, **{name: value})
-    return profile
 
 
 def _rounded(value: float) -> float:
