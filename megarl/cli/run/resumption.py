@@ -173,10 +173,12 @@ def open_checkpoints(
         newest = checkpoint_folder(config).latest() if resume is not None and resume.is_own else None
         if newest is not None and storage.latest() != newest.name:
             uploads.add(newest)
+
     # States of steps that are made again, or whose snapshots are released, must not be used.
     states = driver_states(config)
     snapshot = None if resume is None else resume.snapshot
     states.clear(after=-1 if snapshot is None else snapshot.step)
+
     checkpoints = Checkpointer(
         config,
         checkpoint_folder(config),
