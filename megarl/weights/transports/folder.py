@@ -64,7 +64,9 @@ class FolderTransfer(PipelinedTransfer):
         peak = PeakMemory(shards.device)
         self._output = _Output(folder, durable)
         receive_buffer = (
-            _FolderReceiveBuffer(rank, plan, self._output, shards.device) if plan.file_windows.get(rank) else None
+            _FolderReceiveBuffer(rank, plan, self._output, shards.device)
+            if plan.file_windows.get(rank)
+            else None
         )
         every = plan.transfer.of_source(rank).schedules.items()
         sends = PeerTransfers({target: schedule for target, schedule in every if target != rank})
