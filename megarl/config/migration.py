@@ -227,7 +227,7 @@ def _explain_trl(key: str, value: Any, known: Container[str]) -> Problems:
     """Explain an argument of TRL. If several classes have it, the hint is that for this kind of run."""
     name = key.replace("-", "_")
     entries = [arguments[name] for arguments in trl_names().values() if name in arguments]
-    entries.sort(key=lambda entry: (entry.ours not in known, entry.ours is not None))
+    entries.sort(key=lambda entry: (entry.ours is None or entry.ours not in known, entry.ours is not None))
     return [hint_of(name, entry, "TRL argument", known) for entry in entries[:1]]
 
 

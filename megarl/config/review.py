@@ -304,13 +304,13 @@ def _explained(schema: type, unknown: _Unknown, known: set[str]) -> Problems:
     key, value, hint, _ = unknown
     # The key is known and only has one of Hydra's signs.
     if key.startswith(_SIGNS):
-        signed = [(text, name) for name, text in _without_sign(key, value) if name in known]
+        signed: Problems = [(text, name) for name, text in _without_sign(key, value) if name in known]
         if signed:
             return signed
     own = next((kind.value for kind, each in SCHEMAS.items() if each is schema), None)
     if own is not None:
         others = {kind.value: set(schema_keys(each)) for kind, each in SCHEMAS.items()}
-        elsewhere = [
+        elsewhere: Problems = [
             (f"{leaf}: belongs to kind: {kinds}; this file has kind: {own}", leaf)
             for leaf, kinds in of_other_kinds(key, value, others)
         ]

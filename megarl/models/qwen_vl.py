@@ -457,7 +457,7 @@ QWEN3_VL_MOE = replace(
     class_prefix="Qwen3VLMoe",
     read=_read_qwen3_vl_moe,
     rows=with_prefix((*TRUNK_ROWS, *transposed_fused(SPARSE_ROWS)), "model.", "model.language_model."),
-    # As many deepstack blocks as in SGLang's class, all on the first of two pipeline stages.
+    # It has as many deepstack blocks as SGLang's class, all on the first of two pipeline stages.
     example_fields=_example(
         "qwen3_vl_moe",
         _TEXT_OF_EXAMPLE

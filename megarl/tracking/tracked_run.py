@@ -1,4 +1,4 @@
-"""What loggers are, and the description of a run that they receive.
+"""Loggers, and the description of a run that they receive.
 
 It contains the run ids by which a resumed run continues at a service.
 """

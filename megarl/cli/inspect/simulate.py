@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -77,7 +78,7 @@ def _work(
     run_dir: str | None,
     training_s: float | None,
     tokens_per_s: float | None,
-) -> tuple[list[list[int]], dict[str, float]]:
+) -> tuple[list[list[int]], dict[str, Any]]:
     """Return the response lengths of each prompt's samples, and the times by their names in a script."""
     for name, value in (("--training-s", training_s), ("--tokens-per-s", tokens_per_s)):
         if value is not None and not 0 < value < float("inf"):

@@ -311,5 +311,5 @@ def _number_text(value: Number) -> str:
     return (
         str(value)
         if isinstance(value, Fraction) and value.denominator == 1
-        else context.nstr(context.convert(value), 20)
+        else str(context.nstr(context.convert(value), 20))
     )

@@ -212,8 +212,8 @@ def _rules_of_functions(argument: str) -> tuple[tuple[re.Pattern[str], Callable[
     )
 
 
-# What is replaced by its value, in this order, beginning again after each replacement. Without brackets, the
-# argument of a function is a product up to the next function, and one division.
+# These are replaced by their values in this order, beginning again after each replacement. Without brackets,
+# the argument of a function is a product up to the next function, and one division.
 _RULES = (
     (re.compile(rf"\\frac({_MARK})({_MARK})"), over),
     (re.compile(rf"\\binom({_MARK})({_MARK})"), _binomial),

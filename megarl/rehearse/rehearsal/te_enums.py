@@ -134,7 +134,7 @@ _ONLY_READ = {
     "NVTEQBHistogramMode": {"TWO_KERNEL": 0, "FUSED_ATOMIC": 1},
 }
 
-ENUMS: dict[str, type[IntEnum]] = {
+ENUMS = {
     "DType" if each is TEDType else each.__name__: each
     for each in IntEnum.__subclasses__()
     if each.__module__ == __name__
