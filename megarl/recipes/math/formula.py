@@ -171,7 +171,8 @@ _DECIMAL = re.compile(
 _ELLIPSIS = r"\s*(?:\\[lc]?dots|\.\.\.|…)"
 _REPEATING = re.compile(
     r"(?<![\d.])(?P<before>\d*)\.(?P<after>\d*?)(?:\\(?:overline|bar|dot)\s*\{\s*(?P<line>\d+)\s*\}"
-    rf"|\(\s*(?P<round>\d+)\s*\)|(?:(?P<digit>\d)(?P=digit){{2,}}|(?P<period>\d{{2,20}}?)(?P=period)+){_ELLIPSIS})"
+    r"|\(\s*(?P<round>\d+)\s*\)"
+    rf"|(?:(?P<digit>\d)(?P=digit){{2,}}|(?P<period>\d{{2,20}}?)(?P=period)+){_ELLIPSIS})"
 )
 _CONTINUED = re.compile(rf"(?<=\d){_ELLIPSIS}\s*$")
 _MIXED = re.compile(
