@@ -10,12 +10,14 @@ import json
 import unicodedata
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerBase
 
 from megarl.machine.wording import counted
+
+if TYPE_CHECKING:  # a training rank, which needs the error only, would load transformers for seconds
+    from transformers import PreTrainedTokenizerBase
 
 # Parts of tokenizers that remove no character. NFC, which composes some, is applied before they are counted.
 _NORMALIZERS = ("NFC", "Prepend", "Replace")
