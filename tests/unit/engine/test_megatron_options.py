@@ -213,7 +213,7 @@ def train(folder: str, options: dict[str, Any], num_steps: int) -> dict[str, Any
         engine.restore(StatePart.optimizer)
         assert torch.equal(slices[0].tensors["param"].flatten(), found["param"][: slices[0].stop])
 
-    return {**found, "weights": weights, "norms": norms, "bytes": moved, "steps": counts.adam}
+    return {**found, "weights": weights, "norms": norms, "bytes": moved, "steps": counts["adam"]}
 
 
 def test_transformer_engines_adam_steps_as_torchs(rank_pool: RankPool, folder: str) -> None:
