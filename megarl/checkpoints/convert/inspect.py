@@ -10,6 +10,7 @@ from megarl.checkpoints.convert.source import ModelSource
 from megarl.config.rules.reward import has_chat_template
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import parse_json
+from megarl.models.architecture import Architecture
 from megarl.weights.hf_folder import CONFIG_FILE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -63,7 +64,7 @@ def describe(source: ModelSource) -> ModelDescription:
         num_parameters=source.num_parameters,
         nbytes=source.nbytes,
         tokenizer=_tokenizer(source.companions),
-        architecture=asdict(source.architecture),
+        architecture=architecture_fields(source.architecture),
         tensors=tuple(
             {
                 "name": name,
@@ -74,6 +75,17 @@ def describe(source: ModelSource) -> ModelDescription:
             for name, tensor in source.tensors.items()
         ),
     )
+
+
+def architecture_fields(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of an architecture as plain values. Programs read the parts of pairs by name."""
+    fields = asdict(architecture)
+    experts = fields["experts"]
+    if experts is not None and experts["groups"] is not None:
+        experts["groups"] = dict(zip(("num_groups", "num_selected"), experts["groups"], strict=True))
+    if fields["local_rope"] is not None:
+        fields["local_rope"] = dict(zip(("theta", "scaling"), fields["local_rope"], strict=True))
+    return fields
 
 
 def _tokenizer(companions: Path) -> str:

@@ -11,11 +11,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from megarl.checkpoints.convert.inspect import describe
+from megarl.checkpoints.convert.inspect import architecture_fields, describe
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.verify import Comparison, Match, compare
 from megarl.cli.main import main
 from megarl.cli.run.conversion import print_comparison, print_description, verdict
+from tests.families import example_architecture
 from tests.unit.checkpoints.convert.test_source import stacked, write
 from tests.unit.engine.models import save_critic
 from tests.unit.weights.kept_tensors import SHAPES, write_files, write_original
@@ -213,6 +214,16 @@ def test_a_checkpoint_has_no_layers_that_predict_further_tokens(tmp_path: Path) 
         f"; not compared: {num_mtp} tensors of layers that predict further tokens or of a vision tower, which "
         "Megatron's formats do not contain"
     )
+
+
+def test_parts_of_pairs_in_an_architecture_have_names() -> None:
+    """Programs read them in the output of `megarl convert inspect --json`."""
+    experts = json.loads(json.dumps(architecture_fields(example_architecture("deepseek_v3"))))["experts"]
+    assert experts["groups"] == {"num_groups": 2, "num_selected": 1}
+    assert architecture_fields(example_architecture("qwen3_moe"))["experts"]["groups"] is None
+    windowed = architecture_fields(example_architecture("gemma3_text"))
+    assert windowed["local_rope"] == {"theta": 1e4, "scaling": None}
+    assert architecture_fields(example_architecture("qwen3"))["local_rope"] is None
 
 
 def test_what_a_folder_holds(model: PreTrainedModel, hugging_face: Path, tmp_path: Path) -> None:
