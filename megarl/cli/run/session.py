@@ -111,7 +111,7 @@ def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None,
     """
     output_dir.mkdir(parents=True, exist_ok=True)
 
-    # Remove folders of a process that was killed during a weight sync through files.
+    # Remove folders of a process that failed or was killed during a weight sync through files.
     for folder in output_dir.glob(PUSHED_FOLDERS):
         shutil.rmtree(folder)
     metrics = output_dir / METRICS_FILE

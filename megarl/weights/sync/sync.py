@@ -314,7 +314,11 @@ class WeightSync:
     def _scratch_folder(self, version: int) -> Generator[Path]:
         """Make an empty folder for the files of one version, and remove it afterwards."""
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".weights-{version}-", dir=self._scratch_dir) as folder:
+        # After the failure of one rank, others may still add files, which must not hide that failure. What
+        # remains is removed when the run is started again.
+        with tempfile.TemporaryDirectory(
+            prefix=f".weights-{version}-", dir=self._scratch_dir, ignore_cleanup_errors=True
+        ) as folder:
             yield Path(folder)
 
     def _through_folder(

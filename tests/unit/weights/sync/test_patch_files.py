@@ -5,6 +5,8 @@ Two trainer ranks and two engines are in one process. Their calls are made at on
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.controller.futures import DerivedFuture
+from megarl.machine.errors import CheckpointError
 from megarl.roles.megatron_worker import megatron_mesh
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import WeightMismatchError
@@ -24,7 +27,7 @@ from megarl.weights.shards import Shards
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import PUSHED_FOLDERS, WeightSync
 from megarl.weights.sync.worker import WeightExport
-from megarl.weights.transports.delta import DeltaSender
+from megarl.weights.transports.delta import DeltaSender, PatchFiles
 from tests.fake_engine import FakeEngine, FakeSpec
 from tests.unit.weights.models import architecture_of
 
@@ -155,3 +158,30 @@ def test_wrong_patches_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(DeltaSender, "open", open_others)
     with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
         run.shares(2)
+
+
+def test_a_rank_that_cannot_write_is_named_while_others_add_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder cannot be removed then, because it does not stay empty."""
+    run = Run(tmp_path)
+    run.shares(1)
+
+    def write(self: PatchFiles, *arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "0-to-0.patches")
+
+    def remove(path: Any, **arguments: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+
+    with monkeypatch.context() as during:
+        during.setattr(PatchFiles, "start", write)
+        during.setattr(os, "rmdir", remove)
+        with pytest.raises(CheckpointError, match="0-to-0.patches: cannot be written: No space left"):
+            run.shares(2)
+
+    (left,) = (tmp_path / "scratch").glob(PUSHED_FOLDERS)
+    left.rmdir()
+    # The rank that had begun, which has half of the weights, sends everything again.
+    again, later = run.shares(3, 4)
+    assert 0.45 < again < 0.6
+    assert later < 0.05
