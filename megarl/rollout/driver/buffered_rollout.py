@@ -279,7 +279,10 @@ class GenerationThread:
     # ---- for the trainer's thread
 
     def take(self) -> StepGroups:
-        """Wait for the groups of the next step and return them. Raises the error of this thread, if any."""
+        """Wait for the groups of the next step and return them.
+
+        Raises the errors of generation, and that which ended this thread, if any.
+        """
         with self._turn():
             if self._failure is not None:
                 raise self._failure
@@ -302,14 +305,8 @@ class GenerationThread:
         """
         is_first = self._num_uses == 0
         with self._turn():
-            if is_first:
-                drains = for_weights and self._on_update is OnUpdate.drain and not self._is_held
-                if drains and self._failure is None:
-                    self._generate_until(self._is_drained, may_readmit=False)
-                self._scheduler.pause()
-                # The trainer may poll the scheduler itself, and must then be able to readmit replicas.
-                self._scheduler.may_readmit = True
-
+            if is_first and self._generates:
+                self._pause(drains=for_weights and self._on_update is OnUpdate.drain and not self._is_held)
             self._is_held = self._is_held or for_weights
             yield
             # A failed sync raises above, and leaves the thread paused.
@@ -319,8 +316,12 @@ class GenerationThread:
     def stop(self) -> None:
         """Stop the thread. Requests in flight end with the replicas."""
         self._stopped.set()
-        self._give_turn()  # a failed weight sync may still hold it
-        self._thread.join(_END_S)
+        self._is_taken = False  # a failed weight sync may still hold the turn
+        # An iteration that hangs must not keep the run from ending.
+        if self._turns.acquire(timeout=_END_S):
+            self._turns.notify()
+            self._turns.release()
+            self._thread.join(_END_S)
 
     @contextmanager
     def _turn(self) -> Generator[None]:
@@ -335,12 +336,20 @@ class GenerationThread:
         finally:
             self._num_uses -= 1
             if self._num_uses == 0 and not self._is_held:
-                self._give_turn()
+                self._is_taken = False
+                with self._turns:
+                    self._turns.notify()
 
-    def _give_turn(self) -> None:
-        self._is_taken = False
-        with self._turns:
-            self._turns.notify()
+    def _pause(self, *, drains: bool) -> None:
+        """End all calls to replicas. An error ends generation: the next `take` raises it."""
+        try:
+            if drains:
+                self._generate_until(self._is_drained, may_readmit=False)
+            self._scheduler.pause()
+            # The trainer may poll the scheduler itself, and must then be able to readmit replicas.
+            self._scheduler.may_readmit = True
+        except Exception as error:  # noqa: BLE001
+            self._failure = error
 
     def _generate_until(self, is_enough: Callable[[], bool], *, may_readmit: bool) -> None:
         while not self._iterate(is_enough, may_readmit=may_readmit):
@@ -370,14 +379,22 @@ class GenerationThread:
 
     # ---- the generation thread
 
+    @property
+    def _generates(self) -> bool:
+        """Whether this thread has neither failed nor been stopped."""
+        return self._failure is None and not self._stopped.is_set()
+
     def _run(self) -> None:
         is_idle = True
-        try:
-            while not self._stopped.wait(_TURN_S if is_idle else 0):
-                with self._turns:
-                    self._turns.wait_for(lambda: not self._is_taken)
-                    if not self._stopped.is_set():
-                        is_idle = self._iterate(lambda: not self._runner.is_at_work, may_readmit=False)
-        except BaseException as error:  # noqa: BLE001
-            # Boundary of the thread: the next `take` raises the error.
-            self._failure = error
+        while not self._stopped.wait(_TURN_S if is_idle else 0):
+            with self._turns:
+                self._turns.wait_for(lambda: not self._is_taken)
+                if not self._generates:
+                    return
+                try:
+                    is_idle = self._iterate(lambda: not self._runner.is_at_work, may_readmit=False)
+                except BaseException as error:  # noqa: BLE001
+                    # Boundary of the thread: the next `take` raises the error. Whoever gets the turn after
+                    # this iteration must see it.
+                    self._failure = error
+                    return

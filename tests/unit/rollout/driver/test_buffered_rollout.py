@@ -547,6 +547,25 @@ def test_a_step_that_is_awaited_while_the_thread_fails_raises_its_error() -> Non
     thread.stop()
 
 
+def test_an_error_in_a_pause_lets_the_step_end_and_is_raised_by_the_next_one() -> None:
+    runner = SimpleNamespace(
+        is_at_work=False, poll=lambda wait_s: None, may_readmit=False, pause=lambda: failing()
+    )
+    rollout = SimpleNamespace(runner=runner, scheduler=runner)
+    buffer = SimpleNamespace(score=lambda: None, begin=lambda: None, awaits_scores=False)
+    thread = GenerationThread(rollout, buffer, OnUpdate.drain)  # type: ignore[arg-type]
+    uses = list[str]()
+    with thread.exclusive(for_weights=True):
+        uses.append("a weight sync")
+    with thread.exclusive():
+        uses.append("a checkpoint")
+    assert uses == ["a weight sync", "a checkpoint"]
+    with pytest.raises(RunError, match="no such layer"):
+        thread.take()
+    thread.stop()
+    assert not has_thread()
+
+
 def test_after_a_failed_weight_sync_nothing_is_generated_until_one_succeeds() -> None:
     iterated = threading.Semaphore(0)
     runner = SimpleNamespace(
