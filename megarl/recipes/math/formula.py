@@ -160,7 +160,7 @@ _COMMANDS = {*FUNCTION_NAMES, "sqrt", "frac", "binom", "logbase", "circ"}
 _SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")
 _THOUSANDS = r"\d{1,3}(?:(?:,|\{,\})\d{3})+"
 _TOKEN = re.compile(
-    r"(?P<digits>[0-9A-F]*\d[0-9A-F]*)_(?:\{(?P<base>\d+)\}|(?P<plain_base>\d+))"
+    r"(?P<digits>(?=[A-F]*\d)[0-9A-F]++)_(?:\{(?P<base>\d+)\}|(?P<plain_base>\d+))"
     rf"|(?P<number>{_THOUSANDS}(?!\d)(?:\.\d+)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
     r"|(?P<slash>\\?)(?P<word>[A-Za-z]+)(?P<index>\s*_\s*(?:\{[^{}]*\}|\d+|\\?[A-Za-z]+))?"
 )
@@ -360,6 +360,8 @@ class _Parser:
 
     def _sum(self, text: str) -> int:
         """Return the step of a sum of products of marks."""
+        # A space that several parts of the pattern may match takes exponential time if the text is no sum.
+        text = "".join(text.split())
         if not _SUM.fullmatch(text):
             raise ValueError(f"unexpected {text!r}")
         total = self._step(Fraction)

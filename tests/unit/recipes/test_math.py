@@ -189,8 +189,9 @@ def test_ground_truths_are_right_answers_in_their_own_form() -> None:
         r"\sum_{i=1}^{9999}\sum_{j=1}^{9999} ij", r"\prod_{k=1}^{9999}(k!)", r"\tan 7^{7^7}", "(10^{10})!", r"\int \frac{1}{x^5+x+1} dx",
         r"\(" * 20_000, r"\boxed{" * 9000,
         "x^" * 900 + "x", r"\sin" * 400 + " x", "x_1" * 600, "|x" * 600 + "|", r"\frac12" * 250,
+        "x + " * 400 + "x'", "x * - " * 300 + "x'", "1A" * 900,
     ],
-    ids=range(31),
+    ids=range(34),
 )  # fmt: skip
 def test_slow_answers_are_wrong_in_little_time(answer: str) -> None:
     """Without a limit some of these would take hours of the processor."""
