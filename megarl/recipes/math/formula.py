@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import operator
 import re
 import string
@@ -27,6 +28,7 @@ _ZERO = 2.0**-350  # size of a number that is only the rounding error of zero
 _MOST_BITS = 200_000  # maximum size of an exact number
 _LONGEST_NUMBER = 4000  # digits
 _LARGEST = 2**50  # maximum argument of a function
+_LARGEST_EXACT = 1000  # maximum argument of an exact factorial or binomial coefficient
 _MOST_STEPS = 5000  # of the computation of a formula
 _NUM_POINTS = 15
 _FEWEST_POINTS = 3  # minimum number of points at which two formulas must have values
@@ -117,6 +119,14 @@ def _power(base: Number, exponent: Number) -> Number:
     return context.power(base, exponent)
 
 
+def _counted(exact: Callable[..., int], near: Callable[..., Any], *operands: Number) -> Number:
+    """Return a factorial or a binomial coefficient, exactly if its operands are small whole numbers."""
+    wholes = [each for each in operands if isinstance(each, Fraction) and each.denominator == 1]
+    if len(wholes) == len(operands) and all(0 <= each <= _LARGEST_EXACT for each in wholes):
+        return Fraction(exact(*(each.numerator for each in wholes)))
+    return near(*map(context.convert, operands))
+
+
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     **{name: getattr(context, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh")},
     **{name: getattr(context, name) for name in ("tanh", "exp", "ln", "floor", "ceil")},
@@ -124,7 +134,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
         f"{arc}{name}": getattr(context, f"a{name}") for arc in ("a", "arc") for name in ("sin", "cos", "tan")
     },
     "log": context.ln,
-    "!": context.factorial,
+    "!": functools.partial(_counted, math.factorial, context.factorial),
     "!!": context.fac2,
 }
 FUNCTION_NAMES = frozenset(name for name in _FUNCTIONS if name.isalpha())
@@ -136,7 +146,7 @@ def _apply(name: str, power: Number, value: Number) -> Number:
         raise ValueError("the argument is too large")
     if power == -1 and f"arc{name}" in _FUNCTIONS:
         return _FUNCTIONS[f"arc{name}"](value)
-    result = _FUNCTIONS[name](context.convert(value))
+    result = _FUNCTIONS[name](value)
     # A value that should be 0, such as sin(pi), is only rounded to almost 0.
     return _power(Fraction(0) if abs(result) < _ZERO else result, power)
 
@@ -144,7 +154,7 @@ def _apply(name: str, power: Number, value: Number) -> Number:
 def _binomial(above: Number, below: Number) -> Number:
     if max(_size(above), _size(below)) >= _LARGEST:
         raise ValueError("the binomial coefficient is too large")
-    return context.binomial(above, below)
+    return _counted(math.comb, context.binomial, above, below)
 
 
 # ---- the parser
