@@ -174,7 +174,7 @@ class Review:
         # A missing value may come from a later layer, so it is judged when all are merged.
         # OmegaConf would take the marker for no value at all.
         if _missing(value, key):
-            merged[name] = value
+            merged[name] = _merged(merged.get(name), deepcopy(value))
             return
         if (kind or is_output) and (problem := unexpanded(value)) is not None:
             self._refuse(key, f"{key}: {problem}", layer)

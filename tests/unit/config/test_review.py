@@ -75,6 +75,21 @@ def test_a_missing_value_in_a_file_may_come_from_a_later_layer(tmp_path: Path) -
     assert load_config(PPOConfig, run, ["tracking.loggers=[jsonl]"]).trainer.seed == 3
 
 
+def test_a_missing_entry_of_a_map_keeps_the_entries_of_earlier_layers(tmp_path: Path) -> None:
+    """The entries of a map are merged, inside a nested map too, while one of them is still missing."""
+    sections = ({"a": {"kept": 1}}, {"x": [1]}), ({"a": {"given": "???"}}, {"y": "???"})
+    first, second = (
+        {"rollout": {"sglang": {"server_args": arguments}}, "placement": {"pools": pools}}
+        for arguments, pools in sections
+    )
+    write_yaml(tmp_path / "base.yaml", RUN | first)
+    run = write_yaml(tmp_path / "run.yaml", {"base": "base.yaml"} | second)
+    given = ["rollout.sglang.server_args.a.given=2", "placement.pools.y=[2]"]
+    config = load_config(PPOConfig, run, given)
+    assert config.rollout.sglang.server_args == {"a": {"kept": 1, "given": 2}}
+    assert config.placement.pools == {"x": [1], "y": [2]}
+
+
 @pytest.mark.parametrize("key", ["model.path", "data.train_files"])
 def test_a_required_key_that_is_missing_is_reported_as_one(key: str) -> None:
     assert problems_of(f"{key}=???") == [f"{key}: is required; set it in the file or as {key}=..."]
