@@ -97,7 +97,7 @@ class Layer(NamedTuple):
         if path in ("", MISSING) or path.startswith("${"):  # A reference is resolved at its own key.
             return path
         near = Path() if self.file is None else self.file.parent
-        if kind is InputKind.code and (shipped := find_code(near / path, path)) is not None:
+        if kind is not InputKind.data and (shipped := find_code(near / path, path)) is not None:
             return _from_here(shipped)
         if self.file is None or (kind is InputKind.data and is_shipped(self.file)):
             return path

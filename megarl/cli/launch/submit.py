@@ -338,6 +338,8 @@ def _moved[Run: RunConfig](config: Run, here: Path, take_along: Callable[[str], 
         if is_url(path):
             return path
         if kind is InputKind.code:
+            return take_along(path)
+        if kind is InputKind.function:
             file, name = split_code(path)
             return f"{take_along(file)}{name}"
         return path if kind is InputKind.data and _is_on_hub(path, here) else str(here / path)

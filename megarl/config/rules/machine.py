@@ -99,9 +99,9 @@ def _no_file(key: str, path: str) -> Finding:
 def code_files(config: RunConfig) -> Findings:
     """Check the Python files of reward functions, tools, environments, estimators, losses and samplers."""
     for leaf in leaves(config):
-        if leaf.input is not InputKind.code or not isinstance(leaf.value, str):
+        if leaf.input in (None, InputKind.data) or not isinstance(leaf.value, str):
             continue
-        path, _ = split_code(leaf.value)
+        path = split_code(leaf.value)[0] if leaf.input is InputKind.function else leaf.value
         if os.path.isdir(path):
             yield Finding((leaf.key,), f"{path!r} is a folder; give the file in it")
         elif not os.path.isfile(path):

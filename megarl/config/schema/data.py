@@ -32,7 +32,7 @@ class CurriculumConfig:
 
     kind: CurriculumKind = CurriculumKind.epochs  # how often each prompt is used; see Data
     # FILE.py:CLASS of a custom sampler that replaces the kind's; see Data
-    sampler: str | None = field(default=None, metadata=names(InputKind.code))
+    sampler: str | None = field(default=None, metadata=names(InputKind.function))
     # share of the prompts that are taken in epochs, so that none is forgotten
     epoch_share: float = only_with(
         ranged(0.25, above=0, at_most=1), Reader(".kind", (CurriculumKind.learnability,)), is_refused=True

@@ -162,7 +162,8 @@ class InputKind(Enum):
     """The kind of input that a key names, which determines how its path is resolved: see `Layer.place_of`."""
 
     data = "data"  # a model folder or data files of the user, or a name on the Hugging Face hub
-    code = "code"  # a Python file that belongs to the configuration
+    code = "code"  # a file of code or of a prompt, which belongs to the configuration
+    function = "function"  # FILE.py:NAME, a function or class in such a file
 
 
 def names(kind: InputKind) -> dict[Any, InputKind]:

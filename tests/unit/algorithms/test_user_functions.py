@@ -169,3 +169,18 @@ def test_check_knows_a_reference(reference: str, message: str) -> None:
     )
     found = "\n".join(map(str, [*validate(config), *code_files(config)]))
     assert re.search(re.escape(message), found), found
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("reward.functions=[{{path: '{}'}}]", "reward.functions[0].path"),
+        ("agent.tools=[{{path: '{}', name: add}}]", "agent.tools[0].path"),
+    ],
+)
+def test_a_path_of_code_has_no_name_after_it(override: str, key: str) -> None:
+    """Only the keys of FILE.py:NAME name something in the file; elsewhere the name has a key of its own."""
+    path = f"{__file__}:add"
+    config = load_config(PPOConfig, "configs/quickstart.yaml", [override.format(path)])
+    (found,) = [each for each in code_files(config) if each.keys == (key,)]
+    assert str(found).startswith(f"{key}: there is no file {path!r}")
