@@ -41,8 +41,7 @@ def load(folder: Path, *overrides: str) -> PPOConfig:
     return load_config(PPOConfig, write_yaml(folder / "run.yaml", ppo_values(folder)), overrides)
 
 
-def arithmetic(folder: Path, *overrides: str) -> list[RoleArithmetic]:
-    config = load(folder, *overrides)
+def arithmetic(config: PPOConfig) -> list[RoleArithmetic]:
     return work_of_roles(config, read_architectures(config)[0])
 
 
@@ -53,7 +52,7 @@ def test_ppo_by_hand(tmp_path: Path) -> None:
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (12, 4, 48)
     assert (run.updates_per_pass, run.max_row_tokens) == (3, 24)
     actor, reference, critic = (
-        dataclasses.replace(role, num_parameters=0, state_bytes_per_rank=0) for role in arithmetic(tmp_path)
+        dataclasses.replace(role, num_parameters=0, state_bytes_per_rank=0) for role in arithmetic(run)
     )
     assert actor == RoleArithmetic(
         role="actor",
@@ -85,21 +84,22 @@ def test_ppo_by_hand(tmp_path: Path) -> None:
 
 
 def test_rows_that_do_not_divide_by_the_replicas(tmp_path: Path) -> None:
-    actor = arithmetic(tmp_path, "actor.parallel.data_parallel_size=3")[0]
+    actor = arithmetic(load(tmp_path, "actor.parallel.data_parallel_size=3"))[0]
     assert actor.rows_per_replica == (5, 6)  # 16 rows over 3
     assert actor.micro_batches == (1, 3)
 
 
 def test_a_virtual_pipeline_runs_a_multiple_of_its_stages(tmp_path: Path) -> None:
-    critic = arithmetic(
+    config = load(
         tmp_path, "critic.parallel.virtual_pipeline_parallel_size=2", "critic.micro_batch.sequences=6"
-    )[2]
+    )
+    critic = arithmetic(config)[2]
     assert critic.micro_batches == (4, 4)  # ceil(16 / 6) = 3, and the pipeline has 2 stages
 
 
 @pytest.mark.parametrize("length", [2, 24])
 def test_micro_batches_are_what_the_packer_plans(tmp_path: Path, length: int) -> None:
-    actor = arithmetic(tmp_path)[0]
+    actor = arithmetic(load(tmp_path))[0]
     planned = plan_micro_batches([length] * actor.mini_batch_rows, actor.num_replicas, max_tokens=64)
     assert planned.num_micro_batches == actor.micro_batches[0 if length == 2 else 1]
 
