@@ -343,6 +343,10 @@ class GenerationThread:
     def _pause(self, *, drains: bool) -> None:
         """End all calls to replicas. An error ends generation: the next `take` raises it."""
         try:
+            # All that may start has started, so that timing does not decide which rows are drawn before the
+            # update of a curriculum, or are in a checkpoint.
+            if not self._is_held:
+                self._start_groups()
             if drains:
                 self._generate_until(self._is_drained, may_readmit=False)
             self._scheduler.pause()
@@ -368,14 +372,17 @@ class GenerationThread:
             may_readmit: Whether restarted replicas may get the actor's weights, which are the engines'
                 version only while the trainer waits for samples.
         """
-        # Groups taken, groups dropped or weights synced since the last iteration may allow groups to start.
-        self._buffer.score()
-        self._buffer.begin()
+        self._start_groups()
         if is_enough():
             return True
         self._scheduler.may_readmit = may_readmit
         self._runner.poll(_TURN_S)
         return False
+
+    def _start_groups(self) -> None:
+        """Start what groups taken, groups dropped or weights synced since the last time allow."""
+        self._buffer.score()
+        self._buffer.begin()
 
     # ---- the generation thread
 
