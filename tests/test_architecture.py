@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -149,6 +151,12 @@ def test_worker_processes_load_no_loss() -> None:
         pending += new
     assert LOSSES in edges
     assert LOSSES not in reached
+
+
+def test_a_training_rank_starts_without_transformers() -> None:
+    """It takes seconds to load, at each start and each recovery of a rank; only towers of images need it."""
+    script = "import sys, megarl.roles.megatron_worker; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 
 def test_every_package_has_a_layer() -> None:
