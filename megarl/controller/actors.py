@@ -374,8 +374,7 @@ def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int], *, stores_al
     """Put values that several ranks receive into the object store once, and replace them by references.
 
     Args:
-        parts: The arguments.
-        part_of_rank: The part that each rank receives.
+        part_of_rank: The index in `parts` of what each rank receives.
         stores_all: Whether values that a single rank receives are put there too, so that no relay loads them.
     """
     # Count by identity: the same object for several ranks is one value.

@@ -84,9 +84,8 @@ class RestartBudget:
     """Restarts of the recent past. A rare fault never exhausts the budget, however long the run is.
 
     Args:
-        limit: The number of restarts within the window.
+        limit: The most restarts within the window.
         window_s: The length of the window in seconds; infinite: the whole run.
-        now_s: The clock.
     """
 
     def __init__(

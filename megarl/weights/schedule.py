@@ -38,12 +38,17 @@ class TransferSchedule:
     ) -> None:
         self.parts = tuple(parts)
         self._ends = list(accumulate(part.tensor_slice.volume for part in parts))
-        self.bounds = bounds or [self.numel * number // num_rounds for number in range(num_rounds + 1)]
+        self.num_rounds = num_rounds if bounds is None else len(bounds) - 1
+        self._bounds = bounds
         self._messages: dict[int, tuple[Part, ...]] = {}  # cached, because every weight sync needs them again
 
     @property
-    def num_rounds(self) -> int:
-        return len(self.bounds) - 1
+    def bounds(self) -> Sequence[int]:
+        # Computed by the ranks that need it: the driver has the schedules of all ranks, and sends them.
+        if self._bounds is None:
+            numel = self.numel
+            self._bounds = [numel * number // self.num_rounds for number in range(self.num_rounds + 1)]
+        return self._bounds
 
     @property
     def numel(self) -> int:

@@ -19,6 +19,7 @@ round.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -292,7 +293,9 @@ class WeightSync:
         # Files are complete before they are read. Otherwise, start both sides before waiting for either: each
         # waits for the other.
         if folder is not None:
-            reports += filter(None, gather(*sending.values()))
+            for report in gather(*sending.values()):
+                assert report is not None, "with files, there are no peers to wait for"
+                reports.append(report)
             sending = {}
         receiving = {
             number: replica.call_rank(
@@ -314,12 +317,15 @@ class WeightSync:
     def _scratch_folder(self, version: int) -> Generator[Path]:
         """Make an empty folder for the files of one version, and remove it afterwards."""
         self._scratch_dir.mkdir(parents=True, exist_ok=True)
-        # After the failure of one rank, others may still add files, which must not hide that failure. What
-        # remains is removed when the run is started again.
-        with tempfile.TemporaryDirectory(
-            prefix=f".weights-{version}-", dir=self._scratch_dir, ignore_cleanup_errors=True
-        ) as folder:
-            yield Path(folder)
+        folder = Path(tempfile.mkdtemp(prefix=f".weights-{version}-", dir=self._scratch_dir))
+        try:
+            yield folder
+        except BaseException:
+            # After the failure of one rank, others may still add files, which must not hide that failure.
+            # What remains is removed when the run is started again.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder)
 
     def _through_folder(
         self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]

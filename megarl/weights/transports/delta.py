@@ -295,9 +295,11 @@ class _PatchReceives(Transfer):
         arrived: list[_Arrived] = []
         number = 0
 
-        while ranks := [rank for rank, each in self._chunks.items() if next_chunks[rank] < each.num_rounds]:
+        while left := [rank for rank, each in self._chunks.items() if next_chunks[rank] < each.num_rounds]:
             if not self._has_time:
                 yield
+            # Messages in files can wait, so only those of one trainer rank are in memory.
+            ranks = left[:1] if isinstance(self._channel.p2p, PatchFiles) else left
             # The headers first, because messages can only be received in their exact size.
             headers = torch.empty(len(ranks), 2, dtype=torch.int64, device=self._message_device)
             self._exchange(self._channel, [], list(zip(ranks, headers, strict=True)), number)
