@@ -75,7 +75,7 @@ class _Unknown(NamedTuple):
     layer: Layer
 
 
-_Problem = tuple[str | None, str]  # the refused key, None if it is unknown, and the message
+_Refusal = tuple[str | None, str]  # the refused key, None if it is unknown, and the message
 
 
 class Review:
@@ -97,7 +97,7 @@ class Review:
         """
         self._schema = schema
         self._values: dict[str, Any] = {}  # the merged values of all layers, in the types of their keys
-        self._found: list[_Problem | _Unknown] = []
+        self._found: list[_Refusal | _Unknown] = []
         self._required: list[str] = []
         self._resolved = Layer(f"{source}, with its references", {})
 
@@ -112,7 +112,7 @@ class Review:
             _remove(self._values, section)
         self._read_section(self._schema, layer.values, self._values, "", layer)
 
-    def build(self) -> tuple[Any, list[_Problem]]:
+    def build(self) -> tuple[Any, list[_Refusal]]:
         """Return the configuration, with a default or an empty value for each refused or missing one.
 
         Also returns the problems, each with its key.
@@ -241,8 +241,13 @@ class Review:
                     for index, row in enumerate(own[name])
                 ]
             elif own:
-                given[name] = own[name]
-                for problem in unusable_texts(own[name], is_prose=prose in metadata):
+                try:
+                    # A map in which an entry was missing at first has not been compared with its type.
+                    given[name] = converted(hints[name], own[name], refers=False)
+                except (OverflowError, ValueError):
+                    self._refuse(key, f"{key}: is {own[name]!r}, but must be {expected(hints[name])}")
+                    given[name] = deepcopy(usual)
+                for problem in unusable_texts(given[name], is_prose=prose in metadata):
                     self._refuse(key, f"{key}: {problem}")
             else:
                 given[name] = deepcopy(usual)
@@ -278,7 +283,7 @@ class Review:
         """All values that references may name, in OmegaConf's form: the defaults and the merged values."""
         return OmegaConf.create(_merged(contents_of(default_of(self._schema)), self._values))
 
-    def _problems(self) -> Iterator[_Problem]:
+    def _problems(self) -> Iterator[_Refusal]:
         """Yield the problems, and explain the unknown keys.
 
         A key of another framework gets a migration hint, and megarl's key is then not reported as missing.

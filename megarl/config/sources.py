@@ -27,6 +27,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from megarl.config.paths import split_code
 from megarl.config.schema.keys import MISSING, InputKind
 from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
 from megarl.machine.errors import ConfigError
@@ -97,8 +98,10 @@ class Layer(NamedTuple):
         if path in ("", MISSING) or path.startswith("${"):  # A reference is resolved at its own key.
             return path
         near = Path() if self.file is None else self.file.parent
-        if kind is not InputKind.data and (shipped := find_code(near / path, path)) is not None:
-            return _from_here(shipped)
+        if kind is not InputKind.data:
+            file, name = split_code(path) if kind is InputKind.function else (path, "")
+            if (shipped := find_code(near / file, file)) is not None:
+                return _from_here(shipped) + name
         if self.file is None or (kind is InputKind.data and is_shipped(self.file)):
             return path
         joined = near / path

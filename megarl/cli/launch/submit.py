@@ -34,7 +34,7 @@ from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, RunConf
 from megarl.config.schema.keys import InputKind
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
-from megarl.config.values import contents_of
+from megarl.config.values import contents_of, escaped
 from megarl.controller.environment import users_settings
 from megarl.doctor.checks import load_for_plan
 from megarl.machine.errors import ConfigError
@@ -270,7 +270,7 @@ def pack(config: RunConfig, folder: Path, here: Path) -> tuple[int, int]:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
 
-    OmegaConf.save(OmegaConf.create(contents_of(config)), folder / RUN_FILE)
+    OmegaConf.save(OmegaConf.create(escaped(contents_of(config))), folder / RUN_FILE)
     return len(files) + 1, sum(sizes.values())
 
 

@@ -384,6 +384,9 @@ def test_code_that_ships_has_one_name_in_every_folder(
         PPOConfig, write_yaml(tmp_path / "run.yaml", MINIMAL), [f"reward.functions=[{{path: {name}}}]"]
     )
     assert overridden.reward.functions[0].path == shipped
+    function = {"algorithm": {"policy_loss": {"function": f"{name}:loss"}}}
+    with_loss = write_yaml(tmp_path / "mine" / "loss.yaml", MINIMAL | function)
+    assert load_config(PPOConfig, with_loss).algorithm.policy_loss.function == f"{shipped}:loss"
 
     for own in (tmp_path / name, tmp_path / "mine" / name):
         own.parent.mkdir(parents=True)

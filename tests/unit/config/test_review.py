@@ -90,6 +90,20 @@ def test_a_missing_entry_of_a_map_keeps_the_entries_of_earlier_layers(tmp_path: 
     assert config.placement.pools == {"x": [1], "y": [2]}
 
 
+@pytest.mark.parametrize("given", [["4"], [4]])
+def test_entries_of_a_map_are_converted_once_none_is_missing(tmp_path: Path, given: list[Any]) -> None:
+    run = write_yaml(tmp_path / "run.yaml", RUN | {"placement": {"pools": {"x": given, "y": "???"}}})
+    config = load_config(PPOConfig, run, ["placement.pools.y=[2]"])
+    assert config.placement.pools == {"x": [4], "y": [2]}
+
+
+@pytest.mark.parametrize("given", [4, ["four"], "4", [None]])
+def test_an_entry_that_does_not_fit_is_refused_once_none_is_missing(tmp_path: Path, given: Any) -> None:
+    run = write_yaml(tmp_path / "run.yaml", RUN | {"placement": {"pools": {"x": given, "y": "???"}}})
+    with pytest.raises(ConfigError, match=r"placement\.pools: is \{.*\}, but must be a map"):
+        load_config(PPOConfig, run, ["placement.pools.y=[2]"])
+
+
 @pytest.mark.parametrize("key", ["model.path", "data.train_files"])
 def test_a_required_key_that_is_missing_is_reported_as_one(key: str) -> None:
     assert problems_of(f"{key}=???") == [f"{key}: is required; set it in the file or as {key}=..."]

@@ -105,6 +105,13 @@ def test_functions_of_the_algorithm_go_along_and_names_on_the_hub_stay(here: Pat
     assert (job / "rewards/neighbor.py").is_file()
 
 
+@pytest.mark.parametrize("text", ["costs ${amount}", "ends with ${", "\\${seed}", "${seed}"])
+def test_signs_of_references_in_a_text_are_its_own_characters(here: Path, tmp_path: Path, text: str) -> None:
+    given = config("rewards/count.py")
+    submit.pack(replace(given, data=replace(given.data, system_prompt=text)), job := tmp_path / "job", here)
+    assert load_config(PPOConfig, str(job / "run.yaml")).data.system_prompt == text
+
+
 def test_the_job_finds_what_ships_even_beside_a_folder_of_the_same_name(here: Path, tmp_path: Path) -> None:
     """The project has a `configs` folder of its own, which the job takes along too."""
     subprocess.run(["git", "init", "--quiet", here], check=True)
