@@ -51,7 +51,8 @@ _KIND = of_kinds(
         None: _Text,
         "function_call": _Call,
         "function_call_output": _Result,
-        "reasoning": RequestFields,  # which is in the recorded tokens
+        # Thinking is in the recorded tokens.
+        "reasoning": RequestFields,
     },
     "give messages, function calls and their outputs",
 )

@@ -102,8 +102,8 @@ def top_log_probs(
     return sums.sub_(log_partition[:, None])
 
 
-# The gradient (t, k + 1) with respect to `top_log_probs`, and what the logits' gradient follows from: `here`,
-# `column`, and the result of `top_log_probs`. In the order (here, column, log_probs, gradient).
+# What the logits' gradient follows from: `here` and `column`, both (t, k); the result of `top_log_probs`, and
+# the gradient with respect to it, both (t, k + 1).
 TopGradient = tuple[Tensor, Tensor, Tensor, Tensor]
 
 

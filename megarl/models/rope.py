@@ -126,7 +126,8 @@ def read_ropes_by_layer_type(
         ropes.append(read_rope(part, max_position_embeddings))
         reader.problems.extend(f"{layer_type} of {problem}" for problem in part.problems)
 
-    return ropes[0], ropes[1][:2]
+    full_rope, (theta, scaling, _) = ropes
+    return full_rope, (theta, scaling)
 
 
 def _read_partial_rotary_factor(rope: ConfigReader) -> float:

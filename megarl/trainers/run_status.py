@@ -124,7 +124,9 @@ class StatusReader:
         limit_s = self._config.trainer.phase_time_limit_s
         if not replicas:
             return None
-        number, (_, in_flight, silent_s) = max(enumerate(replicas), key=lambda one: one[1][2])
+        silences = [silent_s for _, _, silent_s in replicas]
+        number = silences.index(max(silences))
+        _, in_flight, silent_s = replicas[number]
 
         # Warn well before the limit after which the replica is restarted. A replica without requests has
         # been silent for 0 s.

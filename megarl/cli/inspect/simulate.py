@@ -127,7 +127,7 @@ def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], con
         wraps="mean staleness",
     )
     # For equal step times, fresher weights are better.
-    best = min(forecasts, key=lambda each: (each[2].step_s, each[1]))
+    best = min(forecasts, key=lambda each: (each.run.step_s, each.max_staleness))
 
     for each in forecasts:
         split, max_staleness, outcome = each

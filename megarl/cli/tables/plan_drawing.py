@@ -73,9 +73,8 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
     The panels are the step time, the trainer's idle share and the engines' slots in use, with one bar per
     max_staleness.
     """
-    splits, stalenesses = (
-        list(dict.fromkeys(values)) for values in zip(*(each[:2] for each in forecasts), strict=True)
-    )
+    splits = list(dict.fromkeys(each.split for each in forecasts))
+    stalenesses = list(dict.fromkeys(each.max_staleness for each in forecasts))
     figure = Figure(figsize=(max(6.0, 1.6 * len(splits) + 1.5), 6.5))
     FigureCanvasAgg(figure)
     frames = figure.subplots(3, 1, sharex=True)

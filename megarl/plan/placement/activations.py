@@ -80,10 +80,19 @@ class WorkingMemory(NamedTuple):
     trained_batch: int
 
 
-# Bytes that an optimizer step, and the reduction of gradients before it, take for a moment: the square roots
-# of the second moments of the rank's largest optimizer; float32 copies of gradients that have another dtype;
-# and a copy of the gradients that Megatron sums over tensor-parallel ranks after the last micro-batch.
-StepMemory = tuple[int, int, int]
+class StepMemory(NamedTuple):
+    """Bytes that an optimizer step, and the reduction of gradients before it, take for a moment.
+
+    Attributes:
+        roots: The square roots of the second moments of the rank's largest optimizer.
+        copies: Float32 copies of gradients that have another dtype.
+        summed: A copy of the gradients that Megatron sums over tensor-parallel ranks after the last
+            micro-batch.
+    """
+
+    roots: int
+    copies: int
+    summed: int
 
 
 def working_memory(

@@ -422,7 +422,7 @@ def stage_row_cache(config: PPOConfig, policy: Architecture, stage: int) -> int:
     numbers = config.max_row_tokens * weight_bytes(config.model.dtype)
     draft = _draft(config)
     of_draft = numbers * draft.cached_numbers(config.rollout.tensor_parallel_size) if draft else 0
-    layers, *_ = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage]
+    layers = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage].layers
     ranks = config.rollout.tensor_parallel_size
     states = state_bytes(policy, weight_bytes(config.model.dtype)) // ranks
     return of_draft + numbers * cached_numbers(policy, layers, ranks) + states
@@ -476,7 +476,11 @@ def step_memory(model: ModelRole, architecture: Architecture, dtype: DType, stag
     of_element = element_bytes(dtype, model.megatron)
     # With sequence parallelism, each rank has the gradients of its own tokens.
     summed = trained.replicated * of_element.gradient * parallel.sequence_parallel
-    return _FLOAT32 * max(dense, of_experts), of_element.stepped * (dense + of_experts), summed
+    return StepMemory(
+        roots=_FLOAT32 * max(dense, of_experts),
+        copies=of_element.stepped * (dense + of_experts),
+        summed=summed,
+    )
 
 
 def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:

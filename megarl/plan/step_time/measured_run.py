@@ -150,7 +150,7 @@ def fit_run(run_dir: Path, device: DeviceProfile) -> RunFit:
     ]
     fitted = fit_device(device, observations, _FITTED, pull=_PULL)
 
-    before = dict(predict(device))
+    before = predict(device)
     after = predict(fitted)
     phases = {name: (seconds, before[name], after[name]) for name, seconds in measured.items()}
     return RunFit(fitted, phases, lengths)
@@ -174,7 +174,7 @@ def _predictor(
 ) -> Callable[[DeviceProfile], Mapping[str, float]]:
     """Return a function that predicts the seconds of each phase, and of the step, for a device.
 
-    What ranks do is computed once, whatever the number of devices.
+    What ranks do is computed once, for all devices.
     """
     plan = plan_placement(config)
     moved = moved_items(plan)

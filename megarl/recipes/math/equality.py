@@ -70,17 +70,24 @@ def same(truth: Answer, answer: Answer) -> bool | None:
     return False
 
 
-_VERDICTS = (False, None, True)
-
-
 def _all(verdicts: Iterable[bool | None]) -> bool | None:
     """Whether all verdicts are true; None if none is false and Math-Verify has to decide one."""
-    return min(verdicts, key=_VERDICTS.index, default=True)
+    verdict: bool | None = True
+    for each in verdicts:
+        if each is False:
+            return False
+        verdict = verdict and each
+    return verdict
 
 
 def _any(verdicts: Iterable[bool | None]) -> bool | None:
     """Whether a verdict is true; None if none is and Math-Verify has to decide one."""
-    return max(verdicts, key=_VERDICTS.index, default=False)
+    verdict: bool | None = False
+    for each in verdicts:
+        if each:
+            return True
+        verdict = None if each is None else verdict
+    return verdict
 
 
 def _same_formula(truth: Formula, answer: Formula) -> bool:

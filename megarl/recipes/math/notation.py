@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -90,8 +91,8 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r'_\s*"(\w+)"', r"_{\1}"),
     (r'"\s*([A-Za-z])\s*"(?=\s*[_^=(])', r"\1"),
     (r'^\s*"([^"]*[\d\\][^"]*|[A-Za-z])"\s*$', r"\1"),
+    (r"\s+", " "),  # the optional parts of the next rule would try long runs of spaces in all ways
     (r",? *\(?(?:\bfor\b)? *[a-z] *\\in *\\mathbb\{[ZN]\}(?:\^\+)?\)?$", ""),
-    (r"\s+", " "),
     (r"^ | $", ""),
     (r"(?<!\.) ?[.;]$", ""),
 )
@@ -124,9 +125,11 @@ def split(text: str, separator: re.Pattern[str] = _COMMAS) -> tuple[list[str], l
     """Split text at separators outside brackets; return the parts and the separators."""
     parts = [""]
     found = []
+    depth = 0.0
     for at, piece in enumerate(separator.split(text)):
-        if at % 2 == 0 or piece[0].isdigit() or not is_balanced(parts[-1]):
+        if at % 2 == 0 or piece[0].isdigit() or depth:
             parts[-1] += piece
+            depth = _depth(piece, depth)
         else:
             found.append(_SAME_SIGNS.get(piece, piece))
             parts.append("")
@@ -157,12 +160,16 @@ def sides_of(text: str) -> tuple[list[str], list[str]]:
 
 
 def is_balanced(text: str) -> bool:
-    depth = 0
+    return _depth(text) == 0
+
+
+def _depth(text: str, depth: float = 0.0) -> float:
+    """Return the number of open brackets after a text; minus infinity if one was closed that was not open."""
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         if depth < 0:
-            return False
-    return depth == 0
+            return -math.inf
+    return depth
 
 
 # ---- units

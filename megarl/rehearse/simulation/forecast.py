@@ -40,13 +40,16 @@ class Split(NamedTuple):
     of: float
 
 
-Forecast = tuple[
-    Split, int, SimulatedRun
-]  # a split, a max_staleness, and the run that was simulated with them
+class Forecast(NamedTuple):
+    """A run that was simulated with a split of the devices and a `max_staleness`."""
+
+    split: Split
+    max_staleness: int
+    run: SimulatedRun
 
 
 def script_of(config: PPOConfig, lengths: Sequence[Sequence[int]]) -> Script:
-    """Return the simulation of a run, without its times.
+    """Return the script that simulates a run, without its times.
 
     It has at most 32 prompts per step, and the configured number of slots per prompt: the idle shares are
     about those of the whole step.
@@ -72,7 +75,7 @@ def forecast(script: Script, split: Split, max_staleness: int) -> Forecast:
     changed = replace(
         script, num_engines=split.num_engines, training_s=training_s, max_staleness=max_staleness
     )
-    return split, max_staleness, Simulation(changed).run()
+    return Forecast(split, max_staleness, Simulation(changed).run())
 
 
 def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:

@@ -281,7 +281,8 @@ class GenerationThread:
     def take(self) -> StepGroups:
         """Wait for the groups of the next step and return them.
 
-        Raises the errors of generation, and that which ended this thread, if any.
+        Raises the errors of generation, and that which ended this thread, if any. An error in this call does
+        not end the thread: a step that is repeated after a recovery takes its groups again.
         """
         with self._turn():
             if self._failure is not None:

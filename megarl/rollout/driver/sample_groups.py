@@ -76,7 +76,7 @@ class StepGroups(NamedTuple):
 
 
 class GroupState(Enum):
-    """State of a group, see the rollout buffer's docstring for the transitions.
+    """State of a group. The rollout buffer's docstring has the transitions.
 
     Attributes:
         generating: Samples are missing.

@@ -190,8 +190,9 @@ def test_ground_truths_are_right_answers_in_their_own_form() -> None:
         r"\(" * 20_000, r"\boxed{" * 9000,
         "x^" * 900 + "x", r"\sin" * 400 + " x", "x_1" * 600, "|x" * 600 + "|", r"\frac12" * 250,
         "x + " * 400 + "x'", "x * - " * 300 + "x'", "1A" * 900,
+        "x" + " " * 1900 + "y", "x" + "~" * 1900 + "y", r"\{" * 250 + "1, " * 300 + r"\}" * 250,
     ],
-    ids=range(34),
+    ids=range(37),
 )  # fmt: skip
 def test_slow_answers_are_wrong_in_little_time(answer: str) -> None:
     """Without a limit some of these would take hours of the processor."""

@@ -200,17 +200,17 @@ def test_gradients_that_tensor_parallel_ranks_sum_are_copied_after_the_last_micr
     actor = model_roles(run)[0]
     step = step_memory(actor, architecture, run.model.dtype, 0)
     in_each_layer = 7168 * (1536 + 512 + 64) + 1536 + 512 + 2 * 7168
-    assert step[2] == 4 * (61 * in_each_layer + 58 * 256 * (7168 + 1) + 7168)
+    assert step.summed == 4 * (61 * in_each_layer + 58 * 256 * (7168 + 1) + 7168)
 
     # It replaces the activations, which are free by then.
     work = working_memory(run, actor, architecture, 0, step)
-    assert work.train == work.stays + work.trained_batch + step[2]
-    activations = working_memory(run, actor, architecture, 0, (*step[:2], 0)).train
+    assert work.train == work.stays + work.trained_batch + step.summed
+    activations = working_memory(run, actor, architecture, 0, step._replace(summed=0)).train
     assert work.stays + work.trained_batch < activations < work.train
 
     # Without sequence parallelism, every rank has the gradients of all tokens.
     alone = replace(actor, parallel=replace(actor.parallel, sequence_parallel=False))
-    assert step_memory(alone, architecture, run.model.dtype, 0)[2] == 0
+    assert step_memory(alone, architecture, run.model.dtype, 0).summed == 0
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ class MadeUpWeights:
 
 
 def trains_in_no_time(on_update: OnUpdate, scheduler: RequestScheduler) -> bool:
-    """Return whether nothing is generated now: only while the trainer waits for a step, so that neither
-    thread's speed has an effect.
+    """Return whether the generation thread must not generate now.
 
+    It generates only while the trainer waits for a step, so that neither thread's speed has an effect.
     Samples of later steps are therefore in flight when weights are synced. With `drain`, which waits for
     them, the generation thread runs at all times.
     """
@@ -539,12 +539,14 @@ def test_a_step_that_is_awaited_while_the_thread_fails_raises_its_error() -> Non
     thread = GenerationThread(rollout, buffer, OnUpdate.drain)  # type: ignore[arg-type]
     polled.wait()
     taking = in_background(thread.take, "taking")
+    time.sleep(0.05)  # until it waits for the turn
     awaited.set()
-    for _ in range(2):  # and every later one
-        with pytest.raises(RunError, match="no such layer"):
-            taking.result(timeout=60)
-        taking = in_background(thread.take, "taking")
+    with pytest.raises(RunError, match="no such layer"):
+        taking.result(timeout=60)
+    with pytest.raises(RunError, match="no such layer"):  # as every later one
+        thread.take()
     thread.stop()
+    assert not has_thread()
 
 
 def test_an_error_in_a_pause_lets_the_step_end_and_is_raised_by_the_next_one() -> None:
