@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megarl.config.schema import DType, ParallelConfig
-from megarl.controller.errors import WorkerError
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
@@ -34,7 +35,7 @@ from megarl.weights.transfer import SendReport
 from megarl.weights.transports.folder import folder_message_bytes
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 10.0  # poll interval without a sign of any rank
+_LOOK_S = 1.0  # interval for checking the time limits of calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,14 +206,15 @@ def _all_written(group: RoleGroup, pending: dict[RemoteFuture[SendReport | None]
     """
     reports: list[SendReport] = []
     failures: list[WorkerError] = []
+    next_look_s = time.monotonic() + _LOOK_S
 
     while pending:
         ended = wait_for_any(list(pending), _LOOK_S)
-        # A rank that hangs ends no call by itself; asking for the results applies the time limit of the
-        # calls.
-        if not ended:
-            with suppress(WorkerError):  # raised below
-                gather(*pending)  # detects hanging ranks in time
+        # A rank that hangs ends no call, while those that wait for it return and are called again. So limits
+        # are checked even if calls end all the time.
+        if time.monotonic() >= next_look_s:
+            next_look_s = time.monotonic() + _LOOK_S
+            _check_limits(pending)
         for future in ended:
             rank = pending.pop(future)
             try:
@@ -231,3 +233,13 @@ def _all_written(group: RoleGroup, pending: dict[RemoteFuture[SendReport | None]
     if failures:
         raise min(failures, key=lambda failure: failure.kind)
     return reports
+
+
+def _check_limits(futures: Collection[RemoteFuture[Any]]) -> None:
+    """Raise PhaseTimeoutError if a call has exceeded its limit, or its process does not answer."""
+    try:
+        gather(*futures, timeout=0.0)
+    except PhaseTimeoutError:
+        raise
+    except (TimeoutError, WorkerError):
+        pass  # the calls are still running, or their own futures raise the error

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from megarl.config.schema import Device, DType, ModelConfig, ParallelConfig, RolloutConfig, Transport, Verify
 from megarl.controller.dispatch import Mesh
-from megarl.controller.errors import WorkerError
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
@@ -462,6 +462,25 @@ def test_save_hf_by_all_stages(trainer: Trainer, folders: Folders, tmp_path: Pat
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     saved = {name: tensor for file in names for name, tensor in load_file(tmp_path / "saved" / file).items()}
     assert {name: checksum(tensor) for name, tensor in saved.items()} == true_checksums(folders.trained)
+
+
+def test_a_rank_that_stops_in_a_weight_export_is_noticed(
+    ray_cluster: None, folders: Folders, tmp_path: Path
+) -> None:
+    """Rank 0 waits for tensors of rank 1. It returns every second and is called again, so that calls end all
+    the time."""
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    worker = RayClassWithInitArgs(StubTrainer, folders.trained, parallel)
+    with started("stubs", 2, {"actor": worker}) as groups:
+        group = groups["actor"]
+        source = Trainer(group, folders.trained).source(parallel)
+        source.save_hf(tmp_path / "whole", folders.trained)
+        os.kill(group.pids[1], signal.SIGSTOP)
+        group.phase_time_limit_s = 4.0
+        with pytest.raises(PhaseTimeoutError) as caught:
+            source.save_hf(tmp_path / "partial", folders.trained)
+    assert (caught.value.role, caught.value.rank) == ("actor", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 def test_save_hf_keeps_frozen_layers_of_the_original(
