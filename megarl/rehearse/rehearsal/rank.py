@@ -33,7 +33,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.placement.activations import sharing_is_another_way
-from megarl.rehearse.rehearsal import delta_kernels, te_signature, te_stub
 from megarl.rehearse.rehearsal.built import check_engine
 from megarl.rehearse.rehearsal.device import FakeDevice
 from megarl.rehearse.rehearsal.ledger import Ledger, place, place_of
@@ -47,6 +46,7 @@ from megarl.rehearse.rehearsal.record import (
     RehearsalError,
 )
 from megarl.rehearse.rehearsal.rows import RehearsedBatch, even_routes, make_rows, uneven_routes, with_loss
+from megarl.rehearse.rehearsal.stand_ins import flash_linear_attention, te_signature, transformer_engine_torch
 from megarl.weights.load import check_parameters
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
@@ -80,12 +80,12 @@ def prepare() -> None:
     """
     te_signature.count_flops_with(_on_flops)
     platform.activate_fake_cuda(
-        _on_wait, te_stub.compiled_module() if has_transformer_engine_modules() else None
+        _on_wait, transformer_engine_torch.compiled_module() if has_transformer_engine_modules() else None
     )
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
     fake_sorting.install()
-    delta_kernels.install()
+    flash_linear_attention.install()
     with FakeTensorMode():  # the same for what torch imports for its first fake tensor
         torch.ones(2, 2) @ torch.ones(2, 2)
 
