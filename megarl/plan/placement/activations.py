@@ -80,27 +80,12 @@ class WorkingMemory(NamedTuple):
     trained_batch: int
 
 
-class StepMemory(NamedTuple):
-    """Bytes that an optimizer step, and the reduction of gradients before it, take for a moment.
-
-    Attributes:
-        roots: The square roots of the second moments of the rank's largest optimizer.
-        copies: Float32 copies of gradients that have another dtype.
-        summed: A copy of the gradients that Megatron sums over tensor-parallel ranks after the last
-            micro-batch.
-    """
-
-    roots: int
-    copies: int
-    summed: int
-
-
 def working_memory(
     config: RunConfig,
     role: ModelRole,
     architecture: Architecture,
     stage: int,
-    step: StepMemory,
+    step: tuple[int, int],
     *,
     uneven: bool = True,
     shares: bool | None = None,
@@ -108,7 +93,7 @@ def working_memory(
     """Return the working memory of a rank.
 
     Args:
-        step: The temporary memory of the optimizer step.
+        step: The temporary bytes of the reduction of gradients, and of the optimizer step (`step_memory`).
         uneven: Whether one of the rank's experts receives twice its share of the tokens.
         shares: Whether two rows of the largest micro-batch share a prompt, where that is another way through
             attention (see `sharing_is_another_way`). By default, the peaks are the larger ones of both.
@@ -126,7 +111,7 @@ def _of_micro_batch(
     role: ModelRole,
     architecture: Architecture,
     stage: int,
-    step: StepMemory,
+    step: tuple[int, int],
     *,
     uneven: bool,
     shares: bool,
@@ -134,17 +119,11 @@ def _of_micro_batch(
     work = _Work(config, role, architecture, stage, uneven=uneven, shares=shares)
     trains = role.optim is not None
     stays = work.stays(trains)
-
-    # Torch's Adam materializes the square roots of all its second moments at once on CUDA. Transformer
-    # Engine's does not.
-    is_fused = layer_kind(config) is Layers.transformer_engine
-    roots, copies, summed = step
-    if work.kernels is Kernels.cpu or is_fused:
-        roots = 0
+    reduced, stepped = step
     return WorkingMemory(
         score=stays + work.score(),
-        train=stays + max(work.train(), work.batch(trains=True) + summed) if trains else 0,
-        step=stays + roots + copies if trains else 0,
+        train=stays + max(work.train(), work.batch(trains=True) + reduced) if trains else 0,
+        step=stays + stepped if trains else 0,
         stays=stays,
         scored_batch=work.batch(trains=False),
         trained_batch=work.batch(trains=True) if trains else 0,

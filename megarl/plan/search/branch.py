@@ -15,7 +15,7 @@ from megarl.models.architecture import Architecture
 from megarl.plan.placement.memory import budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.search.choices import with_choice
-from megarl.plan.search.engines import EngineShape, with_engines
+from megarl.plan.search.engines import EngineChoice, with_engines
 from megarl.plan.search.placements import Pool, placement_of
 from megarl.plan.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
 from megarl.plan.search.predicted_costs import PredictedCosts
@@ -65,13 +65,13 @@ class BestSolutions:
         return self.bound_s - self._costs.overhead_s(self._space.config)
 
     def complete(
-        self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: EngineShape
+        self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: EngineChoice
     ) -> None:
         """Plan, check and predict a configuration, and keep it if it is among the best."""
         config = self._space.config.with_sections(placement=placement_of(self._space, pools))
         for unit in self._space.units:
             config = with_choice(config, unit, variants[unit.name].choice)
-        config = with_engines(config, engines.choice)
+        config = with_engines(config, engines)
 
         try:
             plan = plan_placement(config)
@@ -103,7 +103,7 @@ class BestSolutions:
                 step=step,
                 pools=pools,
                 choices=choices,
-                engines=engines.choice,
+                engines=engines,
             )
         )
 
@@ -151,7 +151,7 @@ class Branch:
         self._shares: dict[tuple[str, int], MemoryShare] = {}
         self._units: list[tuple[Unit, int]] = []
         self._variants: list[VariantTable] = []
-        self._engines: list[EngineShape] = []
+        self._engines: list[EngineChoice] = []
         self._fastest: list[float] = []
         self._num_planned = 0
 
@@ -246,7 +246,7 @@ class Branch:
                 self._rejections.reject(LEVEL, Reason.slower)
                 continue
 
-            share = self._memory.of_engines(engines.usage, engines.choice.num_devices)
+            share = self._memory.of_engines(engines.usage, engines.num_devices)
             if peak_of_pool([*shares[pool], share]) > self._limit:
                 self._rejections.reject(LEVEL, Reason.memory, "the engines in a pool with others")
                 continue

@@ -12,7 +12,7 @@ from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
 from megarl.config.validate import RULES, Check, Needs, checks_of
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
-from megarl.plan.search.engines import EngineShape, engines_of
+from megarl.plan.search.engines import EngineChoice, engines_of
 from megarl.plan.search.placements import Pool
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
@@ -50,7 +50,7 @@ class Tables:
         self._costs = costs
         self._rejections = rejections
         self._variants: dict[tuple[str, int, int], VariantTable] = {}
-        self._engines: dict[tuple[tuple[int, ...], int], list[EngineShape]] = {}
+        self._engines: dict[tuple[tuple[int, ...], int], list[EngineChoice]] = {}
         self._fastest: dict[tuple[str, int], float] = {}  # seconds by unit and number of devices
 
     def variants(self, unit: Unit, pool: Pool) -> VariantTable:
@@ -67,7 +67,7 @@ class Tables:
                 self._fastest[unit.name, pool.num_devices] = fastest.seconds
         return self._variants[key]
 
-    def engines(self, pool: Pool, max_staleness: int) -> list[EngineShape]:
+    def engines(self, pool: Pool, max_staleness: int) -> list[EngineChoice]:
         """Return the shapes of the engines in a pool."""
         key = (tuple(count for count in pool.on_nodes if count), max_staleness)
         if key not in self._engines:
