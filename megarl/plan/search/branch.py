@@ -21,7 +21,7 @@ from megarl.plan.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Space, Unit
+from megarl.plan.search.space import ROLLOUT, Space
 from megarl.plan.search.tables import Tables
 from megarl.plan.search.variants import Variant, VariantTable
 from megarl.plan.step_time.step import GENERATION, StepSchedule
@@ -70,7 +70,7 @@ class BestSolutions:
         """Plan, check and predict a configuration, and keep it if it is among the best."""
         config = self._space.config.with_sections(placement=placement_of(self._space, pools))
         for unit in self._space.units:
-            config = with_choice(config, unit, variants[unit.name].choice)
+            config = with_choice(config, unit, variants[unit].choice)
         config = with_engines(config, engines)
 
         try:
@@ -149,7 +149,7 @@ class Branch:
         self._limit = space.device_bytes
 
         self._shares: dict[tuple[str, int], MemoryShare] = {}
-        self._units: list[tuple[Unit, int]] = []
+        self._units: list[tuple[str, int]] = []
         self._variants: list[VariantTable] = []
         self._engines: list[EngineChoice] = []
         self._fastest: list[float] = []
@@ -157,12 +157,12 @@ class Branch:
 
     def explore(self) -> None:
         """Search the branch, or reject its pools if a unit or the engines do not fit in theirs."""
-        self._units = [(unit, self._pool_of(unit.name)) for unit in self._space.units]
+        self._units = [(unit, self._pool_of(unit)) for unit in self._space.units]
         self._variants = [self._tables.variants(unit, self._pools[pool]) for unit, pool in self._units]
         self._engines = self._tables.engines(self._pools[self._pool_of(ROLLOUT)], self._max_staleness)
         fastest = [next(iter(table), None) for table in self._variants]
         if None in fastest or not self._engines:
-            name = ROLLOUT if None not in fastest else self._units[fastest.index(None)][0].name
+            name = ROLLOUT if None not in fastest else self._units[fastest.index(None)][0]
             devices = self._pools[self._pool_of(name)].num_devices
             self._rejections.reject(
                 "placements", Reason.memory, f"{name} does not fit on {counted(devices, 'device')}"
@@ -209,10 +209,10 @@ class Branch:
             of_pool = [*shares[pool], share]
             if peak_of_pool(of_pool) > self._limit:
                 self._rejections.consider(LEVEL)
-                self._rejections.reject(LEVEL, Reason.memory, f"{unit.name} in a pool with others")
+                self._rejections.reject(LEVEL, Reason.memory, f"{unit} in a pool with others")
                 continue
             inside = [of_pool if number == pool else each for number, each in enumerate(shares)]
-            self._choose({**chosen, unit.name: variant}, sums, inside)
+            self._choose({**chosen, unit: variant}, sums, inside)
 
     def _least_s(self, of_pools: Sequence[float], generation_s: float) -> float:
         """Return a lower bound from the sum of the models' times in each pool.
@@ -222,8 +222,8 @@ class Branch:
         longest = max(of_pools, default=0.0)
         return max(longest, generation_s) if self._max_staleness else longest + generation_s
 
-    def _share(self, unit: Unit, variant: Variant) -> MemoryShare:
-        key = (unit.name, id(variant))
+    def _share(self, unit: str, variant: Variant) -> MemoryShare:
+        key = (unit, id(variant))
         if key not in self._shares:
             self._shares[key] = self._memory.of_models(variant.memory, variant.per_stage)
         return self._shares[key]

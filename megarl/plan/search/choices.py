@@ -12,7 +12,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of
 from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.placement.memory import RoleMemory, role_memory
-from megarl.plan.search.space import Unit, roles_of
+from megarl.plan.search.space import roles_of
 
 
 class Choice(NamedTuple):
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     reference_tokens: int | None = None
 
 
-def with_choice(config: PPOConfig, unit: Unit, choice: Choice) -> PPOConfig:
+def with_choice(config: PPOConfig, unit: str, choice: Choice) -> PPOConfig:
     """Return the configuration with what is chosen for a unit."""
     for role in roles_of(config, unit):
         if role.name == "reference":

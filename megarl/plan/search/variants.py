@@ -25,7 +25,7 @@ from megarl.plan.search.choices import Choice, describe, memory_by_stage, with_c
 from megarl.plan.search.pool_memory import least_bytes
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
-from megarl.plan.search.space import Space, Unit, roles_of
+from megarl.plan.search.space import Space, roles_of
 
 LEVEL = "variants"
 # The time of a variant with other micro-batches, virtual stages or distribution of experts, relative to the
@@ -71,7 +71,7 @@ class VariantTable:
     def __init__(
         self,
         space: Space,
-        unit: Unit,
+        unit: str,
         architectures: Mapping[str, Architecture],
         layouts: Sequence[ParallelConfig],
         costs: PredictedCosts,
@@ -187,7 +187,7 @@ class VariantTable:
         )
 
     def _reject_memory(self, choice: Choice, needed: float, count: int = 1) -> None:
-        said = f"{describe(choice)} of {self._unit.name} needs {sized(needed)} or more on a device"
+        said = f"{describe(choice)} of {self._unit} needs {sized(needed)} or more on a device"
         self._rejections.reject(LEVEL, Reason.memory, said, count)
 
     def _memory_that_fits(self, choice: Choice) -> Mapping[str, tuple[RoleMemory, ...]] | None:
@@ -280,7 +280,7 @@ def expected_rank(parallel: ParallelConfig) -> tuple[int, float, int]:
     )
 
 
-def recomputations(space: Space, unit: Unit) -> Sequence[Recomputation | None]:
+def recomputations(space: Space, unit: str) -> Sequence[Recomputation | None]:
     """Return what a unit may recompute, from little to much; None for a unit that does not train."""
     role = roles_of(space.config, unit)[0]
     if role.optim is None:
@@ -299,7 +299,7 @@ def recomputations(space: Space, unit: Unit) -> Sequence[Recomputation | None]:
     return fitting or (role.recomputation,)
 
 
-def token_limits(space: Space, unit: Unit, parallel: ParallelConfig) -> list[int | None]:
+def token_limits(space: Space, unit: str, parallel: ParallelConfig) -> list[int | None]:
     """Return the configured limit of a micro-batch, and room for 1, 2 and 4 of the longest rows."""
     role = replace(roles_of(space.config, unit)[0], parallel=parallel)
     configured = role.micro_batch.max_tokens
