@@ -14,7 +14,7 @@ from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.memory import budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.choices import with_choice
+from megarl.plan.search.choices import Choice, with_choice
 from megarl.plan.search.engines import EngineChoice, with_engines
 from megarl.plan.search.placements import Pool, placement_of
 from megarl.plan.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
@@ -23,7 +23,7 @@ from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import ROLLOUT, Space
 from megarl.plan.search.tables import Tables
-from megarl.plan.search.variants import Variant, VariantTable
+from megarl.plan.search.variants import VariantTable
 from megarl.plan.step_time.step import GENERATION, StepSchedule
 
 # The most configurations with the same pools that are planned. More of them differ by less than the bounds.
@@ -65,12 +65,12 @@ class BestSolutions:
         return self.bound_s - self._costs.overhead_s(self._space.config)
 
     def complete(
-        self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: EngineChoice
+        self, pools: tuple[Pool, ...], variants: Mapping[str, Choice], engines: EngineChoice
     ) -> None:
         """Plan, check and predict a configuration, and keep it if it is among the best."""
         config = self._space.config.with_sections(placement=placement_of(self._space, pools))
         for unit in self._space.units:
-            config = with_choice(config, unit, variants[unit].choice)
+            config = with_choice(config, unit, variants[unit])
         config = with_engines(config, engines)
 
         try:
@@ -94,7 +94,6 @@ class BestSolutions:
             self._rejections.reject(LEVEL, Reason.memory, problem)
             return
 
-        choices = {name: variant.choice for name, variant in variants.items()}
         self._keep(
             Solution(
                 config=config,
@@ -102,7 +101,7 @@ class BestSolutions:
                 memory=memory,
                 step=step,
                 pools=pools,
-                choices=choices,
+                choices=variants,
                 engines=engines,
             )
         )
@@ -180,7 +179,7 @@ class Branch:
         return next(number for number, pool in enumerate(self._pools) if unit in pool.units)
 
     def _choose(
-        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
+        self, chosen: dict[str, Choice], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
     ) -> None:
         """Choose a variant of the next unit.
 
@@ -222,14 +221,14 @@ class Branch:
         longest = max(of_pools, default=0.0)
         return max(longest, generation_s) if self._max_staleness else longest + generation_s
 
-    def _share(self, unit: str, variant: Variant) -> MemoryShare:
+    def _share(self, unit: str, variant: Choice) -> MemoryShare:
         key = (unit, id(variant))
         if key not in self._shares:
-            self._shares[key] = self._memory.of_models(variant.memory, variant.per_stage)
+            self._shares[key] = self._memory.of_models(variant.memory, variant.parallel.stage_size)
         return self._shares[key]
 
     def _choose_engines(
-        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
+        self, chosen: dict[str, Choice], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
     ) -> None:
         times = {name: seconds for each in chosen.values() for name, seconds in each.phases.items()}
         pool = self._pool_of(ROLLOUT)

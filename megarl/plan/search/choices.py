@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megarl.config.roles import TEACHER, ModelRole
@@ -16,18 +18,27 @@ from megarl.plan.search.space import roles_of
 
 
 class Choice(NamedTuple):
-    """The values that are chosen for a unit.
+    """The values that are chosen for a unit: a variant of its layouts, with its times and its memory.
 
     Attributes:
         max_tokens: The tokens of a micro-batch, None if the run limits its micro-batches by rows.
         recomputation: None for a unit that does not train.
         reference_tokens: The tokens of the reference's micro-batch, None if it stays as configured.
+        phases: The seconds of each phase, once they are known.
+        memory: The memory of each role, by pipeline stage, once it is known.
     """
 
     parallel: ParallelConfig
     max_tokens: int | None
     recomputation: Recomputation | None
     reference_tokens: int | None = None
+    phases: Mapping[str, float] = MappingProxyType({})
+    memory: Mapping[str, tuple[RoleMemory, ...]] = MappingProxyType({})
+
+    @property
+    def seconds(self) -> float:
+        """The time of all its phases, one after the other."""
+        return sum(self.phases.values())
 
 
 def with_choice(config: PPOConfig, unit: str, choice: Choice) -> PPOConfig:

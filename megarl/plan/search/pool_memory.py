@@ -38,7 +38,6 @@ def skeleton(space: Space, partition: Partition) -> PlacementPlan:
         num_nodes=1,
         devices_per_node=len(partition),
         groups=(*groups, _group("reward", "reward", ())),
-        reservations=(),
         bases=tuple(base_roles(space.config).items()),
     )
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import log2
-from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import room_of_longest_row
 from megarl.config.rules import models
@@ -42,25 +41,6 @@ _RECOMPUTATIONS = (
 )
 
 
-class Variant(NamedTuple):
-    """A choice for a unit, with its times and its memory.
-
-    Attributes:
-        seconds: The time of all its phases, one after the other.
-        phases: The seconds of each phase.
-        memory: The memory of each role, by pipeline stage.
-    """
-
-    choice: Choice
-    seconds: float
-    phases: Mapping[str, float]
-    memory: Mapping[str, tuple[RoleMemory, ...]]
-
-    @property
-    def per_stage(self) -> int:
-        return self.choice.parallel.stage_size
-
-
 class VariantTable:
     """The variants of a unit over a number of devices that fit alone, in the order of their times.
 
@@ -84,7 +64,7 @@ class VariantTable:
         self._rejections = rejections
         self._limit = space.device_bytes
         self._recomputations = recomputations(space, unit)
-        self._known: list[Variant] = []
+        self._known: list[Choice] = []
         self._of_layout: dict[ParallelConfig, list[tuple[float, ...]]] = {}
         # What was not needed so far: a bound of its time, the order of its arrival, the number of its
         # variants, and what computes the first of them.
@@ -101,7 +81,7 @@ class VariantTable:
             group.sort(key=expected_rank)
             self._open([(parallel, limit) for limit in limits for parallel in group])
 
-    def __iter__(self) -> Iterator[Variant]:
+    def __iter__(self) -> Iterator[Choice]:
         index = 0
         while True:
             while index >= len(self._known):
@@ -218,7 +198,7 @@ class VariantTable:
         if self._is_dominated(choice.parallel, phases, memory):
             self._rejections.reject(LEVEL, Reason.dominated)
         else:
-            self._known.append(Variant(choice, sum(phases.values()), phases, memory))
+            self._known.append(choice._replace(phases=phases, memory=memory))
 
     def _is_dominated(
         self,
