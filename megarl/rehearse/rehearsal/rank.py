@@ -40,7 +40,6 @@ from megarl.rehearse.rehearsal.prediction import SHARED, UNEVEN
 from megarl.rehearse.rehearsal.record import (
     Collective,
     PhaseRecord,
-    RankPush,
     RankRecord,
     RankRequest,
     RehearsalError,
@@ -50,7 +49,7 @@ from megarl.rehearse.rehearsal.stand_ins import flash_linear_attention, te_signa
 from megarl.weights.load import check_parameters
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
-from megarl.weights.schedule import Part
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import merged_shards
 from megarl.weights.tensors import WeightTransferError
@@ -229,11 +228,8 @@ class _Rehearsal:
         check_engine(engine, with_transformer_engine=has_transformer_engine_modules())
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
-        push = (
-            partial(push_weights, engine, self._request.push, self._ledger, self._request.rank)
-            if self._request.push
-            else None
-        )
+        sends = self._request.sends
+        push = None if sends is None else partial(push_weights, engine, sends, self._request, self._ledger)
         yield from run_phases(engine, self._config, self._role, self._batch, end, push, self._worst_cases())
 
 
@@ -353,7 +349,7 @@ class _RecordedGroup(P2PGroup):
         return PendingMessages()
 
 
-def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: int) -> None:
+def push_weights(engine: MegatronEngine, sends: PeerTransfers, request: RankRequest, ledger: Ledger) -> None:
     """Run the sends of a weight sync.
 
     Raises:
@@ -389,9 +385,9 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
             raise RehearsalError(f"{sent}, but this rank holds {held:,} of them")
 
     # Run the transfer's own code with a group that records the sends.
-    buffers = torch.empty(2, push.sends.largest, dtype=dtype, device=shards.device)
-    ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
-    channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), push.sends)
+    buffers = torch.empty(2, sends.largest, dtype=dtype, device=shards.device)
+    ipc_buffers = torch.empty(request.buffer_bytes, dtype=torch.uint8, device=shards.device)
+    channel = Channel(_RecordedGroup(ledger, request.rank, spec.parallel.world_size), sends)
     is_done = PipelinedTransfer([channel], buffers, regions, are_computed=shards.are_computed).run()
     assert is_done, "there are no peers to wait for"
     # Keep the buffers until here, as in a run, so that the peak of the phase includes them.
