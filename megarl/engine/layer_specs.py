@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
+from megarl.engine.cpu_adaptations import MegatronEvidence
 from megarl.engine.layer_kinds import MODULES
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedDeepstackLayer, RoutedLayer
@@ -38,6 +39,29 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
 from megarl.models.mapping import EXPERT
 from megarl.models.part_kind import NORM_BEFORE, PartKind
+
+# What Megatron does with the biases of experts, which `adapt_expert_biases` changes. A test of each fails when
+# a new Megatron no longer does this.
+EVIDENCE = (
+    MegatronEvidence(
+        "tensor_parallel.layers",
+        "RowParallelLinear",
+        'setattr(self.bias, "sequence_parallel", self.sequence_parallel)',
+        "sums the biases of different experts over ranks",
+    ),
+    MegatronEvidence(
+        "tensor_parallel.layers",
+        "RowParallelLinear",
+        'setattr(self.bias, "allreduce", not use_expert_pgs)',
+        "marks the biases of experts, but not as sharded",
+    ),
+    MegatronEvidence(
+        "transformer.mlp",
+        "MLP",
+        "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)",
+        "adds the bias of an expert in place to a view",
+    ),
+)
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool, has_adapters: bool = False) -> LayerChoice:
@@ -251,6 +275,26 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
                 )
             # pyrefly: ignore[missing-attribute]  # see cpu_adaptations.py
             parameter.gates_apart = gates_apart
+
+
+def adapt_expert_biases(model: torch.nn.Module) -> None:
+    """Mark the biases of a chunk's experts as what they are, and give each layer an output of its own.
+
+    Megatron-Core 0.19 treats them as if every rank had the same experts: it adds up the gradients of
+    different experts over the tensor-parallel ranks, leaves those of all ranks but the first out of the
+    gradient norm, and adds a bias in place to the output of a layer, of which autograd knows that it is a view.
+    """
+    for name, module in model.named_modules():
+        if ".local_experts." not in name or not name.endswith("linear_fc2"):
+            continue
+        bias: Any = module.bias
+        bias.sequence_parallel = False
+        bias.tensor_model_parallel = True
+        module.register_forward_hook(_with_own_output)
+
+
+def _with_own_output(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+    return outputs[0].clone(), *outputs[1:]
 
 
 def forget_routes(model: torch.nn.Module) -> None:

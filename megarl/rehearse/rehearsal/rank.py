@@ -25,7 +25,7 @@ from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, RoleKind, model_roles, needs_sum_pi_squared
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.engine import fake_sorting, platform
+from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.engine.top_tokens import TopK
@@ -83,7 +83,6 @@ def prepare() -> None:
     )
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
-    fake_sorting.install()
     flash_linear_attention.install()
     with FakeTensorMode():  # the same for what torch imports for its first fake tensor
         torch.ones(2, 2) @ torch.ones(2, 2)

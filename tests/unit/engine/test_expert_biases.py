@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
-
-from megarl.engine.cpu_adaptations import MegatronEvidence
-from megarl.engine.expert_biases import EVIDENCE
+from megarl.config.schema import ParallelConfig
+from tests.ranks import RankPool
+from tests.unit.engine.rank_side import start
 from tests.unit.engine.test_cpu_adaptations import megatron_source
 
 
-@pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.reason)
-def test_megatron_still_does_what_is_adapted(evidence: MegatronEvidence) -> None:
-    assert evidence.source in megatron_source(evidence.module, evidence.attribute), (
-        f"megatron.core.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} "
-        f"({evidence.reason}): see whether its adaptation in expert_biases.py is still needed"
-    )
+def sources_that_changed() -> list[str]:
+    """Run in a rank: return what Megatron no longer does, so that its adaptation can go."""
+    start(ParallelConfig())
+    from megarl.engine.layer_specs import EVIDENCE
+
+    return [
+        each.reason for each in EVIDENCE if each.source not in megatron_source(each.module, each.attribute)
+    ]
+
+
+def test_megatron_still_does_what_is_adapted(rank_pool: RankPool) -> None:
+    assert rank_pool.run(sources_that_changed, world_size=1) == [[]]
 
 
 def test_biases_of_row_parallel_layers_are_not_marked_as_sharded() -> None:
