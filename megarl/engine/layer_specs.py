@@ -40,8 +40,8 @@ from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
 from megarl.models.mapping import EXPERT
 from megarl.models.part_kind import NORM_BEFORE, PartKind
 
-# What Megatron does with the biases of experts, which `adapt_expert_biases` changes. A test of each fails when
-# a new Megatron no longer does this.
+# What Megatron does with the biases of experts, which `adapt_expert_biases` changes. A test of each fails
+# when a new Megatron no longer does this.
 EVIDENCE = (
     MegatronEvidence(
         "tensor_parallel.layers",
@@ -282,7 +282,8 @@ def adapt_expert_biases(model: torch.nn.Module) -> None:
 
     Megatron-Core 0.19 treats them as if every rank had the same experts: it adds up the gradients of
     different experts over the tensor-parallel ranks, leaves those of all ranks but the first out of the
-    gradient norm, and adds a bias in place to the output of a layer, of which autograd knows that it is a view.
+    gradient norm, and adds a bias in place to the output of a layer, of which autograd knows that it is a
+    view.
     """
     for name, module in model.named_modules():
         if ".local_experts." not in name or not name.endswith("linear_fc2"):

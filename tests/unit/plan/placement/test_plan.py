@@ -367,6 +367,13 @@ def test_custom_pools_are_where_they_are_said_to_be() -> None:
     assert plan.role_pools["rollout"] == "reference"
 
 
+def test_a_pool_called_reward_has_its_devices_without_the_role_of_this_name() -> None:
+    roles = {**SPREAD, "rollout": "reward"}
+    plan = plan_placement(custom(roles, {"one": [0, 4], "two": [2, 0], "reward": [0, 2]}, num_nodes=2))
+    assert places(plan, "rollout") == [(1, 4)]
+    assert plan.devices_per_node == 6
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
