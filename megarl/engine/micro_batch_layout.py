@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.batch.token_rows import ImagePlace, first_with_prompt
-from megarl.config.batch_arithmetic import padded_length
+from megarl.config.batch_arithmetic import padded_length, rounded_up
 from megarl.engine.context import ContextParallelRank, own_tokens
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
@@ -33,10 +33,6 @@ class TokenPositions(NamedTuple):
     sources: Tensor
     lengths: Tensor
     origins: Tensor
-
-
-def _aligned(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
 
 
 def _lay_out(
@@ -233,7 +229,7 @@ def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> 
     counts = part.bincount(minlength=cut.size)
 
     # The ranks' outputs are gathered, which requires that all parts have the same length.
-    most = _aligned(max(1, int(counts.max())), cut.multiple)
+    most = rounded_up(max(1, int(counts.max())), cut.multiple)
     among = torch.arange(len(chosen)) + (torch.arange(cut.size) * most - (counts.cumsum(0) - counts))[part]
     own = chosen[part == cut.rank] - cut.rank * size
 
@@ -264,7 +260,7 @@ def packed_inputs(
     # Every rank's part is padded to a multiple of the slice size. The padding is one more sequence, of which
     # all ranks have chunks.
     padding = (
-        _aligned(num_tokens, cut.unit if place.size == 1 else place.size * lcm(2, cut.unit)) - num_tokens
+        rounded_up(num_tokens, cut.unit if place.size == 1 else place.size * lcm(2, cut.unit)) - num_tokens
     )
     last = [padding] if padding else []
 
@@ -308,7 +304,7 @@ def packed_inputs(
 
 def padded_inputs(rows: ConcatenatedRows, cut: SequenceSlice) -> ModelInputs:
     num_rows = len(rows.prompts)
-    longest = _aligned(int((rows.prompts + rows.responses).max()), cut.unit)
+    longest = rounded_up(int((rows.prompts + rows.responses).max()), cut.unit)
 
     # Zeros pad on the right, where the causal mask hides them from the real tokens.
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)

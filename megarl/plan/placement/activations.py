@@ -18,6 +18,7 @@ from megarl.config.batch_arithmetic import (
     fullest_with_shared_prompt,
     longest_row,
     micro_batch_tokens,
+    rounded_up,
     rows_of_prompt,
     rows_of_replica,
     shares_a_prompt,
@@ -301,7 +302,7 @@ class _Work:
             tokens = len(rows) * max(row.tokens for row in rows)
 
         cut = self._parallel.tensor_parallel_size * token_multiple(self._role.megatron)
-        return -(-tokens // cut) * cut
+        return rounded_up(tokens, cut)
 
     def batch(self, trains: bool) -> int:
         """Return the bytes of all rows of a pass at their maximum length."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from math import log2
 
-from megarl.config.batch_arithmetic import room_of_longest_row
+from megarl.config.batch_arithmetic import room_of_longest_row, rounded_up
 from megarl.config.rules import models
 from megarl.config.schema import (
     ParallelConfig,
@@ -289,6 +289,6 @@ def token_limits(space: Space, unit: str, parallel: ParallelConfig) -> list[int 
 
     # Each context-parallel rank has its part of a row.
     longest = -(-room_of_longest_row(space.config, role) // parallel.context_parallel_size)
-    least = -(-longest // _TOKENS_UNIT) * _TOKENS_UNIT
+    least = rounded_up(longest, _TOKENS_UNIT)
     limits = {least * factor for factor in _TOKENS_FACTORS}
     return [*sorted(limits | ({configured} if configured >= longest else set()))]
