@@ -14,7 +14,6 @@ from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.memory import budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.choices import Choice, with_choice
 from megarl.plan.search.engines import EngineChoice, with_engines
 from megarl.plan.search.placements import Pool, placement_of
 from megarl.plan.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
@@ -23,7 +22,7 @@ from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import ROLLOUT, Space
 from megarl.plan.search.tables import Tables
-from megarl.plan.search.variants import VariantTable
+from megarl.plan.search.variants import Choice, VariantTable, with_choice
 from megarl.plan.step_time.step import GENERATION, StepSchedule
 
 # The most configurations with the same pools that are planned. More of them differ by less than the bounds.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from operator import attrgetter
 
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind
@@ -61,10 +60,6 @@ class Space:
 
     def is_pinned(self, key: str) -> bool:
         return key in self.pinned
-
-    def value(self, key: str) -> object:
-        """Return the value of a key in the run's file."""
-        return attrgetter(key)(self.config)
 
     @property
     def memory_key(self) -> str | None:

@@ -22,12 +22,12 @@ from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.plan.placement.memory import budget_problems, engine_usage, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.choices import memory_by_stage
 from megarl.plan.search.pool_memory import PoolMemory, peak_of_pool
 from megarl.plan.search.rejections import Reason
 from megarl.plan.search.search import search
 from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import ROLLOUT, Space, roles_of
+from megarl.plan.search.variants import memory_by_stage
 from tests.unit.plan.search.analytic import AnalyticCosts, space_of
 
 SMALL = "qwen2.5_7b_grpo"
