@@ -100,34 +100,24 @@ def working_memory(
             attention (see `sharing_is_another_way`). By default, the peaks are the larger ones of both.
     """
     both = (False, True) if sharing_is_another_way(config, role, architecture) else (False,)
-    found = [
-        _of_micro_batch(config, role, architecture, stage, step, uneven=uneven, shares=each)
+    trains = role.optim is not None
+    reduced, stepped = step
+    works = [
+        _Work(config, role, architecture, stage, uneven=uneven, shares=each)
         for each in (both if shares is None else (shares,))
     ]
-    return found[0]._replace(score=max(work.score for work in found), train=max(work.train for work in found))
+    trained = [
+        work.stays(trains) + max(work.train(), work.batch(trains=True) + reduced) for work in works if trains
+    ]
+    first = works[0]
 
-
-def _of_micro_batch(
-    config: RunConfig,
-    role: ModelRole,
-    architecture: Architecture,
-    stage: int,
-    step: tuple[int, int],
-    *,
-    uneven: bool,
-    shares: bool,
-) -> WorkingMemory:
-    work = _Work(config, role, architecture, stage, uneven=uneven, shares=shares)
-    trains = role.optim is not None
-    stays = work.stays(trains)
-    reduced, stepped = step
     return WorkingMemory(
-        score=stays + work.score(),
-        train=stays + max(work.train(), work.batch(trains=True) + reduced) if trains else 0,
-        step=stays + stepped if trains else 0,
-        stays=stays,
-        scored_batch=work.batch(trains=False),
-        trained_batch=work.batch(trains=True) if trains else 0,
+        score=max(work.stays(trains) + work.score() for work in works),
+        train=max(trained, default=0),
+        step=first.stays(trains) + stepped if trains else 0,
+        stays=first.stays(trains),
+        scored_batch=first.batch(trains=False),
+        trained_batch=first.batch(trains=True) if trains else 0,
     )
 
 
