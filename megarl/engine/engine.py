@@ -363,7 +363,7 @@ class MegatronEngine:
         Raises:
             ValueError: A metric does not define how it is merged.
         """
-        return self._merged(self._forward_backward(batch, micro_batches, loss, extras))
+        return self._forward_backward(batch, micro_batches, loss, extras)[0]
 
     def forward_backward_scored(
         self,
@@ -378,21 +378,13 @@ class MegatronEngine:
             Its metrics, merged over this replica's micro-batches, and the scores of all rows by the weights
             before the update, as in `forward`. Both are empty except on the last pipeline stage.
         """
-        shares = self._forward_backward(batch, micro_batches, loss, extras)
-        scores = _in_order_of_rows([outputs for _, _, outputs in shares], batch, micro_batches)
-        return self._merged(shares), scores
-
-    def _merged(self, shares: Sequence[_LossShare]) -> dict[str, Metric]:
-        """Return the metrics of a pass, and remember whether its loss is finite."""
-        merged = merge_metrics([{**metrics, _LOSS: Metric.sum(loss)} for loss, metrics, _ in shares])
-        loss = merged.pop(_LOSS, None)
-        self._loss_is_finite = loss is None or math.isfinite(float(loss.value))
-        return merged
+        merged, outputs = self._forward_backward(batch, micro_batches, loss, extras)
+        return merged, _in_order_of_rows(outputs, batch, micro_batches)
 
     def _forward_backward(
         self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra]
-    ) -> list[_LossShare]:
-        """Return the share of each micro-batch on the last pipeline stage, and nothing on others."""
+    ) -> tuple[dict[str, Metric], list[Outputs]]:
+        """Return the merged metrics, and the outputs of each micro-batch. On other stages, both are empty."""
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
@@ -410,7 +402,11 @@ class MegatronEngine:
             if rate := self.spec.routers.bias_update_rate:
                 self._bias_steps = tally.bias_steps(rate)
 
-        return shares
+        # An update whose loss is not finite on some rank is refused.
+        merged = merge_metrics([{**metrics, _LOSS: Metric.sum(value)} for value, metrics, _ in shares])
+        whole = merged.pop(_LOSS, None)
+        self._loss_is_finite = whole is None or math.isfinite(float(whole.value))
+        return merged, [outputs for _, _, outputs in shares]
 
     def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterStatistics | None:
         """Return statistics for the routers in the next pass over these rows.
