@@ -149,6 +149,37 @@ class InertStream:
         pass
 
 
+def replace_streams(
+    stream: type[InertStream], capability: tuple[int, int], num_processors: int, name: str
+) -> None:
+    """Replace CUDA's streams by inert ones, and its random generator by the CPU's.
+
+    Args:
+        capability: The capability of the device, which determines the choice of kernels.
+    """
+    cuda: Any = torch.cuda
+    cuda.current_stream = cuda.default_stream = cuda.Stream = cuda.Event = stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
+
+    major, minor = capability
+    cuda.get_device_capability = lambda *arguments: capability
+    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
+        multi_processor_count=num_processors, major=major, minor=minor, name=name
+    )
+
+
+def use_cpu_generator() -> None:
+    """Let Megatron read and set the CPU's random state instead of the GPU's."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
 def _names_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -189,19 +220,7 @@ def _adapt_torch() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.synchronize = cuda.empty_cache = lambda *arguments: None
-    cuda.current_stream = cuda.default_stream = InertStream
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Stream = cuda.Event = InertStream
-    cuda.is_current_stream_capturing = lambda: False
-
-    # The CPU's generator replaces that of the GPU.
-    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
-    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
-    cuda.get_device_capability = lambda *arguments: (0, 0)
-    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
-        multi_processor_count=1, major=0, minor=0, name="cpu"
-    )
+    replace_streams(InertStream, (0, 0), num_processors=1, name="cpu")
 
 
 @contextlib.contextmanager
@@ -370,10 +389,8 @@ def _adapt_megatron() -> None:
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base_optimizer
-    from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    use_cpu_generator()
 
     # The last three modules import the function by name.
     for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):

@@ -8,7 +8,6 @@ are not changed, so code that creates a tensor on the wrong device does so here 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -24,7 +23,13 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megarl.config.layers import find_transformer_engine
-from megarl.engine.cpu_adaptations import InertStream, MegatronEvidence, no_compiler
+from megarl.engine.cpu_adaptations import (
+    InertStream,
+    MegatronEvidence,
+    no_compiler,
+    replace_streams,
+    use_cpu_generator,
+)
 from megarl.machine.wording import counted
 
 CUDA = torch.device("cuda", 0)
@@ -117,18 +122,8 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
 
     # The dry run records every place where the host would wait for the device.
     cuda.synchronize = lambda *arguments: on_wait()
-    cuda.current_stream = cuda.default_stream = cuda.Stream = cuda.Event = Stream
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.is_current_stream_capturing = lambda: False
-    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
-    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
-
-    # The properties of an H100, which determine the choice of kernels.
-    cuda.get_device_capability = lambda *arguments: (9, 0)
-    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
-        multi_processor_count=132, major=9, minor=0, name="fake"
-    )
+    # The properties of an H100.
+    replace_streams(Stream, (9, 0), num_processors=132, name="fake")
     cuda.cudart = _FakeRuntime
 
 
@@ -294,13 +289,6 @@ def _adapt_groups() -> None:
     dist.all_gather_object = _gather_from_oneself
 
 
-def _adapt_megatron() -> None:
-    from megatron.core.tensor_parallel import random
-
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-
-
 class _Sorted(torch.autograd.Function):
     """A copy, whose gradient is a copy."""
 
@@ -383,7 +371,7 @@ def install(on_wait: Callable[[], None], transformer_engine: types.ModuleType | 
     _adapt_tensors()
     _adapt_attention()
     _adapt_norm()
-    _adapt_megatron()
+    use_cpu_generator()
     _adapt_sorting()
 
 
