@@ -423,7 +423,7 @@ def stage_row_cache(config: PPOConfig, policy: Architecture, stage: int) -> int:
     numbers = config.max_row_tokens * weight_bytes(config.model.dtype)
     draft = _draft(config)
     of_draft = numbers * draft.cached_numbers(config.rollout.tensor_parallel_size) if draft else 0
-    layers = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage].layers
+    layers, *_ = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage]
     ranks = config.rollout.tensor_parallel_size
     states = state_bytes(policy, weight_bytes(config.model.dtype)) // ranks
     return of_draft + numbers * cached_numbers(policy, layers, ranks) + states

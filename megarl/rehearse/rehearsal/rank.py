@@ -19,7 +19,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.batch_arithmetic import fullest_micro_batch, fullest_with_shared_prompt
+from megarl.config.batch_arithmetic import (
+    fullest_micro_batch,
+    fullest_with_shared_prompt,
+    micro_batch_tokens,
+)
 from megarl.config.layers import has_transformer_engine_modules
 from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, RoleKind, model_roles, needs_sum_pi_squared
@@ -185,17 +189,10 @@ class _Rehearsal:
         if self._shares_prompts:
             rows = fullest_with_shared_prompt(*of_role, trains=trains) or rows
         parallel = self._role.parallel
-        batch = make_rows(
-            rows,
-            self._request.num_micro_batches,
-            parallel.context_parallel_size,
-            self._architecture.vision,
-        )
+        ranks = parallel.context_parallel_size
         packing = self._config.engine.packing
         shards = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-        length = (
-            batch.tokens // parallel.context_parallel_size if packing else max(row.tokens for row in rows)
-        )
+        length = micro_batch_tokens(rows, ranks) // ranks if packing else max(row.tokens for row in rows)
         # The shape of activations that pipeline stages send to each other: length, rows and hidden size.
         self._device.received_integers = (
             -(-length // shards),
@@ -203,7 +200,7 @@ class _Rehearsal:
             self._architecture.hidden_size,
         )
 
-        return batch
+        return make_rows(rows, self._request.num_micro_batches, self._architecture.vision)
 
     def _run(self) -> Iterator[PhaseRecord]:
         from megarl.engine import groups
@@ -264,13 +261,13 @@ def run_phases(
         top = None if k is None else TopK(k, engine.spec.architecture.vocab_size)
 
     def score() -> None:
-        batch = batch_of(False)
-        engine.forward(batch.columns, batch.micro_batches, extras, top)
+        columns, micro_batches = batch_of(False)
+        engine.forward(columns, micro_batches, extras, top)
 
     def train() -> None:
-        batch = batch_of(True)
-        rows, loss = with_loss(config, role, batch.columns)
-        engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
+        columns, micro_batches = batch_of(True)
+        rows, loss = with_loss(config, role, columns)
+        engine.forward_backward(rows, micro_batches, loss, loss.extras)
 
     trains = engine.spec.optim is not None
     score()
