@@ -20,10 +20,11 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import DeviceProfile, assumed_profile
 from megarl.plan.step_time.lengths import Lengths, expected_lengths
 from megarl.plan.step_time.phase_time import PhaseTime
-from megarl.plan.step_time.step import PredictedStep, predict_step
+from megarl.plan.step_time.step import PredictedStep
 
 _FORMATS = (".svg", ".png")
 _MOST_PARTS = 3
@@ -78,9 +79,8 @@ def run(
     if isinstance(config, PPOConfig):
         device = assumed_profile(config)
         expected = expected_lengths(config)
-        print_predicted_step(
-            predict_step(config, plan, architectures, device, expected), device, expected, console
-        )
+        step = PredictedCosts(device, expected).predict_step(config, plan, architectures)
+        print_predicted_step(step, device, expected, console)
     for warning in loaded.warnings:
         print_line(console, f"warning: {warning}", style="yellow")
     print_absent(loaded.absent, console)

@@ -14,10 +14,10 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import DeviceProfile, load_device
 from megarl.plan.step_time.lengths import expected_lengths
 from megarl.plan.step_time.measured_run import fit_run
-from megarl.plan.step_time.step import predict_step
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 
 DEVICE = load_device("h100_80gb")
@@ -34,7 +34,7 @@ def write_run(folder: Path, name: str, device: DeviceProfile) -> PPOConfig:
     dump_config(config, folder / CONFIG_FILE)
     lengths = expected_lengths(config, 200, 800)
     plan = plan_placement(config)
-    step = predict_step(config, plan, read_architectures(config)[0], device, lengths)
+    step = PredictedCosts(device, lengths).predict_step(config, plan, read_architectures(config)[0])
     metrics = {
         "prompt_length/mean": 200.0,
         "response_length/mean": 800.0,
