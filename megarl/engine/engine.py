@@ -25,14 +25,13 @@ from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
-from megarl.engine.context import ContextParallelRank
+from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
 from megarl.engine.lora import AdapterSwitch, BaseWeights, freeze_base
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
-from megarl.engine.micro_batch_layout import SequenceSlice
 from megarl.engine.model import ModelChunk, build_chunks, keep_hidden
 from megarl.engine.moe_router import (
     RoutedTokens,
@@ -138,9 +137,9 @@ class MegatronEngine:
         trainable = spec.optim is not None
         multiple = token_multiple(spec.megatron)
         self._slice = (
-            SequenceSlice(groups.parallel.tensor_parallel_size, groups.tensor_rank, multiple)
+            RankSlice(groups.parallel.tensor_parallel_size, groups.tensor_rank, multiple)
             if groups.parallel.sequence_parallel
-            else SequenceSlice(1, 0, multiple)
+            else RankSlice(1, 0, multiple)
         )
 
         # Set before the wrapping, because Megatron allocates gradients only for parameters that require them.
@@ -484,7 +483,7 @@ class MegatronEngine:
                 ends_with_predictors=ends_with_predictors(self.spec.architecture),
                 device=self._device,
                 cut=self._slice,
-                place=ContextParallelRank(parallel.context_parallel_size, self.groups.context_rank),
+                place=RankSlice(parallel.context_parallel_size, self.groups.context_rank),
                 vision=self.spec.architecture.vision,
                 holds_tower=self.groups.is_first_stage(0),
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.batch.token_rows import ImagePlace, first_with_prompt
 from megarl.config.batch_arithmetic import padded_length, rounded_up
-from megarl.engine.context import ContextParallelRank, own_tokens
+from megarl.engine.context import RankSlice, own_tokens
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 
@@ -187,26 +187,7 @@ class ModelInputs(NamedTuple):
         )
 
 
-class SequenceSlice(NamedTuple):
-    """The number of ranks that sequence parallelism splits a micro-batch over, and this rank among them.
-
-    Each rank's number of tokens is a multiple of `multiple`, which FP8 requires.
-    """
-
-    size: int
-    rank: int
-    multiple: int = 1
-
-    @property
-    def unit(self) -> int:
-        """The number that the tokens of all ranks are padded to a multiple of."""
-        return self.size * self.multiple
-
-
-UNCUT = SequenceSlice(1, 0)
-
-
-def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tuple[Tensor, Tensor]:
+def logit_positions(predictors: Tensor, num_tokens: int, cut: RankSlice) -> tuple[Tensor, Tensor]:
     """Choose the tokens that the last layer keeps.
 
     Ranks keep equally many tokens, at least one and a multiple of `cut.multiple`; the first token of a part
@@ -239,8 +220,8 @@ def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> 
 def packed_inputs(
     rows: ConcatenatedRows,
     share_prompts: bool,
-    cut: SequenceSlice,
-    place: ContextParallelRank,
+    cut: RankSlice,
+    place: RankSlice,
     device: torch.device,
     images: Sequence[ImagePlace] | None = None,
 ) -> ModelInputs:
@@ -302,7 +283,7 @@ def packed_inputs(
     )
 
 
-def padded_inputs(rows: ConcatenatedRows, cut: SequenceSlice) -> ModelInputs:
+def padded_inputs(rows: ConcatenatedRows, cut: RankSlice) -> ModelInputs:
     num_rows = len(rows.prompts)
     longest = rounded_up(int((rows.prompts + rows.responses).max()), cut.unit)
 
