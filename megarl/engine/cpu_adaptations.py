@@ -2,8 +2,8 @@
 
 Megatron is used as published; no file of it is edited. Replacements are installed once per process in two
 steps: those on `torch` before Megatron is imported, those on Megatron's own functions afterwards. For each of
-the latter, `EVIDENCE` quotes the part of Megatron's source that makes it necessary: a test fails when a new
-Megatron no longer contains it.
+the latter, tests/unit/engine/test_megatron_evidence.py quotes the part of Megatron's source that makes it
+necessary, and fails when a new Megatron no longer contains it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import types
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._device
@@ -35,97 +35,6 @@ CPU = torch.device("cpu")
 # losses, p2p). Wrapping them costs nothing elsewhere; a TorchFunctionMode would add microseconds to every
 # operation.
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
-
-
-class MegatronEvidence(NamedTuple):
-    module: str  # below megatron.core
-    attribute: str
-    source: str  # must occur in the attribute's source
-    reason: str
-
-
-_ROPE = "models.common.embeddings.rope_utils"
-_RNG = "tensor_parallel.random"
-_EXPERTS = "transformer.moe."
-_MAPPINGS = "tensor_parallel.mappings"
-EVIDENCE = (
-    MegatronEvidence(
-        "optimizer.clip_grads",
-        "clip_grad_by_total_norm_fp32",
-        "'torch.cuda.FloatTensor'",
-        "asserts a CUDA tensor",
-    ),
-    MegatronEvidence(
-        "optimizer.distrib_optimizer",
-        "DistributedOptimizer",
-        "'torch.cuda.FloatTensor'",
-        "sorts parameters by type()",
-    ),
-    MegatronEvidence(
-        _RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"
-    ),
-    MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
-    MegatronEvidence(
-        _ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"
-    ),
-    MegatronEvidence(
-        "models.common.embeddings.rotary_pos_embedding",
-        "RotaryEmbedding",
-        "@lru_cache(maxsize=32)",
-        "keeps a table of angles for each length",
-    ),
-    MegatronEvidence(
-        "pipeline_parallel.schedules",
-        "forward_backward_no_pipelining",
-        'device="cuda"',
-        "makes tensors on the GPU",
-    ),
-    MegatronEvidence(
-        "pipeline_parallel.p2p_communication",
-        "P2PCommunicator",
-        "torch.cuda.current_device()",
-        "receives on the GPU",
-    ),
-    MegatronEvidence(
-        "tensor_parallel.layers",
-        "LinearWithGradAccumulationAndAsyncCommunication",
-        "torch.matmul(",
-        "multiplies with MKL",
-    ),
-    MegatronEvidence(
-        "fusions.fused_bias_swiglu", "bias_swiglu_impl", "SwiGLUFunction.apply", "fuses by compiling"
-    ),
-    MegatronEvidence(
-        "distributed.param_and_grad_buffer",
-        "_ParamAndGradBucketGroup",
-        "dist_reduce_scatter_func(",
-        "reduces in a group of one",
-    ),
-    MegatronEvidence(
-        _EXPERTS + "moe_utils", "maybe_move_tensor_to_cpu", "tensor.is_cuda", "numbers of tokens stay tensors"
-    ),
-    MegatronEvidence(
-        _EXPERTS + "token_dispatcher",
-        "MoEAlltoAllTokenDispatcher",
-        "self.d2h_event.synchronize()",
-        "waits for a stream",
-    ),
-    MegatronEvidence(
-        _MAPPINGS,
-        "_gather_along_first_dim",
-        "torch.distributed.all_gather(",
-        "gathers parts of unequal sizes",
-    ),
-    MegatronEvidence(
-        _MAPPINGS,
-        "_reduce_scatter_along_first_dim",
-        "torch.distributed.reduce_scatter(",
-        "scatters unequal parts",
-    ),
-    MegatronEvidence(
-        "jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"
-    ),
-)
 
 
 class InertStream:

@@ -1,6 +1,6 @@
 """Replacements in torch, Megatron and Transformer Engine to run CUDA code on fake tensors without a GPU.
 
-As in `cpu_adaptations`, no file is edited: replacements are installed once per process, and `EVIDENCE` quotes
+As in `cpu_adaptations`, no file is edited: replacements are installed once per process, and a test quotes
 the part of Megatron's source that makes each replacement of its functions necessary. Factories and devices
 are not changed, so code that creates a tensor on the wrong device does so here as well. The package
 `rehearsal` provides the tensors and records operations on them.
@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megarl.config.layers import find_transformer_engine
 from megarl.engine.cpu_adaptations import (
     InertStream,
-    MegatronEvidence,
     no_compiler,
     replace_streams,
     use_cpu_generator,
@@ -40,48 +39,8 @@ _EXPORT = f"{_FRAMEWORK}.onnx_extensions"  # its imports, onnx and onnxscript, s
 # The package then loads no shared library, and compiles no function with torch.compile.
 _SETTINGS = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
 
-_RNG = "tensor_parallel.random"
 _NORM = "aten::_fused_rms_norm"
 _KERNELS = torch.library.Library("aten", "IMPL", "CUDA")  # registrations live as long as this object
-EVIDENCE = (
-    MegatronEvidence(
-        _RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"
-    ),
-    MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
-    MegatronEvidence(
-        "optimizer",
-        "_get_param_groups",
-        "torch.distributed.all_gather_object",
-        "asks all ranks, which do not exist",
-    ),
-    MegatronEvidence(
-        "optimizer.distrib_optimizer",
-        "DistributedOptimizer",
-        "'torch.cuda.FloatTensor'",
-        "sorts parameters by type()",
-    ),
-    MegatronEvidence(
-        "pipeline_parallel.p2p_communication",
-        "P2PCommunicator",
-        "torch.cuda.current_device()",
-        "receives on the GPU",
-    ),
-    MegatronEvidence(
-        "utils",
-        "local_multi_tensor_l2_norm",
-        "torch.tensor(l2)",
-        "reads the norm of each gradient, in a list",
-    ),
-    MegatronEvidence(
-        "transformer.moe.moe_utils",
-        "maybe_move_tensor_to_cpu",
-        "tensor.record_stream(",
-        "passes streams to torch",
-    ),
-    MegatronEvidence(
-        "jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"
-    ),
-)
 
 
 class _FakeRuntime:

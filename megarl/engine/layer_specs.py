@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
-from megarl.engine.cpu_adaptations import MegatronEvidence
 from megarl.engine.layer_kinds import MODULES
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedDeepstackLayer, RoutedLayer
@@ -39,29 +38,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
 from megarl.models.mapping import EXPERT
 from megarl.models.part_kind import NORM_BEFORE, PartKind
-
-# What Megatron does with the biases of experts, which `adapt_expert_biases` changes. A test of each fails
-# when a new Megatron no longer does this.
-EVIDENCE = (
-    MegatronEvidence(
-        "tensor_parallel.layers",
-        "RowParallelLinear",
-        'setattr(self.bias, "sequence_parallel", self.sequence_parallel)',
-        "sums the biases of different experts over ranks",
-    ),
-    MegatronEvidence(
-        "tensor_parallel.layers",
-        "RowParallelLinear",
-        'setattr(self.bias, "allreduce", not use_expert_pgs)',
-        "marks the biases of experts, but not as sharded",
-    ),
-    MegatronEvidence(
-        "transformer.mlp",
-        "MLP",
-        "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)",
-        "adds the bias of an expert in place to a view",
-    ),
-)
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool, has_adapters: bool = False) -> LayerChoice:
