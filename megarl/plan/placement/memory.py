@@ -65,11 +65,6 @@ class Usage:
     kv_cache: int = 0
     buckets: int = 0
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
-        )
-
     @property
     def total(self) -> int:
         return sum(getattr(self, each.name) for each in fields(self))

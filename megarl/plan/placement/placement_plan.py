@@ -32,17 +32,6 @@ class ProcessPlan:
     node: int
     devices: tuple[int, ...]
 
-    @property
-    def place(self) -> str:
-        if not self.devices:
-            return "cpu"
-        return f"device{'s' if len(self.devices) > 1 else ''} {', '.join(map(str, self.devices))}"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.pool}/{self.group}[{self.rank}] {'+'.join(self.roles)} on node {self.node}, {self.place}"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
@@ -224,6 +213,3 @@ class PlacementPlan:
     def on_same_devices(self, role: str) -> tuple[str, ...]:
         """Return the other roles that share a device with `role`."""
         return tuple(other for other in self.roles if other != role and self.share_devices(role, other))
-
-    def __str__(self) -> str:
-        return "\n".join(str(process) for process in self.processes)
