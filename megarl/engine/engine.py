@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -75,14 +75,6 @@ _LOSS = "loss of the engine"  # no metric of a loss has this name
 _LossShare = tuple[Tensor, Mapping[str, Metric], Outputs]
 
 
-class PassTrace(Protocol):
-    """Records what modules compute in an update. Its class, in step_trace.py, imports this module."""
-
-    def recording(self, micro_batch: MicroBatch) -> AbstractContextManager[None]: ...
-
-    def record_scores(self, micro_batch: MicroBatch, outputs: Outputs) -> None: ...
-
-
 class TrainingState(NamedTuple):
     """The state that a checkpoint stores. `places` copies tensors in memory and offloaded ones."""
 
@@ -102,7 +94,7 @@ class MegatronEngine:
         known_base_checksum: The checksums of the base, once they have been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
-        trace: Records training passes, if set.
+        trace: A StepTrace, which records training passes, if set.
     """
 
     def __init__(self, spec: ModelSpec, groups: ParallelGroups) -> None:
@@ -120,7 +112,7 @@ class MegatronEngine:
         self.adapters = AdapterSwitch()
         self.base_weights = BaseWeights()
         self.known_base_checksum: Mapping[str, int] | None = None
-        self.trace: PassTrace | None = None
+        self.trace: Any = None
         self.models = build_chunks(
             spec.architecture,
             groups,
