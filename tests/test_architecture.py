@@ -531,7 +531,7 @@ def test_only_the_tables_of_kinds_name_a_kind_of_layer() -> None:
 
 def test_a_planted_kind_is_found() -> None:
     source = "from megarl.models.experts import EXPERTS, is_sparse\nfrom megarl.models.layers import KINDS\n"
-    assert names_of_kinds(source, "megarl.plan.search.choices") == ["megarl.models.experts.EXPERTS"]
+    assert names_of_kinds(source, "megarl.plan.search.variants") == ["megarl.models.experts.EXPERTS"]
 
 
 # ---- tests use public names: a seam that a test needs is an argument, a public function or a public attribute

@@ -166,15 +166,15 @@ def _mini_batches(config: PPOConfig, rows: Sequence[Row]) -> list[Sequence[Row]]
 
 def _score(engine: MegatronEngine, rows: Sequence[Row], planned: MicroBatchPlan, replica: int) -> None:
     ours = planned.ranks[replica]
-    batch = make_rows([rows[row] for row in ours.rows], 1)
-    engine.forward(batch.columns, ours.local_micro_batches)
+    columns, _ = make_rows([rows[row] for row in ours.rows], 1)
+    engine.forward(columns, ours.local_micro_batches)
 
 
 def _train(
     config: PPOConfig, engine: MegatronEngine, rows: Sequence[Row], planned: MicroBatchPlan, replica: int
 ) -> None:
     ours = planned.ranks[replica]
-    batch = make_rows([rows[row] for row in ours.rows], 1)
+    batch, _ = make_rows([rows[row] for row in ours.rows], 1)
     role = next(role for role in model_roles(config) if role.name == "actor")
-    columns, loss = with_loss(config, role, batch.columns)
+    columns, loss = with_loss(config, role, batch)
     engine.forward_backward(columns, ours.local_micro_batches, loss, loss.extras)

@@ -27,7 +27,7 @@ from megarl.plan.step_time.generation import generation_time
 from megarl.plan.step_time.lengths import Lengths, assumed_lengths
 from megarl.plan.step_time.measured_run import fit_device
 from megarl.plan.step_time.phase_time import PhaseTime
-from megarl.plan.step_time.role_time import RoleWork, role_work, times_of
+from megarl.plan.step_time.role_time import PassWork, role_work, times_of
 from megarl.plan.step_time.step import GENERATION, PUSH, PredictedStep, combine, moved_items, offload_times
 
 ROWS_FILE = Path(__file__).parent / "published_steps.json"
@@ -86,7 +86,7 @@ class PublishedRun(NamedTuple):
     config: PPOConfig
     plan: PlacementPlan
     policy: Architecture
-    work: tuple[RoleWork, ...]
+    work: tuple[Mapping[str, PassWork], ...]
     lengths: Lengths
 
 
@@ -171,13 +171,12 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
     )
 
 
-def _scored_twice(work: RoleWork) -> RoleWork:
+def _scored_twice(phases: Mapping[str, PassWork]) -> dict[str, PassWork]:
     """Return the work with the log-probs before the update, which these releases compute in every step."""
-    phases = {
+    return {
         name: phase._replace(num_passes=1) if name == "old_log_prob" else phase
-        for name, phase in work.phases.items()
+        for name, phase in phases.items()
     }
-    return work._replace(phases=phases)
 
 
 def _with_equal_stages(policy: Architecture, num_stages: int) -> Architecture:

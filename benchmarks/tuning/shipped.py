@@ -27,7 +27,6 @@ from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import Space, pinned_keys
 from megarl.plan.step_time.device import DeviceProfile, load_device
 from megarl.plan.step_time.lengths import expected_lengths
-from megarl.plan.step_time.step import predict_step
 
 DEVICES = ("h100_80gb", "h200", "b300")
 PINNED = ("rollout.max_staleness",)
@@ -63,7 +62,8 @@ def device_of(config: PPOConfig) -> DeviceProfile:
 def as_shipped(config: PPOConfig, device: DeviceProfile) -> Shown:
     plan = plan_placement(config)
     architectures = read_architectures(config)[0]
-    step = predict_step(config, plan, architectures, device, expected_lengths(config))
+    costs = PredictedCosts(device, expected_lengths(config))
+    step = costs.predict_step(config, plan, architectures)
     peak = max(each.peak for each in plan_memory(config, plan, architectures))
     return Shown(step.seconds, peak / 2**30, layout_of(config))
 

@@ -38,13 +38,14 @@ def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture
     return min(limit for limit in limits if limit is not None)
 
 
+def rounded_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of a number that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
 def padded_length(length: int, context_parallel_size: int) -> int:
     """Return the padded length of a sequence: two chunks of equal length per context-parallel rank."""
-    return (
-        length
-        if context_parallel_size == 1
-        else -(-length // (2 * context_parallel_size)) * 2 * context_parallel_size
-    )
+    return length if context_parallel_size == 1 else rounded_up(length, 2 * context_parallel_size)
 
 
 def chunks_of_rank(length: int, size: int, rank: int) -> list[range]:
@@ -278,7 +279,7 @@ def micro_batches(
         least = -(-fewest // room)
         most = -(-(rows // rows_together) // (room // of_unit))
 
-    return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of
+    return rounded_up(least, multiple_of), rounded_up(most, multiple_of)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,11 +62,6 @@ class Accepted(NamedTuple):
             return True
         return any(type(value) is type(choice) and value == choice for choice in self.choices)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no value of a file is accepted, as for a function."""
-        return not (self.plain or self.choices or self.items)
-
     def __str__(self) -> str:
         parts = [_WORDS[kind] for kind in self.plain]
         if self.choices:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.config.batch_arithmetic import padded_length
+from megarl.config.batch_arithmetic import padded_length, rounded_up
 from megarl.machine.wording import counted
 
 # The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L
@@ -214,7 +214,7 @@ def plan_micro_batches(
     hands = _over_ranks(sizes, dp_size)
     # The tightest packing of the fullest replica determines the number of micro-batches for all.
     packed = [_over_micro_batches(hand, sizes, capacity, 1, spread=False) for hand in hands]
-    num_micro_batches = _round_up(max(map(len, packed)), multiple_of)
+    num_micro_batches = rounded_up(max(map(len, packed)), multiple_of)
     cut = []
 
     for hand, tight in zip(hands, packed, strict=True):
@@ -315,14 +315,6 @@ def _check_room(
             "exceed it); set max_tokens to at least the "
             f"longest {longest}" + (", divided by the ranks that share it" if ranks else "")
         )
-
-
-def _ceil_divide(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return _ceil_divide(value, multiple) * multiple
 
 
 def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:

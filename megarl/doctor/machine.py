@@ -24,7 +24,7 @@ from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import why_not
 from megarl.machine.sandbox_levels import Level
 from megarl.machine.wording import counted, sized
-from megarl.plan.placement.cores import at_work
+from megarl.plan.placement.dataflow import at_work
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.snapshots import snapshot_bytes
 

@@ -17,14 +17,24 @@ from torch import Tensor
 from megarl.config.batch_arithmetic import chunks_of_rank
 
 
-class ContextParallelRank(NamedTuple):
-    """The number of ranks that share the tokens of rows, and the rank among them."""
+class RankSlice(NamedTuple):
+    """The number of ranks that share tokens, and this rank among them.
+
+    Context-parallel ranks share those of each row, and sequence-parallel ones those of a micro-batch. Each
+    rank's number of tokens is a multiple of `multiple`, which FP8 requires.
+    """
 
     size: int
     rank: int
+    multiple: int = 1
+
+    @property
+    def unit(self) -> int:
+        """The number that the tokens of all ranks are padded to a multiple of."""
+        return self.size * self.multiple
 
 
-ALONE = ContextParallelRank(1, 0)
+ALONE = RankSlice(1, 0)
 
 
 class QueryPiece(NamedTuple):
@@ -48,7 +58,7 @@ class QueryPiece(NamedTuple):
         return len(self.prompt) + len(self.own)
 
 
-def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
+def own_tokens(lengths: Sequence[int], place: RankSlice) -> Tensor:
     """Return the positions (T / C,) int64 in the whole batch of a rank's tokens, in its order.
 
     Args:
@@ -59,17 +69,17 @@ def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
         [
             torch.arange(start + chunk.start, start + chunk.stop)
             for start, length in zip(starts, lengths, strict=True)
-            for chunk in chunks_of_rank(length, *place)
+            for chunk in chunks_of_rank(length, place.size, place.rank)
         ]
     )
 
 
 def whole_order(lengths: Sequence[int], size: int) -> Tensor:
     """Return the position (T,) int64 of each token of the batch in the concatenation of the ranks' tokens."""
-    return torch.cat([own_tokens(lengths, ContextParallelRank(size, rank)) for rank in range(size)]).argsort()
+    return torch.cat([own_tokens(lengths, RankSlice(size, rank)) for rank in range(size)]).argsort()
 
 
-def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParallelRank) -> list[QueryPiece]:
+def pieces(lengths: Sequence[int], prompts: Sequence[range], place: RankSlice) -> list[QueryPiece]:
     """Return the query pieces of one rank.
 
     Args:
@@ -81,7 +91,7 @@ def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParal
 
     # `start` counts the rank's own tokens, `begin` those of the whole batch.
     for begin, length, prompt in zip(accumulate(lengths[:-1], initial=0), lengths, prompts, strict=True):
-        for chunk in chunks_of_rank(length, *place):
+        for chunk in chunks_of_rank(length, place.size, place.rank):
             found.append(QueryPiece(start, len(chunk), prompt, range(begin, begin + chunk.stop)))
             start += len(chunk)
 

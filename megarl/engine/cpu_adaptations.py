@@ -2,8 +2,8 @@
 
 Megatron is used as published; no file of it is edited. Replacements are installed once per process in two
 steps: those on `torch` before Megatron is imported, those on Megatron's own functions afterwards. For each of
-the latter, `EVIDENCE` quotes the part of Megatron's source that makes it necessary: a test fails when a new
-Megatron no longer contains it.
+the latter, tests/unit/engine/test_megatron_evidence.py quotes the part of Megatron's source that makes it
+necessary, and fails when a new Megatron no longer contains it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib
 import types
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._device
@@ -37,97 +37,6 @@ CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
 
-class MegatronEvidence(NamedTuple):
-    module: str  # below megatron.core
-    attribute: str
-    source: str  # must occur in the attribute's source
-    reason: str
-
-
-_ROPE = "models.common.embeddings.rope_utils"
-_RNG = "tensor_parallel.random"
-_EXPERTS = "transformer.moe."
-_MAPPINGS = "tensor_parallel.mappings"
-EVIDENCE = (
-    MegatronEvidence(
-        "optimizer.clip_grads",
-        "clip_grad_by_total_norm_fp32",
-        "'torch.cuda.FloatTensor'",
-        "asserts a CUDA tensor",
-    ),
-    MegatronEvidence(
-        "optimizer.distrib_optimizer",
-        "DistributedOptimizer",
-        "'torch.cuda.FloatTensor'",
-        "sorts parameters by type()",
-    ),
-    MegatronEvidence(
-        _RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"
-    ),
-    MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
-    MegatronEvidence(
-        _ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"
-    ),
-    MegatronEvidence(
-        "models.common.embeddings.rotary_pos_embedding",
-        "RotaryEmbedding",
-        "@lru_cache(maxsize=32)",
-        "keeps a table of angles for each length",
-    ),
-    MegatronEvidence(
-        "pipeline_parallel.schedules",
-        "forward_backward_no_pipelining",
-        'device="cuda"',
-        "makes tensors on the GPU",
-    ),
-    MegatronEvidence(
-        "pipeline_parallel.p2p_communication",
-        "P2PCommunicator",
-        "torch.cuda.current_device()",
-        "receives on the GPU",
-    ),
-    MegatronEvidence(
-        "tensor_parallel.layers",
-        "LinearWithGradAccumulationAndAsyncCommunication",
-        "torch.matmul(",
-        "multiplies with MKL",
-    ),
-    MegatronEvidence(
-        "fusions.fused_bias_swiglu", "bias_swiglu_impl", "SwiGLUFunction.apply", "fuses by compiling"
-    ),
-    MegatronEvidence(
-        "distributed.param_and_grad_buffer",
-        "_ParamAndGradBucketGroup",
-        "dist_reduce_scatter_func(",
-        "reduces in a group of one",
-    ),
-    MegatronEvidence(
-        _EXPERTS + "moe_utils", "maybe_move_tensor_to_cpu", "tensor.is_cuda", "numbers of tokens stay tensors"
-    ),
-    MegatronEvidence(
-        _EXPERTS + "token_dispatcher",
-        "MoEAlltoAllTokenDispatcher",
-        "self.d2h_event.synchronize()",
-        "waits for a stream",
-    ),
-    MegatronEvidence(
-        _MAPPINGS,
-        "_gather_along_first_dim",
-        "torch.distributed.all_gather(",
-        "gathers parts of unequal sizes",
-    ),
-    MegatronEvidence(
-        _MAPPINGS,
-        "_reduce_scatter_along_first_dim",
-        "torch.distributed.reduce_scatter(",
-        "scatters unequal parts",
-    ),
-    MegatronEvidence(
-        "jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"
-    ),
-)
-
-
 class InertStream:
     """A CUDA stream or event on a machine without CUDA. Every method does nothing."""
 
@@ -147,6 +56,37 @@ class InertStream:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+
+def replace_streams(
+    stream: type[InertStream], capability: tuple[int, int], num_processors: int, name: str
+) -> None:
+    """Replace CUDA's streams by inert ones, and its random generator by the CPU's.
+
+    Args:
+        capability: The capability of the device, which determines the choice of kernels.
+    """
+    cuda: Any = torch.cuda
+    cuda.current_stream = cuda.default_stream = cuda.Stream = cuda.Event = stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
+
+    major, minor = capability
+    cuda.get_device_capability = lambda *arguments: capability
+    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
+        multi_processor_count=num_processors, major=major, minor=minor, name=name
+    )
+
+
+def use_cpu_generator() -> None:
+    """Let Megatron read and set the CPU's random state instead of the GPU's."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
 
 
 def _names_cuda(device: object) -> bool:
@@ -189,19 +129,7 @@ def _adapt_torch() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.synchronize = cuda.empty_cache = lambda *arguments: None
-    cuda.current_stream = cuda.default_stream = InertStream
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Stream = cuda.Event = InertStream
-    cuda.is_current_stream_capturing = lambda: False
-
-    # The CPU's generator replaces that of the GPU.
-    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
-    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
-    cuda.get_device_capability = lambda *arguments: (0, 0)
-    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
-        multi_processor_count=1, major=0, minor=0, name="cpu"
-    )
+    replace_streams(InertStream, (0, 0), num_processors=1, name="cpu")
 
 
 @contextlib.contextmanager
@@ -370,10 +298,8 @@ def _adapt_megatron() -> None:
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base_optimizer
-    from megatron.core.tensor_parallel import random
 
-    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    use_cpu_generator()
 
     # The last three modules import the function by name.
     for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):

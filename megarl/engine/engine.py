@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -25,14 +25,13 @@ from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
-from megarl.engine.context import ContextParallelRank
+from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
 from megarl.engine.lora import AdapterSwitch, BaseWeights, freeze_base
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
-from megarl.engine.micro_batch_layout import SequenceSlice
 from megarl.engine.model import ModelChunk, build_chunks, keep_hidden
 from megarl.engine.moe_router import (
     RoutedTokens,
@@ -76,14 +75,6 @@ _LOSS = "loss of the engine"  # no metric of a loss has this name
 _LossShare = tuple[Tensor, Mapping[str, Metric], Outputs]
 
 
-class PassTrace(Protocol):
-    """Records what modules compute in an update. Its class, in step_trace.py, imports this module."""
-
-    def recording(self, micro_batch: MicroBatch) -> AbstractContextManager[None]: ...
-
-    def record_scores(self, micro_batch: MicroBatch, outputs: Outputs) -> None: ...
-
-
 class TrainingState(NamedTuple):
     """The state that a checkpoint stores. `places` copies tensors in memory and offloaded ones."""
 
@@ -103,7 +94,7 @@ class MegatronEngine:
         known_base_checksum: The checksums of the base, once they have been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
-        trace: Records training passes, if set.
+        trace: A StepTrace, which records training passes, if set.
     """
 
     def __init__(self, spec: ModelSpec, groups: ParallelGroups) -> None:
@@ -121,7 +112,7 @@ class MegatronEngine:
         self.adapters = AdapterSwitch()
         self.base_weights = BaseWeights()
         self.known_base_checksum: Mapping[str, int] | None = None
-        self.trace: PassTrace | None = None
+        self.trace: Any = None
         self.models = build_chunks(
             spec.architecture,
             groups,
@@ -138,9 +129,9 @@ class MegatronEngine:
         trainable = spec.optim is not None
         multiple = token_multiple(spec.megatron)
         self._slice = (
-            SequenceSlice(groups.parallel.tensor_parallel_size, groups.tensor_rank, multiple)
+            RankSlice(groups.parallel.tensor_parallel_size, groups.tensor_rank, multiple)
             if groups.parallel.sequence_parallel
-            else SequenceSlice(1, 0, multiple)
+            else RankSlice(1, 0, multiple)
         )
 
         # Set before the wrapping, because Megatron allocates gradients only for parameters that require them.
@@ -363,7 +354,7 @@ class MegatronEngine:
         Raises:
             ValueError: A metric does not define how it is merged.
         """
-        return self._merged(self._forward_backward(batch, micro_batches, loss, extras))
+        return self._forward_backward(batch, micro_batches, loss, extras)[0]
 
     def forward_backward_scored(
         self,
@@ -378,21 +369,13 @@ class MegatronEngine:
             Its metrics, merged over this replica's micro-batches, and the scores of all rows by the weights
             before the update, as in `forward`. Both are empty except on the last pipeline stage.
         """
-        shares = self._forward_backward(batch, micro_batches, loss, extras)
-        scores = _in_order_of_rows([outputs for _, _, outputs in shares], batch, micro_batches)
-        return self._merged(shares), scores
-
-    def _merged(self, shares: Sequence[_LossShare]) -> dict[str, Metric]:
-        """Return the metrics of a pass, and remember whether its loss is finite."""
-        merged = merge_metrics([{**metrics, _LOSS: Metric.sum(loss)} for loss, metrics, _ in shares])
-        loss = merged.pop(_LOSS, None)
-        self._loss_is_finite = loss is None or math.isfinite(float(loss.value))
-        return merged
+        merged, outputs = self._forward_backward(batch, micro_batches, loss, extras)
+        return merged, _in_order_of_rows(outputs, batch, micro_batches)
 
     def _forward_backward(
         self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra]
-    ) -> list[_LossShare]:
-        """Return the share of each micro-batch on the last pipeline stage, and nothing on others."""
+    ) -> tuple[dict[str, Metric], list[Outputs]]:
+        """Return the merged metrics, and the outputs of each micro-batch. On other stages, both are empty."""
         assert self._optimizer is not None, "a frozen model has no gradients"
         self._state.require("train", *StatePart)
         self._optimizer.zero_grad()
@@ -410,7 +393,11 @@ class MegatronEngine:
             if rate := self.spec.routers.bias_update_rate:
                 self._bias_steps = tally.bias_steps(rate)
 
-        return shares
+        # An update whose loss is not finite on some rank is refused.
+        merged = merge_metrics([{**metrics, _LOSS: Metric.sum(value)} for value, metrics, _ in shares])
+        whole = merged.pop(_LOSS, None)
+        self._loss_is_finite = whole is None or math.isfinite(float(whole.value))
+        return merged, [outputs for _, _, outputs in shares]
 
     def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterStatistics | None:
         """Return statistics for the routers in the next pass over these rows.
@@ -488,7 +475,7 @@ class MegatronEngine:
                 ends_with_predictors=ends_with_predictors(self.spec.architecture),
                 device=self._device,
                 cut=self._slice,
-                place=ContextParallelRank(parallel.context_parallel_size, self.groups.context_rank),
+                place=RankSlice(parallel.context_parallel_size, self.groups.context_rank),
                 vision=self.spec.architecture.vision,
                 holds_tower=self.groups.is_first_stage(0),
             )

@@ -1,6 +1,6 @@
 """Replacements in torch, Megatron and Transformer Engine to run CUDA code on fake tensors without a GPU.
 
-As in `cpu_adaptations`, no file is edited: replacements are installed once per process, and `EVIDENCE` quotes
+As in `cpu_adaptations`, no file is edited: replacements are installed once per process, and a test quotes
 the part of Megatron's source that makes each replacement of its functions necessary. Factories and devices
 are not changed, so code that creates a tensor on the wrong device does so here as well. The package
 `rehearsal` provides the tensors and records operations on them.
@@ -8,7 +8,6 @@ are not changed, so code that creates a tensor on the wrong device does so here 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -24,7 +23,13 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megarl.config.layers import find_transformer_engine
-from megarl.engine.cpu_adaptations import InertStream, MegatronEvidence, no_compiler
+from megarl.engine.cpu_adaptations import (
+    InertStream,
+    no_compiler,
+    replace_streams,
+    use_cpu_generator,
+)
+from megarl.machine.wording import counted
 
 CUDA = torch.device("cuda", 0)
 
@@ -34,48 +39,8 @@ _EXPORT = f"{_FRAMEWORK}.onnx_extensions"  # its imports, onnx and onnxscript, s
 # The package then loads no shared library, and compiles no function with torch.compile.
 _SETTINGS = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
 
-_RNG = "tensor_parallel.random"
 _NORM = "aten::_fused_rms_norm"
 _KERNELS = torch.library.Library("aten", "IMPL", "CUDA")  # registrations live as long as this object
-EVIDENCE = (
-    MegatronEvidence(
-        _RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"
-    ),
-    MegatronEvidence(_RNG, "_set_cuda_rng_state", "_lazy_call", "sets the GPU's random state"),
-    MegatronEvidence(
-        "optimizer",
-        "_get_param_groups",
-        "torch.distributed.all_gather_object",
-        "asks all ranks, which do not exist",
-    ),
-    MegatronEvidence(
-        "optimizer.distrib_optimizer",
-        "DistributedOptimizer",
-        "'torch.cuda.FloatTensor'",
-        "sorts parameters by type()",
-    ),
-    MegatronEvidence(
-        "pipeline_parallel.p2p_communication",
-        "P2PCommunicator",
-        "torch.cuda.current_device()",
-        "receives on the GPU",
-    ),
-    MegatronEvidence(
-        "utils",
-        "local_multi_tensor_l2_norm",
-        "torch.tensor(l2)",
-        "reads the norm of each gradient, in a list",
-    ),
-    MegatronEvidence(
-        "transformer.moe.moe_utils",
-        "maybe_move_tensor_to_cpu",
-        "tensor.record_stream(",
-        "passes streams to torch",
-    ),
-    MegatronEvidence(
-        "jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"
-    ),
-)
 
 
 class _FakeRuntime:
@@ -116,18 +81,8 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
 
     # The dry run records every place where the host would wait for the device.
     cuda.synchronize = lambda *arguments: on_wait()
-    cuda.current_stream = cuda.default_stream = cuda.Stream = cuda.Event = Stream
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.is_current_stream_capturing = lambda: False
-    cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
-    cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
-
-    # The properties of an H100, which determine the choice of kernels.
-    cuda.get_device_capability = lambda *arguments: (9, 0)
-    cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
-        multi_processor_count=132, major=9, minor=0, name="fake"
-    )
+    # The properties of an H100.
+    replace_streams(Stream, (9, 0), num_processors=132, name="fake")
     cuda.cudart = _FakeRuntime
 
 
@@ -293,11 +248,60 @@ def _adapt_groups() -> None:
     dist.all_gather_object = _gather_from_oneself
 
 
-def _adapt_megatron() -> None:
-    from megatron.core.tensor_parallel import random
+class _Sorted(torch.autograd.Function):
+    """A copy, whose gradient is a copy."""
 
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens.clone()
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clone()
+
+
+def _adapt_sorting() -> None:
+    """Sort the tokens of experts in one operation instead of two for each expert and rank.
+
+    A dry run counts what an operation allocates. Megatron-Core's function splits the tokens into a chunk for
+    each expert of each rank and joins them in another order: 512 operations on fake tensors per layer with
+    128 ranks of two experts, most of the time of a dry run. Forward and backward allocate the joined tokens
+    only, as here. Both read the same numbers from the device, and refuse the same mistakes.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.sort_chunks_by_idxs = sorting(token_dispatcher.sort_chunks_by_idxs)
+
+
+def sorting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of Megatron's function `sort_chunks_by_idxs`."""
+
+    def sort_chunks_by_idxs(
+        input: torch.Tensor,
+        split_sizes: torch.Tensor,
+        sorted_idxs: torch.Tensor,
+        probs: torch.Tensor | None = None,
+        fused: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Replace Megatron's function of this name. Transformer Engine's fused one is a single operation."""
+        if fused:
+            return original(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
+        output = _sort(input, split_sizes, sorted_idxs)
+        return output, None if probs is None else _sort(probs, split_sizes, sorted_idxs)
+
+    return sort_chunks_by_idxs
+
+
+def _sort(tokens: torch.Tensor, split_sizes: torch.Tensor, sorted_idxs: torch.Tensor) -> torch.Tensor:
+    sizes = split_sizes.tolist()
+    order = sorted_idxs.tolist()
+    if sum(sizes) != tokens.shape[0] or sorted(order) != list(range(len(sizes))):
+        raise ValueError(
+            f"{counted(tokens.shape[0], 'token')} sorted as {counted(len(sizes), 'chunk')} of "
+            f"{counted(sum(sizes), 'token')}, in an order of {counted(len(order), 'chunk')}"
+        )
+    return _Sorted.apply(tokens)
 
 
 def install(on_wait: Callable[[], None], transformer_engine: types.ModuleType | None) -> None:
@@ -326,7 +330,8 @@ def install(on_wait: Callable[[], None], transformer_engine: types.ModuleType | 
     _adapt_tensors()
     _adapt_attention()
     _adapt_norm()
-    _adapt_megatron()
+    use_cpu_generator()
+    _adapt_sorting()
 
 
 class _Export(types.ModuleType):

@@ -1,6 +1,6 @@
 """Multi-head latent attention: Megatron's, adapted to local layers, tensor parallelism and packed rows.
 
-`latent_evidence` quotes the parts of Megatron that make it necessary.
+tests/unit/engine/test_megatron_evidence.py quotes the parts of Megatron that make it necessary.
 
 Values are narrower than keys. Megatron pads those of packed rows with zeros to the size of keys, and
 `AttentionCore` those of padded batches. So attention has one head size, which every kernel supports: on CUDA

@@ -253,6 +253,27 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
             parameter.gates_apart = gates_apart
 
 
+def adapt_expert_biases(model: torch.nn.Module) -> None:
+    """Mark the biases of a chunk's experts as what they are, and give each layer an output of its own.
+
+    Megatron-Core 0.19 treats them as if every rank had the same experts: it adds up the gradients of
+    different experts over the tensor-parallel ranks, leaves those of all ranks but the first out of the
+    gradient norm, and adds a bias in place to the output of a layer, of which autograd knows that it is a
+    view.
+    """
+    for name, module in model.named_modules():
+        if ".local_experts." not in name or not name.endswith("linear_fc2"):
+            continue
+        bias: Any = module.bias
+        bias.sequence_parallel = False
+        bias.tensor_model_parallel = True
+        module.register_forward_hook(_with_own_output)
+
+
+def _with_own_output(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+    return outputs[0].clone(), *outputs[1:]
+
+
 def forget_routes(model: torch.nn.Module) -> None:
     """Make Megatron's dispatchers release the routes of a layer's last pass.
 

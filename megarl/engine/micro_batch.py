@@ -33,12 +33,10 @@ from megarl.batch.token_rows import (
     values_per_token,
 )
 from megarl.data.image_positions import token_positions
-from megarl.engine.context import ALONE, ContextParallelRank
+from megarl.engine.context import ALONE, RankSlice
 from megarl.engine.micro_batch_layout import (
-    UNCUT,
     ConcatenatedRows,
     ModelInputs,
-    SequenceSlice,
     logit_positions,
     packed_inputs,
     padded_inputs,
@@ -131,8 +129,8 @@ def make_micro_batch(
     share_prompts: bool,
     ends_with_predictors: bool,
     device: torch.device,
-    cut: SequenceSlice = UNCUT,
-    place: ContextParallelRank = ALONE,
+    cut: RankSlice = ALONE,
+    place: RankSlice = ALONE,
     vision: Vision | None = None,
     holds_tower: bool = False,
 ) -> MicroBatch:
@@ -257,7 +255,7 @@ def _image_inputs(
     pixels: Tensor,
     grids: Tensor,
     features: Tensor,
-    cut: SequenceSlice,
+    cut: RankSlice,
     device: torch.device,
 ) -> ImageInputs:
     """Return the images, and the features of the tokens in this rank's slice of the sequence."""

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.batch.token_rows import ImagePlace, first_with_prompt
-from megarl.config.batch_arithmetic import padded_length
-from megarl.engine.context import ContextParallelRank, own_tokens
+from megarl.config.batch_arithmetic import padded_length, rounded_up
+from megarl.engine.context import RankSlice, own_tokens
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 
@@ -33,10 +33,6 @@ class TokenPositions(NamedTuple):
     sources: Tensor
     lengths: Tensor
     origins: Tensor
-
-
-def _aligned(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
 
 
 def _lay_out(
@@ -191,26 +187,7 @@ class ModelInputs(NamedTuple):
         )
 
 
-class SequenceSlice(NamedTuple):
-    """The number of ranks that sequence parallelism splits a micro-batch over, and this rank among them.
-
-    Each rank's number of tokens is a multiple of `multiple`, which FP8 requires.
-    """
-
-    size: int
-    rank: int
-    multiple: int = 1
-
-    @property
-    def unit(self) -> int:
-        """The number that the tokens of all ranks are padded to a multiple of."""
-        return self.size * self.multiple
-
-
-UNCUT = SequenceSlice(1, 0)
-
-
-def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tuple[Tensor, Tensor]:
+def logit_positions(predictors: Tensor, num_tokens: int, cut: RankSlice) -> tuple[Tensor, Tensor]:
     """Choose the tokens that the last layer keeps.
 
     Ranks keep equally many tokens, at least one and a multiple of `cut.multiple`; the first token of a part
@@ -233,7 +210,7 @@ def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> 
     counts = part.bincount(minlength=cut.size)
 
     # The ranks' outputs are gathered, which requires that all parts have the same length.
-    most = _aligned(max(1, int(counts.max())), cut.multiple)
+    most = rounded_up(max(1, int(counts.max())), cut.multiple)
     among = torch.arange(len(chosen)) + (torch.arange(cut.size) * most - (counts.cumsum(0) - counts))[part]
     own = chosen[part == cut.rank] - cut.rank * size
 
@@ -243,8 +220,8 @@ def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> 
 def packed_inputs(
     rows: ConcatenatedRows,
     share_prompts: bool,
-    cut: SequenceSlice,
-    place: ContextParallelRank,
+    cut: RankSlice,
+    place: RankSlice,
     device: torch.device,
     images: Sequence[ImagePlace] | None = None,
 ) -> ModelInputs:
@@ -264,7 +241,7 @@ def packed_inputs(
     # Every rank's part is padded to a multiple of the slice size. The padding is one more sequence, of which
     # all ranks have chunks.
     padding = (
-        _aligned(num_tokens, cut.unit if place.size == 1 else place.size * lcm(2, cut.unit)) - num_tokens
+        rounded_up(num_tokens, cut.unit if place.size == 1 else place.size * lcm(2, cut.unit)) - num_tokens
     )
     last = [padding] if padding else []
 
@@ -306,9 +283,9 @@ def packed_inputs(
     )
 
 
-def padded_inputs(rows: ConcatenatedRows, cut: SequenceSlice) -> ModelInputs:
+def padded_inputs(rows: ConcatenatedRows, cut: RankSlice) -> ModelInputs:
     num_rows = len(rows.prompts)
-    longest = _aligned(int((rows.prompts + rows.responses).max()), cut.unit)
+    longest = rounded_up(int((rows.prompts + rows.responses).max()), cut.unit)
 
     # Zeros pad on the right, where the causal mask hides them from the real tokens.
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)

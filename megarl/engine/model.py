@@ -21,10 +21,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema import CPCommType, Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
-from megarl.engine.expert_biases import finish as finish_expert_biases
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_kinds import MODULES
 from megarl.engine.layer_specs import (
+    adapt_expert_biases,
     block_spec,
     canonical_name,
     forget_routes,
@@ -271,7 +271,7 @@ class ModelChunk(GPTModel):
         mark_cut_parameters(self)
         forget_routes(self)
         if architecture.linear_bias:
-            finish_expert_biases(self)
+            adapt_expert_biases(self)
         if layers is Layers.transformer_engine:
             fuse_gradient_accumulation(self)
 

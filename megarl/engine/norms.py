@@ -18,26 +18,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megarl.engine.cpu_adaptations import MegatronEvidence
 from megarl.models.architecture import Architecture, QKNorm
 from megarl.models.layers import routes_tokens
-
-# With `qk_layernorm`, Megatron adds up the gradients of these norms over tensor-parallel ranks (see
-# latent_evidence.py), which is wrong for a sharded weight. `qk_l2_norm` takes any norm.
-EVIDENCE = (
-    MegatronEvidence(
-        "transformer.attention",
-        "SelfAttention",
-        "q_norm_cls = submodules.q_layernorm or L2Norm",
-        "uses the norm of the specification with qk_l2_norm",
-    ),
-)
 
 
 class AllHeadsNorm(torch.nn.Module):
     """RMS norm over all heads of a token, which tensor parallelism distributes over ranks.
 
-    The weight is sharded like the heads. The ranks add up their sums of squares.
+    The weight is sharded like the heads. The ranks add up their sums of squares. With `qk_layernorm`,
+    Megatron would add up the gradients of the weight over tensor-parallel ranks, which is wrong for a sharded
+    one, so it is built with `qk_l2_norm`, which takes any norm (tests/unit/engine/test_megatron_evidence.py).
     """
 
     def __init__(

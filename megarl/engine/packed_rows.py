@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.config.batch_arithmetic import padded_length
-from megarl.engine.context import ALONE, ContextParallelRank, QueryPiece, pieces, whole_order
+from megarl.engine.context import ALONE, QueryPiece, RankSlice, pieces, whole_order
 from megarl.engine.platform import to_device
 from megarl.engine.shared_prompts import Sequences, sequences_of, shared_prompts
 
@@ -37,7 +37,7 @@ class PackedRows(PackedSeqParams):
         lengths: Sequence[int],
         device: torch.device,
         prompt_of: Sequence[int | None] | None = None,
-        place: ContextParallelRank = ALONE,
+        place: RankSlice = ALONE,
     ) -> None:
         """Create the boundaries.
 

@@ -122,18 +122,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, sca
     return _Attention.apply(query, key, value, shared, scale).flatten(1)
 
 
-class AttentionResult(NamedTuple):
-    """The result of one call.
-
-    Attributes:
-        output: (T, heads, D).
-        log_sum: (T, heads) float32, the log-sum-exp.
-        state: What the kernel needs in the backward pass.
-    """
-
-    output: Tensor
-    log_sum: Tensor
-    state: Any
+# The result of one call: the output (T, heads, D); the log-sum-exp (T, heads), in float32; and what the
+# kernel needs in the backward pass.
+AttentionResult = tuple[Tensor, Tensor, Any]
 
 
 class _Attention(torch.autograd.Function):
@@ -148,22 +139,22 @@ class _Attention(torch.autograd.Function):
             query, *_chosen(key, value, shared.own_keys), shared.own, True, scale
         )
         chosen = query.index_select(0, shared.responses)
-        over_prompt = kernel.forward(
+        prompt_output, prompt_log_sum, prompt_state = kernel.forward(
             chosen, *_chosen(key, value, shared.prompts), shared.over_prompts, False, scale
         )
 
         # Each result is weighted by its share of the softmax's sum, which follows from the log-sum-exps.
         own_log_sum = log_sum.index_select(0, shared.responses)
-        share = torch.sigmoid(over_prompt.log_sum - own_log_sum)[..., None]  # the prompt's share
-        merged = output.index_select(0, shared.responses).float().lerp_(over_prompt.output.float(), share)
+        share = torch.sigmoid(prompt_log_sum - own_log_sum)[..., None]  # the prompt's share
+        merged = output.index_select(0, shared.responses).float().lerp_(prompt_output.float(), share)
         output.index_copy_(0, shared.responses, merged.to(output.dtype))
-        log_sum.index_copy_(0, shared.responses, torch.logaddexp(own_log_sum, over_prompt.log_sum))
+        log_sum.index_copy_(0, shared.responses, torch.logaddexp(own_log_sum, prompt_log_sum))
 
         # With the log-sum-exp of the whole, both backward calls reproduce the weights of one softmax.
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.shared = shared
         ctx.scale = scale
-        ctx.states = (own_state, over_prompt.state)
+        ctx.states = (own_state, prompt_state)
 
         return output
 
@@ -177,7 +168,7 @@ class _Attention(torch.autograd.Function):
         gradient = gradient.contiguous()
 
         # The gradients of every sequence's attention to itself.
-        own = AttentionResult(output, log_sum, own_state)
+        own = output, log_sum, own_state
         own_keys = _chosen(key, value, shared.own_keys)
         gradients = kernel.backward(gradient, query, *own_keys, own, shared.own, True, ctx.scale)
         if shared.own_keys is not None:
@@ -194,7 +185,7 @@ class _Attention(torch.autograd.Function):
             chosen_gradient,
             chosen,
             *_chosen(key, value, shared.prompts),
-            AttentionResult(whole, whole_log_sum, prompt_state),
+            (whole, whole_log_sum, prompt_state),
             shared.over_prompts,
             False,
             ctx.scale,
@@ -244,7 +235,7 @@ class VarlenKernel:
             scale=scale,
             **_window(causal, window),
         )
-        return AttentionResult(output, log_sum.t().contiguous(), state)
+        return output, log_sum.t().contiguous(), state
 
     @staticmethod
     def backward(
@@ -258,18 +249,18 @@ class VarlenKernel:
         scale: float | None,
         window: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        log_sum = whole.log_sum.t().contiguous()
+        output, log_sum, state = whole
         return torch.ops.aten._flash_attention_backward(
             gradient,
             query,
             key,
             value,
-            whole.output,
-            log_sum,
+            output,
+            log_sum.t().contiguous(),
             *_bounds(sequences),
             _NO_DROPOUT,
             causal,
-            whole.state,
+            state,
             query.new_empty(0),  # the second part of a state that only dropout has
             scale=scale,
             **_window(causal, window),
@@ -315,7 +306,7 @@ class _OnCPU:
             mixed.copy_(out[0].transpose(0, 1))
             logarithms.copy_(sums[0].t())
 
-        return AttentionResult(output, log_sum, None)
+        return output, log_sum, None
 
     @staticmethod
     def backward(
@@ -330,7 +321,7 @@ class _OnCPU:
         window: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        of_queries = (tensor.split(sequences.queries) for tensor in (gradient, whole.output, whole.log_sum))
+        of_queries = (tensor.split(sequences.queries) for tensor in (gradient, *whole[:2]))
         parts = (*of_queries, *_cut(sequences, query, key, value), *_cut(sequences, *totals))
 
         for grad, output, log_sum, *rest in zip(*parts, strict=True):

@@ -23,7 +23,7 @@ from torch import Tensor
 from megarl.engine.layers import whole_keys
 from megarl.engine.norms import submodules_of
 from megarl.engine.packed_rows import PackedRows, key_places
-from megarl.engine.shared_prompts import AttentionResult, Sequences, kernel_for
+from megarl.engine.shared_prompts import Sequences, kernel_for
 from megarl.models.architecture import Architecture
 from megarl.models.layers import window_of
 
@@ -154,7 +154,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         sequences, scale, window, state = ctx.rest
         gradient = gradient.contiguous()
-        whole = AttentionResult(output, log_sum, state)
+        whole = output, log_sum, state
         gradients = kernel_for(query).backward(
             gradient, query, key, value, whole, sequences, True, scale, window
         )

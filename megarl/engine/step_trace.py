@@ -81,7 +81,7 @@ class StepTrace:
     def end_update(self) -> None:
         """Write what was recorded, and the gradients, before the optimizer step."""
         folder = self._folder / mini_batch_folder(self._number)
-        write_tensors(folder, self._gradients(), _host_copy)
+        write_tensors(folder, self._gradients(), self._engine.training_state().places.host_copy)
         groups = self._engine.groups
         if groups.tensor_rank == 0:
             arrays = {name: torch.cat(parts).numpy() for name, parts in self._recorded.items()}
@@ -185,7 +185,3 @@ def _hash(prompt: Tensor, response: Tensor) -> int:
     return xxhash.xxh3_64_intdigest(
         b"|".join(tokens.to(torch.int64).numpy().tobytes() for tokens in (prompt, response))
     )
-
-
-def _host_copy(tensor: Tensor, start: int, count: int) -> Tensor:
-    return tensor.detach().view(-1)[start : start + count].to("cpu", copy=True)

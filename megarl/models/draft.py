@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from megarl.machine.errors import ConfigError
-from megarl.machine.files import read_json_object
 from megarl.models.config_reader import ConfigReader
+from megarl.models.families import read_fields
 from megarl.models.quantization import FIELD as QUANTIZATION
 
 _WEIGHTS = ("*.safetensors", "*.bin")  # SGLang reads the first kind that the folder has
@@ -57,12 +57,7 @@ def read_draft(folder: str) -> DraftModel:
         ConfigError: config.json cannot be read, or lacks a size or has one that is not a positive integer.
     """
     file = Path(folder) / "config.json"
-    try:
-        whole = read_json_object(file)
-    except ValueError as error:
-        raise ConfigError(str(file), [str(error)]) from error
-    except OSError as error:
-        raise ConfigError(str(file), [f"cannot be read: {error.strerror}"]) from error
+    whole = read_fields(folder)
 
     # Drafts of multimodal models have their sizes in this object.
     text = whole.get("text_config")

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters, rank_parameters
 from megarl.models.families import FAMILIES
 
-
-class EngineStage(NamedTuple):
-    """A pipeline stage of an engine.
-
-    Attributes:
-        layers: The global numbers of its layers.
-        is_first: Whether it has the embedding.
-        is_last: Whether it has the last norm.
-        has_head: Whether it has an output layer, which only the last stage uses.
-    """
-
-    layers: range
-    is_first: bool
-    is_last: bool
-    has_head: bool
+# A pipeline stage of an engine: the global numbers of its layers; whether it has the embedding; whether it
+# has the last norm; and whether it has an output layer, which only the last stage uses.
+EngineStage = tuple[range, bool, bool, bool]
 
 
 def engine_stages(architecture: Architecture, num_stages: int) -> tuple[EngineStage, ...]:
@@ -44,7 +31,7 @@ def engine_stages(architecture: Architecture, num_stages: int) -> tuple[EngineSt
     for number in range(num_stages):
         stop = first + each + (number >= num_stages - larger)
         is_last = number == num_stages - 1
-        stages.append(EngineStage(range(first, stop), number == 0, is_last, is_last or on_every))
+        stages.append((range(first, stop), number == 0, is_last, is_last or on_every))
         first = stop
     return tuple(stages)
 

@@ -26,8 +26,7 @@ from megarl.engine.spec import ModelSpec, spec_of
 from megarl.engine.top_tokens import TopK
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
-from megarl.plan.placement.cores import at_work
-from megarl.plan.placement.dataflow import step_phases
+from megarl.plan.placement.dataflow import at_work, step_phases
 from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.plan.placement.plan import plan_placement
@@ -114,40 +113,37 @@ _WORKERS: dict[RoleKind, type[MegatronWorker]] = {
 
 
 class _Starter:
-    """Builds specs from config sections, and groups as planned. Keeps the state that they share."""
+    """Decides which role runs where, and what is offloaded in which phase; builds specs and groups."""
 
-    def __init__(
-        self, config: RunConfig, device: Device, pools: ResourcePoolManager, turns: OffloadPlan
-    ) -> None:
+    def __init__(self, config: RunConfig, device: Device, pools: ResourcePoolManager) -> None:
         self._config = config
         self._device = device
         self._pools = pools
-        self._turns = turns
+        self.plan = plan_placement(config)
+        self.turns = OffloadPlan(self.plan)
 
     def model(self, role: ModelRole, architecture: Architecture) -> ModelSpec:
-        offloaded = tuple(map(StatePart, self._turns.offloaded_at_first(role.name)))
+        offloaded = tuple(map(StatePart, self.turns.offloaded_at_first(role.name)))
         return spec_of(self._config, role, architecture, self._device, offloaded)
 
-    def groups(
-        self, plan: PlacementPlan, workers: Mapping[str, RayClassWithInitArgs]
-    ) -> dict[str, RoleGroup]:
+    def groups(self, workers: Mapping[str, RayClassWithInitArgs]) -> dict[str, RoleGroup]:
         """Start the groups, and return them by role. The roles of a group share one process per rank.
 
         If groups share devices, each one is built and offloaded before the next begins.
         """
         groups: dict[str, RoleGroup] = {}
-        for group in plan.groups:
+        for group in self.plan.groups:
             if group.roles[0] not in workers:
                 continue
             # Groups on the same devices must be offloaded before this one allocates.
             self._make_room(group.roles[0], groups)
-            pool = group_pool(plan, self._pools, group)
+            pool = group_pool(self.plan, self._pools, group)
             limit_s = self._config.trainer.phase_time_limit_s
             fused = create_colocated_worker_cls({role: workers[role] for role in group.roles})
             joins_engines = (
                 self._device is Device.cuda
                 and "actor" in group.roles
-                and joins_weight_groups(self._config, plan)
+                and joins_weight_groups(self._config, self.plan)
             )
             # NCCL settings are environment variables, so they must be set before the process starts.
             environment = weight_group_settings() if joins_engines else NO_ENVIRONMENT
@@ -156,24 +152,22 @@ class _Starter:
                 fused,
                 phase_time_limit_s=limit_s,
                 environment=environment,
-                at_work=at_work(plan),
+                at_work=at_work(self.plan),
                 learned_limits=_learned_limits(self._config),
             )
             groups |= started.spawn()
 
         # The engines start next: models on their devices must be offloaded by then.
-        if "rollout" in plan.roles:
+        if "rollout" in self.plan.roles:
             self._make_room("rollout", groups)
         return groups
 
     def _make_room(self, role: str, groups: Mapping[str, RoleGroup]) -> None:
-        for other in self._turns.takes_turns_with(role):
+        for other in self.turns.takes_turns_with(role):
             if other in groups:
                 groups[other].ready.get()
 
-    def weight_source(
-        self, plan: PlacementPlan, group: RoleGroup, architecture: Architecture
-    ) -> WeightSource:
+    def weight_source(self, group: RoleGroup, architecture: Architecture) -> WeightSource:
         return WeightSource(
             group=group,
             architecture=architecture.base,
@@ -181,7 +175,7 @@ class _Starter:
             dtype=self._config.model.dtype,
             bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
             quantizes=isinstance(self._config, PPOConfig) and self._config.rollout.dtype is EngineDType.fp8,
-            nodes=[place.node for (place,) in rank_places(plan, "actor")],
+            nodes=[place.node for (place,) in rank_places(self.plan, "actor")],
         )
 
 
@@ -217,15 +211,13 @@ def start_ppo(
     # Resolve values that depend on this machine: the dtype if no file specified it, and paths, because
     # workers may run in another folder.
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
-
-    # Decide which role runs where, and what is offloaded in which phase.
-    plan = plan_placement(config)
-    turns = OffloadPlan(plan)
-    starter = _Starter(config, device, pools, turns)
+    starter = _Starter(config, device, pools)
+    plan = starter.plan
+    turns = starter.turns
     updates = _mini_batch_plan(config)
 
     # Start the models first, because they free devices that engines share with them.
-    groups = starter.groups(plan, _workers(config, models, starter, rules))
+    groups = starter.groups(_workers(config, models, starter, rules))
     judges = start_judges(config, device, plan, pools)
     replicas = start_replicas(config, device, plan, pools, turns.engines_move, config.actor.served_adapters)
     schedule = OffloadSchedule(
@@ -233,7 +225,7 @@ def start_ppo(
     )
 
     # Connect the actor to the engines.
-    source = starter.weight_source(plan, groups["actor"], models["actor"])
+    source = starter.weight_source(groups["actor"], models["actor"])
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
     rollout = start_rollout(config, plan, pools, replicas, weights, rules)
@@ -399,8 +391,8 @@ def start_evaluation(
         models: Architecture of each role with a model.
     """
     config = with_absolute_paths(config)
-    plan = plan_placement(config)
-    starter = _Starter(config, device, pools, OffloadPlan(plan))
+    starter = _Starter(config, device, pools)
+    plan = starter.plan
 
     # The engines share no devices here, so the schedule has no plan and moves nothing.
     schedule = OffloadSchedule()
@@ -409,7 +401,7 @@ def start_evaluation(
         for role, worker in _workers(config, models, starter, rules).items()
         if role in ("reward", REWARD_MODEL)
     }
-    groups = starter.groups(plan, workers)
+    groups = starter.groups(workers)
     judges = start_judges(config, device, plan, pools)
     replicas = start_replicas(config, device, plan, pools, takes_turns=False)
     rollout_weights = RolloutWeights(weights, replicas, schedule)
@@ -424,18 +416,17 @@ def start_sft(
     config: SFTConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager
 ) -> Actor:
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
-    plan = plan_placement(config)
-    starter = _Starter(config, device, pools, OffloadPlan(plan))
+    starter = _Starter(config, device, pools)
     (role,) = model_roles(config)
     spec = starter.model(role, architecture)
-    group = starter.groups(plan, {"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
+    group = starter.groups({"actor": RayClassWithInitArgs(ActorWorker, spec)})["actor"]
     updates = MiniBatchPlan(updates_per_step=1, epochs_per_batch=1, seed=config.trainer.seed)
 
     return Actor(
         group,
         config.actor.parallel,
         config.actor.micro_batch,
-        starter.weight_source(plan, group, architecture),
+        starter.weight_source(group, architecture),
         updates,
     )
 
@@ -454,13 +445,12 @@ def start_trained(
     if isinstance(config, PreferenceConfig):
         return start_preferences(config, architecture, device, pools)
     assert isinstance(config, PPOConfig)
-    plan = plan_placement(config)
-    starter = _Starter(config, device, pools, OffloadPlan(plan))
+    starter = _Starter(config, device, pools)
 
     # No other model needs the devices, so nothing is offloaded.
     spec = replace(starter.model(role, architecture), offloaded_at_first=())
     workers = create_colocated_worker_cls({role.name: RayClassWithInitArgs(_WORKERS[role.kind], spec)})
-    pool = group_pool(plan, pools, next(group for group in plan.groups if role.name in group.roles))
+    pool = group_pool(starter.plan, pools, starter.plan.group_of(role.name))
     started = RayWorkerGroup(pool, workers, phase_time_limit_s=config.trainer.phase_time_limit_s)
     group = started.spawn()[role.name]
     updates = _mini_batch_plan(config)
@@ -471,7 +461,7 @@ def start_trained(
         group,
         config.actor.parallel,
         config.actor.micro_batch,
-        starter.weight_source(plan, group, architecture),
+        starter.weight_source(group, architecture),
         updates,
         algorithm=config.algorithm,
         share_prompts=_shares_prompts(config),
@@ -483,17 +473,14 @@ def start_preferences(
 ) -> PairModel:
     """Start the model of a run on pairs of answers, with the weights of its folder."""
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
-    plan = plan_placement(config)
-    starter = _Starter(config, device, pools, OffloadPlan(plan))
+    starter = _Starter(config, device, pools)
     role = model_roles(config)[0]
     spec = starter.model(role, architecture)
     handle = PairRewardModel if role.with_value_head else PairPolicy
-    group = starter.groups(plan, {"actor": RayClassWithInitArgs(handle.worker, spec)})["actor"]
+    group = starter.groups({"actor": RayClassWithInitArgs(handle.worker, spec)})["actor"]
 
     # A reward model is saved as the class that `reward.model` of an RL run reads.
-    weights = replace(
-        starter.weight_source(plan, group, architecture), head=spec.head, value_class=REWARD_CLASS
-    )
+    weights = replace(starter.weight_source(group, architecture), head=spec.head, value_class=REWARD_CLASS)
 
     return handle(group, config, weights, share_prompts=_shares_prompts(config))
 
@@ -506,14 +493,14 @@ def start_pair_reference(
     It must be shut down before the policy starts.
     """
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
-    plan = plan_placement(config)
+    starter = _Starter(config, device, pools)
     (role,) = (role for role in model_roles(config) if role.before_training)
-    spec = _Starter(config, device, pools, OffloadPlan(plan)).model(role, architecture)
+    spec = starter.model(role, architecture)
     started = RayWorkerGroup(
-        group_pool(plan, pools, plan.group_of("actor")),
+        group_pool(starter.plan, pools, starter.plan.group_of("actor")),
         RayClassWithInitArgs(_WORKERS[role.kind], spec),
         role=role.name,
         phase_time_limit_s=config.trainer.phase_time_limit_s,
-        at_work={role.name: at_work(plan)["actor"]},
+        at_work={role.name: at_work(starter.plan)["actor"]},
     )
     return PairReference(started, role, share_prompts=_shares_prompts(config))

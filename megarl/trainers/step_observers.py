@@ -19,9 +19,9 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import DeviceProfile
 from megarl.plan.step_time.lengths import expected_lengths
-from megarl.plan.step_time.step import predict_step
 from megarl.roles.megatron_worker import MegatronWorker
 from megarl.tracking.timeline import Span
 
@@ -218,13 +218,8 @@ class StepPrediction:
         prompt = min(max(1.0, measured[_PROMPT]), self._config.longest_prompt)
         response = min(max(1.0, measured[_RESPONSE]), self._config.longest_response)
 
-        step = predict_step(
-            self._config,
-            self._plan,
-            self._architectures,
-            self._device,
-            expected_lengths(self._config, prompt, response),
-        )
+        costs = PredictedCosts(self._device, expected_lengths(self._config, prompt, response))
+        step = costs.predict_step(self._config, self._plan, self._architectures)
 
         phases = {f"predicted_s/{name}": seconds for name, seconds in step.driver_s.items()}
         return {"perf/predicted_step_s": step.seconds, **phases}

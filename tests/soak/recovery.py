@@ -161,13 +161,9 @@ def num_cpus(config: PPOConfig) -> tuple[int, ...]:
     """Return the logical CPUs of each node: as many as its processes need, so that each has its place."""
     plan = plan_placement(config)
     needed = Counter[int]()
-    for each in plan.reservations:
-        needed.update(
-            {
-                node: count * each.num_groups
-                for node, count in zip(each.nodes, each.bundles_on_nodes, strict=True)
-            }
-        )
+    for name, num_groups in plan.colocate_counts.items():
+        counts = zip(plan.nodes[name], plan.process_on_nodes[name], strict=True)
+        needed.update({node: count * num_groups for node, count in counts})
     trainers = max(needed[node] for node in range(_TRAINERS))
     return (needed[_TRAINERS], *[trainers] * (_TRAINERS + 1))
 

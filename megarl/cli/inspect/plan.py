@@ -6,7 +6,7 @@ The result is printed as tables and can be saved as a drawing.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,11 +20,11 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import DeviceProfile, assumed_profile
 from megarl.plan.step_time.lengths import Lengths, expected_lengths
-from megarl.plan.step_time.measured_run import RunFit
 from megarl.plan.step_time.phase_time import PhaseTime
-from megarl.plan.step_time.step import PredictedStep, predict_step
+from megarl.plan.step_time.step import PredictedStep
 
 _FORMATS = (".svg", ".png")
 _MOST_PARTS = 3
@@ -79,9 +79,8 @@ def run(
     if isinstance(config, PPOConfig):
         device = assumed_profile(config)
         expected = expected_lengths(config)
-        print_predicted_step(
-            predict_step(config, plan, architectures, device, expected), device, expected, console
-        )
+        step = PredictedCosts(device, expected).predict_step(config, plan, architectures)
+        print_predicted_step(step, device, expected, console)
     for warning in loaded.warnings:
         print_line(console, f"warning: {warning}", style="yellow")
     print_absent(loaded.absent, console)
@@ -135,18 +134,23 @@ def step_table(step: PredictedStep) -> Table:
     return drawn
 
 
-def fit_table(run_dir: str, fit: RunFit) -> Table:
-    """Return the measured phases of a run with their predictions before and after the fit."""
+def fit_table(
+    run_dir: str,
+    fitted: DeviceProfile,
+    phases: Mapping[str, tuple[float, float, float]],
+    lengths: Lengths,
+) -> Table:
+    """Return the measured phases of a run with their predictions before and after the fit (`fit_run`)."""
     drawn = table(f"Phases of {run_dir}, s", "phase", "measured", "predicted before", "predicted after")
 
-    for name, seconds in fit.phases.items():
+    for name, seconds in phases.items():
         drawn.add_row(name, *(f"{each:,.4g}" for each in seconds))
 
-    constants = {**asdict(fit.device.efficiency), "sample_ms": fit.device.sample_ms}
-    fitted = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
+    constants = {**asdict(fitted.efficiency), "sample_ms": fitted.sample_ms}
+    changed = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
     drawn.caption = (
-        f"medians of the last steps, prompts of {fit.lengths.prompt:,} and responses of "
-        f"{fit.lengths.response:,.0f} tokens on average\nfitted: {fitted}"
+        f"medians of the last steps, prompts of {lengths.prompt:,} and responses of "
+        f"{lengths.response:,.0f} tokens on average\nfitted: {changed}"
     )
     return drawn
 

@@ -30,9 +30,9 @@ from megarl.plan.placement.plan import plan_placement
 from megarl.rehearse.rehearsal.prediction import SHARED, UNEVEN, PredictedMemory, predicted_memory
 from megarl.rehearse.rehearsal.processes import rehearse_ranks
 from megarl.rehearse.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
-from megarl.rehearse.rehearsal.record import RankPush, RankRecord, RankRequest
+from megarl.rehearse.rehearsal.record import RankRecord, RankRequest
 from megarl.weights.plan import NUM_IPC_BUFFERS
-from megarl.weights.sync.forecast import forecast_weights
+from megarl.weights.sync.forecast import WeightForecast, forecast_weights
 
 GOOD = 0
 MISTAKES = 2
@@ -71,8 +71,8 @@ def run(
     numbers = chosen_ranks(ranks, role.parallel)
     # Enough micro-batches to fill the pipeline once.
     num_micro_batches = max(2, role.parallel.pipeline_parallel_size)
-    pushes = _pushes(config, role, architectures)
-    records = _rehearse(config, role, numbers, num_micro_batches, pushes)
+    forecast = _forecast(config, role, architectures)
+    records = _rehearse(config, role, numbers, num_micro_batches, forecast)
     predicted = {
         record.rank: predicted_memory(config, role, architectures[role.name], record.rank)
         for record in records
@@ -90,7 +90,8 @@ def run(
     print_absent(absent, console)
     print_line(console, f"Layers: {layers.value} ({why}).")
     print_line(console, _unseen(role.parallel, numbers, ranks))
-    if kept_bytes := max((push.kept_bytes for push in pushes.values()), default=0):
+    if forecast is not None and isinstance(config, PPOConfig) and config.resharding.delta:
+        kept_bytes = max(forecast.acknowledged)
         print_line(
             console,
             f"Host memory: a rank keeps up to {kept_bytes / 2**20:,.2f} MiB, the last weights of the engines "
@@ -131,10 +132,12 @@ def _rehearse(
     role: ModelRole,
     ranks: Sequence[int],
     num_micro_batches: int,
-    pushes: Mapping[int, RankPush],
+    forecast: WeightForecast | None,
 ) -> list[RankRecord]:
     """Simulate ranks of a role, and return their records in the order of ranks."""
-    requests = [RankRequest(config, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in ranks]
+    requests = [RankRequest(config, role.name, rank, num_micro_batches) for rank in ranks]
+    if forecast is not None:
+        requests = [_with_push(request, forecast) for request in requests]
     records: list[RankRecord] = []
 
     num_ranks = counted(len(ranks), "rank")
@@ -163,26 +166,25 @@ def _role(config: RunConfig, name: str) -> ModelRole:
     return roles[name]
 
 
-def _pushes(
+def _forecast(
     config: RunConfig, role: ModelRole, architectures: Mapping[str, Architecture]
-) -> dict[int, RankPush]:
-    """Return the weight sync of each rank of the actor; empty if weights are transferred through files."""
+) -> WeightForecast | None:
+    """Return the weight sync of the actor; None for other roles, and if weights go through files."""
     if not isinstance(config, PPOConfig) or role.name != "actor":
-        return {}
-    forecast = forecast_weights(config, plan_placement(config), architectures["actor"])
-    if forecast is None:
-        return {}
-    # Only ranks that share a device with an engine need IPC buffers.
-    shared = {place.device for place in forecast.engine_places}
-    buffer_bytes = NUM_IPC_BUFFERS * forecast.message_bytes
-    kept = forecast.acknowledged if config.resharding.delta else [0] * len(forecast.trainer_places)
+        return None
+    return forecast_weights(config, plan_placement(config), architectures["actor"])
 
-    return {
-        rank: RankPush(
-            forecast.plan.of_source(rank), buffer_bytes if place.device in shared else 0, kept_bytes
-        )
-        for rank, (place, kept_bytes) in enumerate(zip(forecast.trainer_places, kept, strict=True))
+
+def _with_push(request: RankRequest, forecast: WeightForecast) -> RankRequest:
+    """Add what a rank sends in a weight sync."""
+    # Only ranks that share a device with an engine need IPC buffers.
+    shares_device = forecast.trainer_places[request.rank].device in {
+        place.device for place in forecast.engine_places
     }
+    return request._replace(
+        sends=forecast.plan.of_source(request.rank),
+        buffer_bytes=NUM_IPC_BUFFERS * forecast.message_bytes if shares_device else 0,
+    )
 
 
 def _mistakes(records: Sequence[RankRecord]) -> list[str]:

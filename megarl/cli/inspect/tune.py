@@ -150,12 +150,12 @@ def _device(config: PPOConfig, wishes: TuneOptions, console: Console) -> DeviceP
             raise ValueError(f"--device-output {wishes.device_output} requires --from-run")
         return device
 
-    fit = fit_run(Path(wishes.from_run), device)
-    console.print(fit_table(wishes.from_run, fit))
+    fitted, phases, lengths = fit_run(Path(wishes.from_run), device)
+    console.print(fit_table(wishes.from_run, fitted, phases, lengths))
     if wishes.device_output is not None:
-        dump_device(fit.device, Path(wishes.device_output))
+        dump_device(fitted, Path(wishes.device_output))
         print_line(console, f"{wishes.device_output}: the fitted device, for placement.device_profile")
-    return fit.device
+    return fitted
 
 
 def _lengths(config: PPOConfig, text: str | None) -> Lengths:

@@ -10,12 +10,12 @@ from rich.table import Table
 from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.machine.wording import counted
 from megarl.plan.placement.dataflow import phases_of
-from megarl.plan.search.choices import describe
 from megarl.plan.search.engines import EngineChoice
 from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.search import ClusterResult
 from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import Space
+from megarl.plan.search.variants import describe
 from megarl.plan.step_time.step import PredictedStep
 
 _GIB = 2**30

@@ -18,6 +18,7 @@ from megarl.config.batch_arithmetic import (
     fullest_with_shared_prompt,
     longest_row,
     micro_batch_tokens,
+    rounded_up,
     rows_of_prompt,
     rows_of_replica,
     shares_a_prompt,
@@ -80,27 +81,12 @@ class WorkingMemory(NamedTuple):
     trained_batch: int
 
 
-class StepMemory(NamedTuple):
-    """Bytes that an optimizer step, and the reduction of gradients before it, take for a moment.
-
-    Attributes:
-        roots: The square roots of the second moments of the rank's largest optimizer.
-        copies: Float32 copies of gradients that have another dtype.
-        summed: A copy of the gradients that Megatron sums over tensor-parallel ranks after the last
-            micro-batch.
-    """
-
-    roots: int
-    copies: int
-    summed: int
-
-
 def working_memory(
     config: RunConfig,
     role: ModelRole,
     architecture: Architecture,
     stage: int,
-    step: StepMemory,
+    step: tuple[int, int],
     *,
     uneven: bool = True,
     shares: bool | None = None,
@@ -108,46 +94,30 @@ def working_memory(
     """Return the working memory of a rank.
 
     Args:
-        step: The temporary memory of the optimizer step.
+        step: The temporary bytes of the reduction of gradients, and of the optimizer step (`step_memory`).
         uneven: Whether one of the rank's experts receives twice its share of the tokens.
         shares: Whether two rows of the largest micro-batch share a prompt, where that is another way through
             attention (see `sharing_is_another_way`). By default, the peaks are the larger ones of both.
     """
     both = (False, True) if sharing_is_another_way(config, role, architecture) else (False,)
-    found = [
-        _of_micro_batch(config, role, architecture, stage, step, uneven=uneven, shares=each)
+    trains = role.optim is not None
+    reduced, stepped = step
+    works = [
+        _Work(config, role, architecture, stage, uneven=uneven, shares=each)
         for each in (both if shares is None else (shares,))
     ]
-    return found[0]._replace(score=max(work.score for work in found), train=max(work.train for work in found))
+    trained = [
+        work.stays(trains) + max(work.train(), work.batch(trains=True) + reduced) for work in works if trains
+    ]
+    first = works[0]
 
-
-def _of_micro_batch(
-    config: RunConfig,
-    role: ModelRole,
-    architecture: Architecture,
-    stage: int,
-    step: StepMemory,
-    *,
-    uneven: bool,
-    shares: bool,
-) -> WorkingMemory:
-    work = _Work(config, role, architecture, stage, uneven=uneven, shares=shares)
-    trains = role.optim is not None
-    stays = work.stays(trains)
-
-    # Torch's Adam materializes the square roots of all its second moments at once on CUDA. Transformer
-    # Engine's does not.
-    is_fused = layer_kind(config) is Layers.transformer_engine
-    roots, copies, summed = step
-    if work.kernels is Kernels.cpu or is_fused:
-        roots = 0
     return WorkingMemory(
-        score=stays + work.score(),
-        train=stays + max(work.train(), work.batch(trains=True) + summed) if trains else 0,
-        step=stays + roots + copies if trains else 0,
-        stays=stays,
-        scored_batch=work.batch(trains=False),
-        trained_batch=work.batch(trains=True) if trains else 0,
+        score=max(work.stays(trains) + work.score() for work in works),
+        train=max(trained, default=0),
+        step=first.stays(trains) + stepped if trains else 0,
+        stays=first.stays(trains),
+        scored_batch=first.batch(trains=False),
+        trained_batch=first.batch(trains=True) if trains else 0,
     )
 
 
@@ -322,7 +292,7 @@ class _Work:
             tokens = len(rows) * max(row.tokens for row in rows)
 
         cut = self._parallel.tensor_parallel_size * token_multiple(self._role.megatron)
-        return -(-tokens // cut) * cut
+        return rounded_up(tokens, cut)
 
     def batch(self, trains: bool) -> int:
         """Return the bytes of all rows of a pass at their maximum length."""

@@ -1,4 +1,4 @@
-"""The phases of a PPO step as data, and which of them may overlap.
+"""The phases of a PPO step as data, which of them may overlap, and how many processes then share the cores.
 
 A phase lists the roles that work in it, what it reads and writes, and what it needs in memory. The phases of
 the models come from the role table (config/roles.py).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megarl.config import roles as table
@@ -165,3 +166,43 @@ def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tupl
 def _in_the_way(plan: PlacementPlan, role: str, other: str) -> bool:
     """Return whether two roles share a process or a device, which can do only one thing at a time."""
     return plan.group_of(role) is plan.group_of(other) or plan.share_devices(role, other)
+
+
+# role -> method of the worker -> processes on a node. Other methods use all available threads.
+AtWork = Mapping[str, Mapping[str, int]]
+NO_LIMITS: AtWork = MappingProxyType({})
+_WAITS = "reward"  # its process waits for others, which run the user's code
+
+
+def at_work(plan: PlacementPlan) -> AtWork:
+    """Return how many processes may work at the same time as each method of a worker.
+
+    A phase that runs alone has all cores for its processes; overlapping phases share them. The result follows
+    from the plan, never from the load.
+    """
+    # Phases that may overlap, looked up from either of the two.
+    overlapping: dict[str, set[str]] = {}
+    for one, other in overlaps(plan):
+        overlapping.setdefault(one, set()).add(other)
+        overlapping.setdefault(other, set()).add(one)
+
+    computing = {
+        phase.name: (phase.calls, phase.roles)
+        for phase in phases_of(plan.roles)
+        if phase.calls and _WAITS not in phase.roles
+    }
+    table: dict[str, dict[str, int]] = {}
+
+    for name, (calls, own) in computing.items():
+        # Plan for the worst case: everything that may overlap with this phase runs at once.
+        at_a_time = {name, *overlapping.get(name, ())} & computing.keys()
+        number = _on_fullest_node(plan, {role for each in at_a_time for role in computing[each][1]})
+        for role in own:
+            table.setdefault(role, {}).update(dict.fromkeys(calls, number))
+
+    return table
+
+
+def _on_fullest_node(plan: PlacementPlan, roles: set[str]) -> int:
+    nodes = [process.node for process in plan.processes if roles.intersection(process.roles)]
+    return max(map(nodes.count, nodes))

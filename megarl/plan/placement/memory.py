@@ -20,6 +20,7 @@ from megarl.config.schema import (
     Device,
     DType,
     EngineDType,
+    Layers,
     OverBudget,
     ParallelConfig,
     PPOConfig,
@@ -39,9 +40,9 @@ from megarl.models.draft import DraftModel, read_draft_if_there
 from megarl.models.engine_stages import engine_stages, stage_shares
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, state_bytes
-from megarl.plan.placement.activations import StepMemory, WorkingMemory, working_memory
+from megarl.plan.placement.activations import WorkingMemory, working_memory
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
-from megarl.plan.placement.layer_sizes import layers_of_stage
+from megarl.plan.placement.layer_sizes import Kernels, kernels_of, layer_kind, layers_of_stage
 from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.transport import sync_buffers
@@ -63,11 +64,6 @@ class Usage:
     activations: int = 0
     kv_cache: int = 0
     buckets: int = 0
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
-        )
 
     @property
     def total(self) -> int:
@@ -343,7 +339,7 @@ class RoleMemory(NamedTuple):
 def role_memory(config: RunConfig, model: ModelRole, architecture: Architecture, stage: int) -> RoleMemory:
     """Return the memory of one rank of a pipeline stage."""
     state = model_state(model, architecture, config.model.dtype, stage)
-    step = step_memory(model, architecture, config.model.dtype, stage)
+    step = step_memory(config, model, architecture, stage)
     return RoleMemory(state, working_memory(config, model, architecture, stage, step))
 
 
@@ -422,7 +418,7 @@ def stage_row_cache(config: PPOConfig, policy: Architecture, stage: int) -> int:
     numbers = config.max_row_tokens * weight_bytes(config.model.dtype)
     draft = _draft(config)
     of_draft = numbers * draft.cached_numbers(config.rollout.tensor_parallel_size) if draft else 0
-    layers = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage].layers
+    layers, *_ = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage]
     ranks = config.rollout.tensor_parallel_size
     states = state_bytes(policy, weight_bytes(config.model.dtype)) // ranks
     return of_draft + numbers * cached_numbers(policy, layers, ranks) + states
@@ -467,20 +463,27 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     )
 
 
-def step_memory(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> StepMemory:
-    """Return the temporary memory of a rank's optimizer step. Experts have a separate optimizer."""
+def step_memory(
+    config: RunConfig, model: ModelRole, architecture: Architecture, stage: int
+) -> tuple[int, int]:
+    """Return the temporary bytes of a rank's reduction of gradients, and of its optimizer step.
+
+    After the last micro-batch, Megatron sums a copy of some gradients over tensor-parallel ranks. The step
+    has float32 copies of gradients of another dtype. Experts have a separate optimizer.
+    """
     parallel = model.parallel
     trained = trained_parameters(model, architecture, stage)
     dense = -(-trained.dense // parallel.num_copies)
     of_experts = -(-trained.of_experts // parallel.expert_data_parallel_size)
-    of_element = element_bytes(dtype, model.megatron)
+    of_element = element_bytes(config.model.dtype, model.megatron)
     # With sequence parallelism, each rank has the gradients of its own tokens.
-    summed = trained.replicated * of_element.gradient * parallel.sequence_parallel
-    return StepMemory(
-        roots=_FLOAT32 * max(dense, of_experts),
-        copies=of_element.stepped * (dense + of_experts),
-        summed=summed,
-    )
+    reduced = trained.replicated * of_element.gradient * parallel.sequence_parallel
+    stepped = of_element.stepped * (dense + of_experts)
+    # Torch's Adam materializes the square roots of all second moments of an optimizer at once on CUDA.
+    # Transformer Engine's does not.
+    if kernels_of(config) is not Kernels.cpu and layer_kind(config) is not Layers.transformer_engine:
+        stepped += _FLOAT32 * max(dense, of_experts)
+    return reduced, stepped
 
 
 def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:

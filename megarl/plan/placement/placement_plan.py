@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched
@@ -31,17 +31,6 @@ class ProcessPlan:
     roles: tuple[str, ...]
     node: int
     devices: tuple[int, ...]
-
-    @property
-    def place(self) -> str:
-        if not self.devices:
-            return "cpu"
-        return f"device{'s' if len(self.devices) > 1 else ''} {', '.join(map(str, self.devices))}"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.pool}/{self.group}[{self.rank}] {'+'.join(self.roles)} on node {self.node}, {self.place}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,38 +70,12 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reservation:
-    """Resources that are requested from the cluster at once.
-
-    Attributes:
-        bundles: The bundles, ordered by node and device.
-        num_groups: The number of groups, each with a process in every bundle.
-    """
-
-    name: str
-    pool: str
-    bundles: tuple[Bundle, ...]
-    num_groups: int
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(node for node, _ in self.bundles))
-
-    @property
-    def bundles_on_nodes(self) -> list[int]:
-        """The number of bundles on each of `nodes`."""
-        counts = dict.fromkeys(self.nodes, 0)
-        for node, _ in self.bundles:
-            counts[node] += 1
-        return list(counts.values())
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
     """The placement of a run.
 
     Pools share no devices, so they work at the same time. The groups of a pool start at its first device and
-    take turns.
+    take turns. What is requested from the cluster at once is a reservation: the devices of a pool, or a group
+    without devices. It has the name of its first group.
 
     `bases` has pairs of roles: the first is the model of the second without its adapters, in its processes.
     """
@@ -121,7 +84,6 @@ class PlacementPlan:
     num_nodes: int
     devices_per_node: int
     groups: tuple[GroupPlan, ...]
-    reservations: tuple[Reservation, ...]
     bases: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -144,10 +106,31 @@ class PlacementPlan:
     def num_processes(self) -> int:
         return sum(len(group.processes) for group in self.groups)
 
+    @cached_property
+    def reserved(self) -> dict[str, tuple[Bundle, ...]]:
+        """The bundles of each reservation, ordered by node and device."""
+        sharing: dict[str, list[GroupPlan]] = {}
+        for group in self.groups:
+            sharing.setdefault(group.reservation, []).append(group)
+
+        # Groups that share devices divide them differently, so each device gets its own bundle.
+        return {
+            name: tuple((process.node, process.devices) for process in groups[0].processes)
+            if len(groups) == 1
+            else tuple(
+                (node, (device,))
+                for node, device in sorted(frozenset().union(*(each.devices for each in groups)))
+            )
+            for name, groups in sharing.items()
+        }
+
     @property
     def process_on_nodes(self) -> dict[str, list[int]]:
         """The number of bundles on each of a reservation's nodes, by reservation."""
-        return {each.name: each.bundles_on_nodes for each in self.reservations}
+        return {
+            name: list(Counter(node for node, _ in bundles).values())
+            for name, bundles in self.reserved.items()
+        }
 
     @property
     def moving_order(self) -> tuple[str, ...]:
@@ -156,37 +139,31 @@ class PlacementPlan:
         Ranks of models come first, because they need the most; then engines and servers of judges; and last
         processes without devices, which find a place almost anywhere.
         """
-        roles_of = {
-            each.name: [
-                role for group in self.groups if group.reservation == each.name for role in group.roles
-            ]
-            for each in self.reservations
-        }
-        order = sorted(
-            self.reservations,
-            key=lambda each: (not any(map(is_model_role, roles_of[each.name])), not each.bundles[0][1]),
-        )
-        return tuple(each.name for each in order)
+        with_models = {name for role, name in self.role_pools.items() if is_model_role(role)}
+        devices = self.devices_per_process
+        return tuple(sorted(self.reserved, key=lambda name: (name not in with_models, not devices[name])))
 
     @property
     def nodes(self) -> dict[str, tuple[int, ...]]:
         """The numbers of a reservation's nodes, in the order of `process_on_nodes`, by reservation."""
-        return {each.name: each.nodes for each in self.reservations}
+        return {
+            name: tuple(dict.fromkeys(node for node, _ in bundles)) for name, bundles in self.reserved.items()
+        }
 
     @property
     def devices_per_process(self) -> dict[str, int]:
         """The number of devices per bundle by reservation; 0 for CPU bundles."""
-        return {each.name: len(each.bundles[0][1]) for each in self.reservations}
+        return {name: len(bundles[0][1]) for name, bundles in self.reserved.items()}
 
     @property
     def colocate_counts(self) -> dict[str, int]:
         """The number of groups whose processes share the bundles, by reservation."""
-        return {each.name: each.num_groups for each in self.reservations}
+        return dict(Counter(group.reservation for group in self.groups))
 
     @property
     def num_cpus(self) -> int:
         """Ray's logical CPUs in the reservations: one for each process that a bundle may hold."""
-        return sum(len(each.bundles) * each.num_groups for each in self.reservations)
+        return sum(len(self.reserved[group.reservation]) for group in self.groups)
 
     @property
     def role_pools(self) -> dict[str, str]:
@@ -196,13 +173,14 @@ class PlacementPlan:
     def bundles(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the bundles whose devices each process of a group uses. The first is its own."""
         group = self.group(name)
-        reserved = next(each for each in self.reservations if each.name == group.reservation).bundles
         # A group without devices has one bundle per process.
         if not group.uses_devices:
             return tuple((rank,) for rank in range(len(group.processes)))
         # Groups that share a reservation divide it differently, so bundles are looked up by device.
         numbers = {
-            (node, device): number for number, (node, devices) in enumerate(reserved) for device in devices
+            (node, device): number
+            for number, (node, devices) in enumerate(self.reserved[group.reservation])
+            for device in devices
         }
 
         return tuple(
@@ -235,28 +213,3 @@ class PlacementPlan:
     def on_same_devices(self, role: str) -> tuple[str, ...]:
         """Return the other roles that share a device with `role`."""
         return tuple(other for other in self.roles if other != role and self.share_devices(role, other))
-
-    def __str__(self) -> str:
-        return "\n".join(str(process) for process in self.processes)
-
-
-def reserve(groups: Iterable[GroupPlan]) -> Iterator[Reservation]:
-    """Yield the reservations: one for the devices of each pool, and one for each group without devices.
-
-    A reservation is named after its first group. It has a bundle per process if it has a single group, and
-    otherwise a bundle per device.
-    """
-    sharing: dict[str, list[GroupPlan]] = {}
-    for group in groups:
-        sharing.setdefault(group.reservation, []).append(group)
-
-    for name, members in sharing.items():
-        # Groups that share devices divide them differently, so each device gets its own bundle.
-        if len(members) == 1:
-            bundles = tuple((process.node, process.devices) for process in members[0].processes)
-        else:
-            bundles = tuple(
-                (node, (device,))
-                for node, device in sorted(frozenset().union(*(each.devices for each in members)))
-            )
-        yield Reservation(name=name, pool=members[0].pool, bundles=bundles, num_groups=len(members))

@@ -13,7 +13,7 @@ from megarl.config.roles import WITHOUT_DEVICES, judge_roles, model_roles
 from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, RunConfig
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
-from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan, reserve
+from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.plan.placement.requests import (
     GroupRequest,
     PoolRequest,
@@ -52,7 +52,6 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
                 num_nodes=placement.num_nodes,
                 devices_per_node=devices_per_node,
                 groups=groups,
-                reservations=tuple(reserve(groups)),
                 bases=tuple(base_roles(config).items()),
             )
 

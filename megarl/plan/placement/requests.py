@@ -246,13 +246,16 @@ def _stand_alone(config: PPOConfig) -> Mapping[str, PoolRequest]:
 
 
 def _custom(config: PPOConfig) -> Mapping[str, PoolRequest]:
-    """Place roles as configured. Reward functions and environments need no device and may be omitted."""
-    placement = config.placement
-    table = {
-        role: PoolRequest(name=pool, devices_on_nodes=tuple(placement.pools[pool]))
-        for role, pool in placement.roles.items()
+    """Place roles as configured. Reward functions and environments need no device and may be omitted.
+
+    Their pool is then called `reward`, and is the configured one if there is a pool of this name.
+    """
+    pools = {
+        name: PoolRequest(name=name, devices_on_nodes=tuple(counts))
+        for name, counts in config.placement.pools.items()
     }
-    return {**{role: PoolRequest(name="reward") for role in WITHOUT_DEVICES}, **table}
+    table = dict.fromkeys(WITHOUT_DEVICES, pools.get("reward", PoolRequest(name="reward")))
+    return {**table, **{role: pools[pool] for role, pool in config.placement.roles.items()}}
 
 
 _STRATEGIES: dict[PlacementStrategy, Callable[[PPOConfig], Mapping[str, PoolRequest]]] = {

@@ -14,16 +14,15 @@ from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.memory import budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.choices import with_choice
-from megarl.plan.search.engines import EngineShape, with_engines
+from megarl.plan.search.engines import EngineChoice, with_engines
 from megarl.plan.search.placements import Pool, placement_of
 from megarl.plan.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Space, Unit
+from megarl.plan.search.space import ROLLOUT, Space
 from megarl.plan.search.tables import Tables
-from megarl.plan.search.variants import Variant, VariantTable
+from megarl.plan.search.variants import Choice, VariantTable, with_choice
 from megarl.plan.step_time.step import GENERATION, StepSchedule
 
 # The most configurations with the same pools that are planned. More of them differ by less than the bounds.
@@ -65,13 +64,13 @@ class BestSolutions:
         return self.bound_s - self._costs.overhead_s(self._space.config)
 
     def complete(
-        self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: EngineShape
+        self, pools: tuple[Pool, ...], variants: Mapping[str, Choice], engines: EngineChoice
     ) -> None:
         """Plan, check and predict a configuration, and keep it if it is among the best."""
         config = self._space.config.with_sections(placement=placement_of(self._space, pools))
         for unit in self._space.units:
-            config = with_choice(config, unit, variants[unit.name].choice)
-        config = with_engines(config, engines.choice)
+            config = with_choice(config, unit, variants[unit])
+        config = with_engines(config, engines)
 
         try:
             plan = plan_placement(config)
@@ -94,7 +93,6 @@ class BestSolutions:
             self._rejections.reject(LEVEL, Reason.memory, problem)
             return
 
-        choices = {name: variant.choice for name, variant in variants.items()}
         self._keep(
             Solution(
                 config=config,
@@ -102,8 +100,8 @@ class BestSolutions:
                 memory=memory,
                 step=step,
                 pools=pools,
-                choices=choices,
-                engines=engines.choice,
+                choices=variants,
+                engines=engines,
             )
         )
 
@@ -149,20 +147,20 @@ class Branch:
         self._limit = space.device_bytes
 
         self._shares: dict[tuple[str, int], MemoryShare] = {}
-        self._units: list[tuple[Unit, int]] = []
+        self._units: list[tuple[str, int]] = []
         self._variants: list[VariantTable] = []
-        self._engines: list[EngineShape] = []
+        self._engines: list[EngineChoice] = []
         self._fastest: list[float] = []
         self._num_planned = 0
 
     def explore(self) -> None:
         """Search the branch, or reject its pools if a unit or the engines do not fit in theirs."""
-        self._units = [(unit, self._pool_of(unit.name)) for unit in self._space.units]
+        self._units = [(unit, self._pool_of(unit)) for unit in self._space.units]
         self._variants = [self._tables.variants(unit, self._pools[pool]) for unit, pool in self._units]
         self._engines = self._tables.engines(self._pools[self._pool_of(ROLLOUT)], self._max_staleness)
         fastest = [next(iter(table), None) for table in self._variants]
         if None in fastest or not self._engines:
-            name = ROLLOUT if None not in fastest else self._units[fastest.index(None)][0].name
+            name = ROLLOUT if None not in fastest else self._units[fastest.index(None)][0]
             devices = self._pools[self._pool_of(name)].num_devices
             self._rejections.reject(
                 "placements", Reason.memory, f"{name} does not fit on {counted(devices, 'device')}"
@@ -180,7 +178,7 @@ class Branch:
         return next(number for number, pool in enumerate(self._pools) if unit in pool.units)
 
     def _choose(
-        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
+        self, chosen: dict[str, Choice], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
     ) -> None:
         """Choose a variant of the next unit.
 
@@ -209,10 +207,10 @@ class Branch:
             of_pool = [*shares[pool], share]
             if peak_of_pool(of_pool) > self._limit:
                 self._rejections.consider(LEVEL)
-                self._rejections.reject(LEVEL, Reason.memory, f"{unit.name} in a pool with others")
+                self._rejections.reject(LEVEL, Reason.memory, f"{unit} in a pool with others")
                 continue
             inside = [of_pool if number == pool else each for number, each in enumerate(shares)]
-            self._choose({**chosen, unit.name: variant}, sums, inside)
+            self._choose({**chosen, unit: variant}, sums, inside)
 
     def _least_s(self, of_pools: Sequence[float], generation_s: float) -> float:
         """Return a lower bound from the sum of the models' times in each pool.
@@ -222,14 +220,14 @@ class Branch:
         longest = max(of_pools, default=0.0)
         return max(longest, generation_s) if self._max_staleness else longest + generation_s
 
-    def _share(self, unit: Unit, variant: Variant) -> MemoryShare:
-        key = (unit.name, id(variant))
+    def _share(self, unit: str, variant: Choice) -> MemoryShare:
+        key = (unit, id(variant))
         if key not in self._shares:
-            self._shares[key] = self._memory.of_models(variant.memory, variant.per_stage)
+            self._shares[key] = self._memory.of_models(variant.memory, variant.parallel.stage_size)
         return self._shares[key]
 
     def _choose_engines(
-        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
+        self, chosen: dict[str, Choice], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
     ) -> None:
         times = {name: seconds for each in chosen.values() for name, seconds in each.phases.items()}
         pool = self._pool_of(ROLLOUT)
@@ -246,7 +244,7 @@ class Branch:
                 self._rejections.reject(LEVEL, Reason.slower)
                 continue
 
-            share = self._memory.of_engines(engines.usage, engines.choice.num_devices)
+            share = self._memory.of_engines(engines.usage, engines.num_devices)
             if peak_of_pool([*shares[pool], share]) > self._limit:
                 self._rejections.reject(LEVEL, Reason.memory, "the engines in a pool with others")
                 continue

@@ -26,10 +26,12 @@ _FRACTIONS = (0.5, 0.6, 0.7, 0.8, 0.85)
 
 
 class EngineChoice(NamedTuple):
-    """The values that are chosen for the engines.
+    """The values that are chosen for the engines, and what follows from them.
 
     Attributes:
         fraction: The share of a device that an engine takes, None if it is not configurable.
+        seconds: The time of a step's generation.
+        usage: The memory of a device.
     """
 
     num_replicas: int
@@ -38,18 +40,12 @@ class EngineChoice(NamedTuple):
     concurrency: int
     fraction: float | None
     max_staleness: int
+    seconds: float = 0.0
+    usage: Usage = Usage()
 
     @property
     def num_devices(self) -> int:
         return self.num_replicas * self.tensor
-
-
-class EngineShape(NamedTuple):
-    """A choice for the engines, with the time of a step's generation and the memory of a device."""
-
-    choice: EngineChoice
-    seconds: float
-    usage: Usage
 
 
 def with_engines(config: PPOConfig, choice: EngineChoice) -> PPOConfig:
@@ -79,7 +75,7 @@ def engines_of(
     max_staleness: int,
     costs: PredictedCosts,
     rejections: Rejections,
-) -> list[EngineShape]:
+) -> list[EngineChoice]:
     """Return the shapes of the engines in a pool, from fast to slow.
 
     A shape that is neither faster nor smaller than another one with as many devices is left out.
@@ -101,18 +97,19 @@ def engines_of(
                     said = f"an engine of {counted(tensor, 'device')} needs {sized(usage.total)} on each"
                     rejections.reject(LEVEL, Reason.memory, said)
                     continue
-                found.append(EngineShape(choice, costs.generation_time(config, policy).seconds, usage))
+                seconds = costs.generation_time(config, policy).seconds
+                found.append(choice._replace(seconds=seconds, usage=usage))
 
     # The configured share of a device comes first among equally fast shapes, and then the smallest.
     share = space.config.rollout.memory_share_of(space.config.rollout.engine)
-    found.sort(key=lambda each: (each.seconds, each.choice.fraction != share, each.usage.total, each.choice))
+    found.sort(key=lambda each: (each.seconds, each.fraction != share, each.usage.total, each[:-2]))
     return list(_undominated(found, rejections))
 
 
-def _undominated(found: Sequence[EngineShape], rejections: Rejections) -> Iterator[EngineShape]:
+def _undominated(found: Sequence[EngineChoice], rejections: Rejections) -> Iterator[EngineChoice]:
     least: dict[int, int] = {}
     for each in found:
-        tensor = each.choice.tensor
+        tensor = each.tensor
         # No earlier shape is slower, so a later one is only of use if it needs less memory.
         if tensor in least and least[tensor] <= each.usage.total:
             rejections.reject(LEVEL, Reason.dominated)

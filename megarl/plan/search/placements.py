@@ -11,10 +11,10 @@ from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
-from megarl.config.roles import TEACHER
+from megarl.config.roles import TEACHER, model_roles
 from megarl.config.schema import PlacementConfig, PlacementStrategy
 from megarl.machine.errors import ConfigError
-from megarl.plan.search.space import ROLLOUT, Space
+from megarl.plan.search.space import ROLLOUT, Space, roles_of
 
 Partition = tuple[tuple[str, ...], ...]  # the units of each pool, with the engines as a unit
 _MOST_PARTS = 16  # of the devices, in a search over pools
@@ -53,7 +53,7 @@ def partitions(space: Space, max_staleness: int) -> list[Partition]:
 
     Engines that generate ahead of training have a pool of their own. A pinned placement leaves one way.
     """
-    units = (*(unit.name for unit in space.units), ROLLOUT)
+    units = (*space.units, ROLLOUT)
     found = [tuple(map(tuple, each)) for each in _set_partitions(list(units))]
     if max_staleness:
         found = [each for each in found if (ROLLOUT,) in each]
@@ -147,7 +147,7 @@ def placement_of(space: Space, pools: Sequence[Pool]) -> PlacementConfig:
 
 
 def _roles(space: Space, units: Sequence[str]) -> list[str]:
-    roles = [role for unit in space.units if unit.name in units for role in unit.roles]
+    roles = [role.name for unit in space.units if unit in units for role in roles_of(space.config, unit)]
     return [*roles, *([ROLLOUT] if ROLLOUT in units else [])]
 
 
@@ -165,7 +165,7 @@ def _strategy(space: Space, partition: Partition) -> PlacementStrategy:
 
 def _named(space: Space) -> dict[PlacementStrategy, list[list[str]]]:
     """Return the pools of each strategy, as plan/placement/requests.py places the roles."""
-    names = [unit.name for unit in space.units]
+    names = space.units
 
     # A teacher shares the actor's devices, and a reward model those of the critic if there is one.
     policies = [name for name in names if name in ("actor", TEACHER)]
@@ -179,7 +179,7 @@ def _named(space: Space) -> dict[PlacementStrategy, list[list[str]]]:
     }
 
     # Alone, a reference would have devices of its own.
-    if all(len(unit.roles) == 1 for unit in space.units):
+    if len(names) == len(model_roles(space.config)):
         pools[PlacementStrategy.stand_alone] = [[name] for name in (*names, ROLLOUT)]
     return pools
 
@@ -188,7 +188,7 @@ def _is_configured(space: Space, partition: Partition) -> bool:
     placement = space.config.placement
     if placement.strategy is PlacementStrategy.custom:
         pools: dict[str, set[str]] = {}
-        for unit in (*(unit.name for unit in space.units), ROLLOUT):
+        for unit in (*space.units, ROLLOUT):
             pools.setdefault(placement.roles.get(unit, unit), set()).add(unit)
         return set(map(frozenset, partition)) == set(map(frozenset, pools.values()))
     return _strategy(space, partition) is placement.strategy

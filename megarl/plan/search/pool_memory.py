@@ -7,7 +7,6 @@ partition, with one device for each pool, decides it for all sizes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.dataflow import ENGINE, Item, Phase
@@ -17,30 +16,16 @@ from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, Proce
 from megarl.plan.placement.requests import base_roles
 from megarl.plan.placement.transport import sync_buffers
 from megarl.plan.search.placements import Partition
-from megarl.plan.search.space import ROLLOUT, Space
+from megarl.plan.search.space import ROLLOUT, Space, roles_of
 
-StageTotals = tuple[tuple[int, ...], ...]  # bytes by stage and phase
-
-
-class MemoryShare(NamedTuple):
-    """The bytes of a unit on the devices of its pool.
-
-    Attributes:
-        totals: The bytes by pipeline stage and phase.
-        per_stage: The number of devices of a stage. Stages follow each other from the pool's first device.
-    """
-
-    totals: StageTotals
-    per_stage: int
-
-    @property
-    def peak(self) -> int:
-        return max(max(stage) for stage in self.totals)
+# The bytes of a unit on the devices of its pool, by pipeline stage and phase, and the number of devices of a
+# stage. Stages follow each other from the pool's first device.
+MemoryShare = tuple[tuple[tuple[int, ...], ...], int]
 
 
 def skeleton(space: Space, partition: Partition) -> PlacementPlan:
     """Return a placement with the pools of a partition that have one device each."""
-    roles = {unit.name: unit.roles for unit in space.units}
+    roles = {unit: [role.name for role in roles_of(space.config, unit)] for unit in space.units}
     groups = [
         _group(str(number), role, (number,))
         for number, units in enumerate(partition)
@@ -53,7 +38,6 @@ def skeleton(space: Space, partition: Partition) -> PlacementPlan:
         num_nodes=1,
         devices_per_node=len(partition),
         groups=(*groups, _group("reward", "reward", ())),
-        reservations=(),
         bases=tuple(base_roles(space.config).items()),
     )
 
@@ -84,16 +68,14 @@ class PoolMemory:
     def of_models(self, memory: Mapping[str, Sequence[RoleMemory]], per_stage: int) -> MemoryShare:
         """Return the bytes of a unit's models, from the memory of each role by stage."""
         stages = zip(*memory.values(), strict=True)
-        return MemoryShare(
+        totals = tuple(
             tuple(
-                tuple(
-                    sum(self._of_model(role, each, phase) for role, each in zip(memory, stage, strict=True))
-                    for phase in self._phases
-                )
-                for stage in stages
-            ),
-            per_stage,
+                sum(self._of_model(role, each, phase) for role, each in zip(memory, stage, strict=True))
+                for phase in self._phases
+            )
+            for stage in stages
         )
+        return totals, per_stage
 
     def _of_model(self, role: str, memory: RoleMemory, phase: Phase) -> int:
         usage = memory.usage(role, phase, self._held[phase.name])
@@ -110,23 +92,21 @@ class PoolMemory:
             has_no_cache = phase.name == "update_weights" and self._engines_move
             buckets = self._buffers.in_phase(phase.name, ROLLOUT, usage.parameters)
             totals.append(usage.total - usage.kv_cache * has_no_cache + buckets)
-        return MemoryShare((tuple(totals),), num_devices)
+        return (tuple(totals),), num_devices
 
 
 def peak_of_pool(shares: Sequence[MemoryShare]) -> int:
     """Return the bytes of the fullest device of a pool that these units share."""
     if len(shares) == 1:
-        return shares[0].peak
+        return max(map(max, shares[0][0]))
     # Between two of these devices, the stages of all units are the same.
-    starts = {stage * share.per_stage for share in shares for stage in range(len(share.totals))}
+    starts = {stage * per_stage for totals, per_stage in shares for stage in range(len(totals))}
     return max(_most_at(shares, start) for start in starts)
 
 
 def _most_at(shares: Sequence[MemoryShare], device: int) -> int:
     stages = [
-        share.totals[device // share.per_stage]
-        for share in shares
-        if device // share.per_stage < len(share.totals)
+        totals[device // per_stage] for totals, per_stage in shares if device // per_stage < len(totals)
     ]
     return max(sum(of_phase) for of_phase in zip(*stages, strict=True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from enum import Enum
 
 
@@ -23,36 +22,30 @@ class Rejections:
 
     The levels are layouts of a model, their variants, and complete configurations. At each level, the number
     considered is the number kept plus the numbers rejected.
+
+    Attributes:
+        considered: The number of things that were considered, by level.
+        rejected: The number of rejections, by level and reason.
     """
 
     def __init__(self) -> None:
-        self._considered: Counter[str] = Counter()
-        self._rejected: Counter[tuple[str, Reason]] = Counter()
+        self.considered: Counter[str] = Counter()
+        self.rejected: Counter[tuple[str, Reason]] = Counter()
         self._examples: dict[tuple[str, Reason], str] = {}
 
     def consider(self, level: str, count: int = 1) -> None:
-        self._considered[level] += count
+        self.considered[level] += count
 
     def reject(self, level: str, reason: Reason, example: str = "", count: int = 1) -> None:
         """Count a rejection of something that has been considered. The first example is kept."""
         if count:
-            self._rejected[level, reason] += count
+            self.rejected[level, reason] += count
             self._examples.setdefault((level, reason), example)
-
-    @property
-    def considered(self) -> Mapping[str, int]:
-        """The number of things that were considered, by level."""
-        return dict(self._considered)
-
-    @property
-    def rejected(self) -> Mapping[tuple[str, Reason], int]:
-        """The number of rejections, by level and reason."""
-        return dict(self._rejected)
 
     def kept(self, level: str) -> int:
         """Return how many things of a level were not rejected."""
-        return self._considered[level] - sum(
-            count for (name, _), count in self._rejected.items() if name == level
+        return self.considered[level] - sum(
+            count for (name, _), count in self.rejected.items() if name == level
         )
 
     def example(self, level: str, reason: Reason) -> str:

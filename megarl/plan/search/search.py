@@ -6,7 +6,7 @@ lower bound exceeds the best complete steps, which are planned and checked as `m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from megarl.config.roles import SOURCE_TEACHER, judge_roles, model_roles
 from megarl.config.validate import RULES, Needs, checks_of, read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
+from megarl.models.architecture import Architecture
 from megarl.plan.placement.memory import budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.search.branch import BestSolutions, Branch
@@ -43,16 +44,47 @@ def search(space: Space, costs: PredictedCosts, num_results: int = 1) -> tuple[l
     Raises:
         ConfigError: No configuration is valid, or a fixed value is not.
     """
-    branches = _Search(space, costs, num_results)
+    architectures, unreadable = read_architectures(space.config)
+    if unreadable:
+        raise ConfigError("tune", [str(each) for each in unreadable])
+    _refuse_judges_and_teachers(space)
     refuse_unpinned_pools(space)
     _refuse_stages_of_engines(space)
     _refuse_fixed_values(space)
+
+    rejections = Rejections()
+    tables = Tables(space, architectures, costs, rejections)
+    best = BestSolutions(space, architectures, costs, rejections, num_results)
     for max_staleness in _stalenesses(space):
-        branches.explore(max_staleness)
-    branches.tables.finish()
-    if not branches.best.solutions:
-        raise ConfigError("tune", [_nothing_fits(space, branches.rejections)])
-    return list(branches.best.solutions), branches.rejections
+        _explore(space, architectures, tables, best, rejections, max_staleness)
+
+    tables.finish()
+    if not best.solutions:
+        raise ConfigError("tune", [_nothing_fits(space, rejections)])
+    return list(best.solutions), rejections
+
+
+def _refuse_judges_and_teachers(space: Space) -> None:
+    """Raise ConfigError for roles that the search does not place."""
+    if served := judge_roles(space.config):
+        raise ConfigError(
+            "tune",
+            [
+                f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); "
+                "start their servers by hand, and set url and model instead of path"
+            ],
+        )
+
+    names = [role.name for role in model_roles(space.config)]
+    if teachers := [name for name in names if name.startswith(SOURCE_TEACHER)]:
+        raise ConfigError(
+            "tune",
+            [
+                f"teachers: the search chooses no layouts of teachers of data sources "
+                f"({', '.join(teachers)}), which no override can set; tune the run with the largest of "
+                "them as `teacher`, and give the others layouts by hand"
+            ],
+        )
 
 
 def _refuse_stages_of_engines(space: Space) -> None:
@@ -117,87 +149,53 @@ def configured_step(space: Space, costs: PredictedCosts) -> PredictedStep | None
     return costs.predict_step(config, plan, architectures)
 
 
-class _Search:
-    """The state of a search."""
+def _explore(
+    space: Space,
+    architectures: Mapping[str, Architecture],
+    tables: Tables,
+    best: BestSolutions,
+    rejections: Rejections,
+    max_staleness: int,
+) -> None:
+    """Search all placements with a `rollout.max_staleness`."""
+    splits = [
+        (tables.least_s(pools, max_staleness), pools)
+        for partition in partitions(space, max_staleness)
+        for pools in device_splits(space, partition)
+    ]
+    memories: dict[Partition, PoolMemory] = {}
 
-    def __init__(self, space: Space, costs: PredictedCosts, num_results: int) -> None:
-        self._space = space
-        self._architectures, unreadable = read_architectures(space.config)
-        if unreadable:
-            raise ConfigError("tune", [str(each) for each in unreadable])
+    # Fast splits first, so that slow ones are cut.
+    for _, pools in sorted(splits, key=itemgetter(0)):
+        rejections.consider("placements")
+        if tables.least_s(pools, max_staleness) >= best.bound_of_phases_s:
+            rejections.reject("placements", Reason.slower)
+            continue
+        if (problem := _placement_problem(space, pools, max_staleness)) is not None:
+            rejections.reject("placements", Reason.rules, problem)
+            continue
+        partition = tuple(pool.units for pool in pools)
+        try:
+            if partition not in memories:
+                memories[partition] = PoolMemory(space, partition, architectures)
+        except ConfigError as error:
+            rejections.reject("placements", Reason.rules, "; ".join(error.problems))
+            continue
 
-        if served := judge_roles(space.config):
-            raise ConfigError(
-                "tune",
-                [
-                    f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); "
-                    "start their servers by hand, and set url and model instead of path"
-                ],
-            )
+        Branch(space, tables, best, rejections, pools, memories[partition], max_staleness).explore()
 
-        names = [role.name for role in model_roles(space.config)]
-        if teachers := [name for name in names if name.startswith(SOURCE_TEACHER)]:
-            raise ConfigError(
-                "tune",
-                [
-                    f"teachers: the search chooses no layouts of teachers of data sources "
-                    f"({', '.join(teachers)}), which no override can set; tune the run with the largest of "
-                    "them as `teacher`, and give the others layouts by hand"
-                ],
-            )
 
-        self.rejections = Rejections()
-        self.tables = Tables(space, self._architectures, costs, self.rejections)
-        self.best = BestSolutions(space, self._architectures, costs, self.rejections, num_results)
-
-    def explore(self, max_staleness: int) -> None:
-        """Search all placements with a `rollout.max_staleness`."""
-        splits = [
-            (self.tables.least_s(pools, max_staleness), pools)
-            for partition in partitions(self._space, max_staleness)
-            for pools in device_splits(self._space, partition)
-        ]
-        memories: dict[Partition, PoolMemory] = {}
-
-        # Fast splits first, so that slow ones are cut.
-        for _, pools in sorted(splits, key=itemgetter(0)):
-            self.rejections.consider("placements")
-            if self.tables.least_s(pools, max_staleness) >= self.best.bound_of_phases_s:
-                self.rejections.reject("placements", Reason.slower)
-                continue
-            if (problem := self._placement_problem(pools, max_staleness)) is not None:
-                self.rejections.reject("placements", Reason.rules, problem)
-                continue
-            partition = tuple(pool.units for pool in pools)
-            try:
-                if partition not in memories:
-                    memories[partition] = PoolMemory(self._space, partition, self._architectures)
-            except ConfigError as error:
-                self.rejections.reject("placements", Reason.rules, "; ".join(error.problems))
-                continue
-
-            Branch(
-                self._space,
-                self.tables,
-                self.best,
-                self.rejections,
-                pools,
-                memories[partition],
-                max_staleness,
-            ).explore()
-
-    def _placement_problem(self, pools: Sequence[Pool], max_staleness: int) -> str | None:
-        """Return why generation cannot run this far ahead in a placement, None if it can."""
-        config = self._space.config
-        config = config.with_sections(
-            placement=placement_of(self._space, pools),
-            rollout=replace(config.rollout, max_staleness=max_staleness),
-        )
-        for check in checks_of(RULES, Needs.run, config):
-            if "rollout.max_staleness" in check.numbers:
-                for found in check.run(config):
-                    return str(found)
-        return None
+def _placement_problem(space: Space, pools: Sequence[Pool], max_staleness: int) -> str | None:
+    """Return why generation cannot run this far ahead in a placement, None if it can."""
+    config = space.config.with_sections(
+        placement=placement_of(space, pools),
+        rollout=replace(space.config.rollout, max_staleness=max_staleness),
+    )
+    for check in checks_of(RULES, Needs.run, config):
+        if "rollout.max_staleness" in check.numbers:
+            for found in check.run(config):
+                return str(found)
+    return None
 
 
 class ClusterResult(NamedTuple):

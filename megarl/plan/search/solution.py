@@ -18,11 +18,11 @@ from megarl.config.values import contents_of
 from megarl.machine.files import write_whole
 from megarl.plan.placement.memory import DeviceMemory
 from megarl.plan.placement.placement_plan import PlacementPlan
-from megarl.plan.search.choices import Choice
 from megarl.plan.search.engines import EngineChoice
 from megarl.plan.search.placements import Pool
 from megarl.plan.search.rejections import Rejections
 from megarl.plan.search.space import Space, free_keys
+from megarl.plan.search.variants import Choice
 from megarl.plan.step_time.step import PredictedStep
 
 # Keys that a search sets besides those that it chooses.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from operator import attrgetter
-from typing import NamedTuple
 
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind
@@ -19,20 +17,6 @@ from megarl.machine.errors import ConfigError
 ROLLOUT = "rollout"
 _SIZES = tuple(entry.name for entry in fields(ParallelConfig))
 _TRAINED = ("recompute", "recompute_modules", "recompute_num_layers", "micro_batch.max_tokens")
-
-
-class Unit(NamedTuple):
-    """Roles with one layout, which are placed together: the actor with its reference, or a single role.
-
-    Attributes:
-        roles: The roles of the unit. The first one names it.
-    """
-
-    roles: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.roles[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +40,16 @@ class Space:
         return self.num_nodes * self.devices_per_node
 
     @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units with a model, in the order of the role table."""
-        shared: dict[str, tuple[str, ...]] = {}
+    def units(self) -> tuple[str, ...]:
+        """The units with a model, in the order of the role table.
+
+        A unit are roles with one layout, which are placed together: the actor with its reference, or a single
+        role. The first role names it.
+        """
+        first: dict[str, str] = {}
         for role in model_roles(self.config):
-            shared[role.parallel_key] = (*shared.get(role.parallel_key, ()), role.name)
-        return tuple(Unit(roles) for roles in shared.values())
+            first.setdefault(role.parallel_key, role.name)
+        return tuple(first.values())
 
     @property
     def device_bytes(self) -> float:
@@ -72,10 +60,6 @@ class Space:
 
     def is_pinned(self, key: str) -> bool:
         return key in self.pinned
-
-    def value(self, key: str) -> object:
-        """Return the value of a key in the run's file."""
-        return attrgetter(key)(self.config)
 
     @property
     def memory_key(self) -> str | None:
@@ -136,6 +120,8 @@ def _within(key: str, free: Collection[str]) -> list[str]:
     return [each for each in free if each == key or each.startswith(f"{key}.") or key.startswith(f"{each}.")]
 
 
-def roles_of(config: PPOConfig, unit: Unit) -> list[ModelRole]:
+def roles_of(config: PPOConfig, unit: str) -> list[ModelRole]:
     """Return the roles of a unit with their values in a configuration."""
-    return [role for role in model_roles(config) if role.name in unit.roles]
+    roles = model_roles(config)
+    key = next(role.parallel_key for role in roles if role.name == unit)
+    return [role for role in roles if role.parallel_key == key]

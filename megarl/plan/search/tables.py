@@ -12,11 +12,11 @@ from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
 from megarl.config.validate import RULES, Check, Needs, checks_of
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
-from megarl.plan.search.engines import EngineShape, engines_of
+from megarl.plan.search.engines import EngineChoice, engines_of
 from megarl.plan.search.placements import Pool
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
-from megarl.plan.search.space import ROLLOUT, Space, Unit, roles_of
+from megarl.plan.search.space import ROLLOUT, Space, roles_of
 from megarl.plan.search.variants import LEVEL as VARIANTS
 from megarl.plan.search.variants import VariantTable
 
@@ -50,12 +50,12 @@ class Tables:
         self._costs = costs
         self._rejections = rejections
         self._variants: dict[tuple[str, int, int], VariantTable] = {}
-        self._engines: dict[tuple[tuple[int, ...], int], list[EngineShape]] = {}
+        self._engines: dict[tuple[tuple[int, ...], int], list[EngineChoice]] = {}
         self._fastest: dict[tuple[str, int], float] = {}  # seconds by unit and number of devices
 
-    def variants(self, unit: Unit, pool: Pool) -> VariantTable:
+    def variants(self, unit: str, pool: Pool) -> VariantTable:
         """Return the variants of a unit over the devices of a pool."""
-        key = (unit.name, pool.num_devices, pool.granule)
+        key = (unit, pool.num_devices, pool.granule)
         if key not in self._variants:
             roles = roles_of(self._space.config, unit)
             found = layouts(
@@ -64,10 +64,10 @@ class Tables:
             table = VariantTable(self._space, unit, self._architectures, found, self._costs, self._rejections)
             self._variants[key] = table
             if (fastest := next(iter(table), None)) is not None:
-                self._fastest[unit.name, pool.num_devices] = fastest.seconds
+                self._fastest[unit, pool.num_devices] = fastest.seconds
         return self._variants[key]
 
-    def engines(self, pool: Pool, max_staleness: int) -> list[EngineShape]:
+    def engines(self, pool: Pool, max_staleness: int) -> list[EngineChoice]:
         """Return the shapes of the engines in a pool."""
         key = (tuple(count for count in pool.on_nodes if count), max_staleness)
         if key not in self._engines:
@@ -80,7 +80,7 @@ class Tables:
     def least_s(self, pools: Sequence[Pool], max_staleness: int) -> float:
         """Return a lower bound of a step before the layouts of the units in these pools are computed."""
         of_pools = max(
-            sum(self._least_of_unit(unit, pool) for unit in self._space.units if unit.name in pool.units)
+            sum(self._least_of_unit(unit, pool) for unit in self._space.units if unit in pool.units)
             for pool in pools
         )
         shapes = self.engines(next(pool for pool in pools if ROLLOUT in pool.units), max_staleness)
@@ -88,12 +88,12 @@ class Tables:
         # In async rollout, generation and training overlap.
         return max(of_pools, generation_s) if max_staleness else of_pools + generation_s
 
-    def _least_of_unit(self, unit: Unit, pool: Pool) -> float:
+    def _least_of_unit(self, unit: str, pool: Pool) -> float:
         """Return a lower bound of a unit's time: on more devices, it is known not to be faster than this."""
         known = [
             seconds
             for (name, num_devices), seconds in self._fastest.items()
-            if name == unit.name and num_devices >= pool.num_devices
+            if name == unit and num_devices >= pool.num_devices
         ]
         config = self._space.config
         rough = sum(

@@ -1,4 +1,7 @@
-"""Variants of a unit's layouts (micro-batch and recomputation), from fast to slow, computed when needed."""
+"""Variants of a unit's layouts (micro-batch and recomputation), from fast to slow, computed when needed.
+
+A variant is a choice of values, from which its times and its memory follow.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import log2
+from types import MappingProxyType
 from typing import NamedTuple
 
-from megarl.config.batch_arithmetic import room_of_longest_row
+from megarl.config.batch_arithmetic import room_of_longest_row, rounded_up
+from megarl.config.roles import TEACHER, ModelRole
 from megarl.config.rules import models
 from megarl.config.schema import (
+    MicroBatchConfig,
     ParallelConfig,
+    PPOConfig,
     Recomputation,
     Recompute,
     RecomputeModule,
 )
-from megarl.machine.wording import sized
+from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.memory import RoleMemory, model_state
-from megarl.plan.search.choices import Choice, describe, memory_by_stage, with_choice
+from megarl.models.layers import layers_of
+from megarl.plan.placement.layer_sizes import layers_of_stage
+from megarl.plan.placement.memory import RoleMemory, model_state, role_memory
 from megarl.plan.search.pool_memory import least_bytes
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
-from megarl.plan.search.space import Space, Unit, roles_of
+from megarl.plan.search.space import Space, roles_of
 
 LEVEL = "variants"
 # The time of a variant with other micro-batches, virtual stages or distribution of experts, relative to the
@@ -42,23 +50,104 @@ _RECOMPUTATIONS = (
 )
 
 
-class Variant(NamedTuple):
-    """A choice for a unit, with its times and its memory.
+class Choice(NamedTuple):
+    """The values that are chosen for a unit: a variant of its layouts, with its times and its memory.
 
     Attributes:
-        seconds: The time of all its phases, one after the other.
-        phases: The seconds of each phase.
-        memory: The memory of each role, by pipeline stage.
+        max_tokens: The tokens of a micro-batch, None if the run limits its micro-batches by rows.
+        recomputation: None for a unit that does not train.
+        reference_tokens: The tokens of the reference's micro-batch, None if it stays as configured.
+        phases: The seconds of each phase, once they are known.
+        memory: The memory of each role, by pipeline stage, once it is known.
     """
 
-    choice: Choice
-    seconds: float
-    phases: Mapping[str, float]
-    memory: Mapping[str, tuple[RoleMemory, ...]]
+    parallel: ParallelConfig
+    max_tokens: int | None
+    recomputation: Recomputation | None
+    reference_tokens: int | None = None
+    phases: Mapping[str, float] = MappingProxyType({})
+    memory: Mapping[str, tuple[RoleMemory, ...]] = MappingProxyType({})
 
     @property
-    def per_stage(self) -> int:
-        return self.choice.parallel.stage_size
+    def seconds(self) -> float:
+        """The time of all its phases, one after the other."""
+        return sum(self.phases.values())
+
+
+def with_choice(config: PPOConfig, unit: str, choice: Choice) -> PPOConfig:
+    """Return the configuration with what is chosen for a unit."""
+    for role in roles_of(config, unit):
+        if role.name == "reference":
+            limit = _limited(config.reference.micro_batch, choice.reference_tokens)
+            config = config.with_sections(reference=replace(config.reference, micro_batch=limit))
+        elif role.name == TEACHER:
+            config = config.with_sections(teacher=replace(config.teacher, parallel=choice.parallel))
+        elif choice.recomputation is None:
+            # Only the reward model remains, which does not train.
+            model = replace(config.reward.model, parallel=choice.parallel)
+            config = config.with_sections(reward=replace(config.reward, model=model))
+        else:
+            how, modules, num_layers = choice.recomputation
+            section = replace(
+                config.trained_models[role.name],
+                parallel=choice.parallel,
+                micro_batch=_limited(role.micro_batch, choice.max_tokens),
+                recompute=how,
+                recompute_modules=list(modules),
+                recompute_num_layers=num_layers,
+            )
+            config = config.with_sections(**{role.name: section})
+    return config
+
+
+def _limited(micro_batch: MicroBatchConfig, max_tokens: int | None) -> MicroBatchConfig:
+    return (
+        micro_batch
+        if max_tokens is None or micro_batch.max_tokens is None
+        else MicroBatchConfig(max_tokens=max_tokens)
+    )
+
+
+def memory_by_stage(config: PPOConfig, role: ModelRole, architecture: Architecture) -> tuple[RoleMemory, ...]:
+    """Return the memory of a rank of each pipeline stage.
+
+    Of stages with the same layers, between the first and the last, only the first is computed: it has the
+    most micro-batches under way.
+    """
+    known: dict[object, RoleMemory] = {}
+    stages = role.parallel.pipeline_parallel_size
+    layers = layers_of(architecture)
+    found = []
+    for stage in range(stages):
+        held = layers_of_stage(architecture, role.parallel, stage)
+        parts = tuple((part.kind, part.window) for number in held for part in layers[number])
+        kind = (stage == 0, stage == stages - 1, parts)
+        if kind not in known:
+            known[kind] = role_memory(config, role, architecture, stage)
+        found.append(known[kind])
+    return tuple(found)
+
+
+def describe(choice: Choice) -> str:
+    """Return the sizes of a choice that are not 1, such as `TP 4, DP 8, micro-batches of 16,384 tokens`."""
+    parallel = choice.parallel
+    sizes = {
+        "TP": parallel.tensor_parallel_size,
+        "PP": parallel.pipeline_parallel_size,
+        "VPP": parallel.virtual_pipeline_parallel_size or 1,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_parallel_size,
+        "ETP": parallel.expert_tensor_parallel_size,
+        "DP": parallel.data_parallel_size,
+    }
+
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["DP 1"]
+    if choice.max_tokens is not None:
+        parts.append(f"micro-batches of {counted(choice.max_tokens, 'token')}")
+    if choice.recomputation is not None:
+        parts.append(f"recompute {choice.recomputation.how.value}")
+
+    return ", ".join(parts)
 
 
 class VariantTable:
@@ -71,7 +160,7 @@ class VariantTable:
     def __init__(
         self,
         space: Space,
-        unit: Unit,
+        unit: str,
         architectures: Mapping[str, Architecture],
         layouts: Sequence[ParallelConfig],
         costs: PredictedCosts,
@@ -84,7 +173,7 @@ class VariantTable:
         self._rejections = rejections
         self._limit = space.device_bytes
         self._recomputations = recomputations(space, unit)
-        self._known: list[Variant] = []
+        self._known: list[Choice] = []
         self._of_layout: dict[ParallelConfig, list[tuple[float, ...]]] = {}
         # What was not needed so far: a bound of its time, the order of its arrival, the number of its
         # variants, and what computes the first of them.
@@ -101,7 +190,7 @@ class VariantTable:
             group.sort(key=expected_rank)
             self._open([(parallel, limit) for limit in limits for parallel in group])
 
-    def __iter__(self) -> Iterator[Variant]:
+    def __iter__(self) -> Iterator[Choice]:
         index = 0
         while True:
             while index >= len(self._known):
@@ -187,7 +276,7 @@ class VariantTable:
         )
 
     def _reject_memory(self, choice: Choice, needed: float, count: int = 1) -> None:
-        said = f"{describe(choice)} of {self._unit.name} needs {sized(needed)} or more on a device"
+        said = f"{describe(choice)} of {self._unit} needs {sized(needed)} or more on a device"
         self._rejections.reject(LEVEL, Reason.memory, said, count)
 
     def _memory_that_fits(self, choice: Choice) -> Mapping[str, tuple[RoleMemory, ...]] | None:
@@ -218,7 +307,7 @@ class VariantTable:
         if self._is_dominated(choice.parallel, phases, memory):
             self._rejections.reject(LEVEL, Reason.dominated)
         else:
-            self._known.append(Variant(choice, sum(phases.values()), phases, memory))
+            self._known.append(choice._replace(phases=phases, memory=memory))
 
     def _is_dominated(
         self,
@@ -280,7 +369,7 @@ def expected_rank(parallel: ParallelConfig) -> tuple[int, float, int]:
     )
 
 
-def recomputations(space: Space, unit: Unit) -> Sequence[Recomputation | None]:
+def recomputations(space: Space, unit: str) -> Sequence[Recomputation | None]:
     """Return what a unit may recompute, from little to much; None for a unit that does not train."""
     role = roles_of(space.config, unit)[0]
     if role.optim is None:
@@ -299,7 +388,7 @@ def recomputations(space: Space, unit: Unit) -> Sequence[Recomputation | None]:
     return fitting or (role.recomputation,)
 
 
-def token_limits(space: Space, unit: Unit, parallel: ParallelConfig) -> list[int | None]:
+def token_limits(space: Space, unit: str, parallel: ParallelConfig) -> list[int | None]:
     """Return the configured limit of a micro-batch, and room for 1, 2 and 4 of the longest rows."""
     role = replace(roles_of(space.config, unit)[0], parallel=parallel)
     configured = role.micro_batch.max_tokens
@@ -309,6 +398,6 @@ def token_limits(space: Space, unit: Unit, parallel: ParallelConfig) -> list[int
 
     # Each context-parallel rank has its part of a row.
     longest = -(-room_of_longest_row(space.config, role) // parallel.context_parallel_size)
-    least = -(-longest // _TOKENS_UNIT) * _TOKENS_UNIT
+    least = rounded_up(longest, _TOKENS_UNIT)
     limits = {least * factor for factor in _TOKENS_FACTORS}
     return [*sorted(limits | ({configured} if configured >= longest else set()))]

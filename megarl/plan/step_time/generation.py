@@ -55,17 +55,13 @@ class DecodeModel(NamedTuple):
     message_s: float
     num_stages: int = 1
 
-    def step_s(self, batch: int, context: float) -> float:
-        """Return the seconds of one decode step.
+    def parts(self, batch: int, context: float) -> tuple[float, float, float, float]:
+        """Return the seconds of weights and products, of the context, of launches and of collectives.
 
         Args:
             batch: The number of running sequences.
             context: The tokens of all of them together.
         """
-        return sum(self.parts(batch, context))
-
-    def parts(self, batch: int, context: float) -> tuple[float, float, float, float]:
-        """Return the seconds of weights and products, of the context, of launches and of collectives."""
         # The probability that at least one token of a micro-batch selects an expert.
         rows = -(-batch // self.num_stages)
         hit = 1.0 - (1.0 - self.selected) ** rows if self.selected else 0.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
@@ -101,21 +101,13 @@ def _with(device: DeviceProfile, start: Mapping[str, float], logs: Mapping[str, 
     return changed
 
 
-class RunFit(NamedTuple):
-    """The result of fitting a device to a run.
+def fit_run(
+    run_dir: Path, device: DeviceProfile
+) -> tuple[DeviceProfile, dict[str, tuple[float, float, float]], Lengths]:
+    """Return the device with constants that are fitted to the phases of a run, these phases, and the lengths.
 
-    Attributes:
-        phases: The measured phases by name; `step` is the whole step. In seconds: the median over the last
-            steps, and the predictions of the device that the fit started from and of the fitted device.
-    """
-
-    device: DeviceProfile
-    phases: Mapping[str, tuple[float, float, float]]
-    lengths: Lengths
-
-
-def fit_run(run_dir: Path, device: DeviceProfile) -> RunFit:
-    """Return the device with constants that are fitted to the phases of a run.
+    The phases are by name; `step` is the whole step. Each has, in seconds, the median over the last steps,
+    and the predictions of the device that the fit started from and of the fitted device.
 
     The medians of the last 20 steps count. In a run that generates ahead, the driver does not measure how
     long generation takes, so that generation is not fitted.
@@ -153,7 +145,7 @@ def fit_run(run_dir: Path, device: DeviceProfile) -> RunFit:
     before = predict(device)
     after = predict(fitted)
     phases = {name: (seconds, before[name], after[name]) for name, seconds in measured.items()}
-    return RunFit(fitted, phases, lengths)
+    return fitted, phases, lengths
 
 
 def _last(series: Mapping[str, Points], name: str) -> float | None:

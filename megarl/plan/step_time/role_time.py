@@ -7,7 +7,7 @@ pass moves twice as much as a forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import optimizer_steps_per_step
@@ -63,6 +63,8 @@ class PassWork(NamedTuple):
         num_micro_batches: The number of micro-batches of a pass.
         num_passes: The number of passes; 0 if the phase is not needed.
         update: The calls of the update after each pass, and the bytes that it moves; None if nothing trains.
+        dtype: The dtype of activations.
+        product_dtype: The dtype in which matrices are multiplied: that of activations, or fp8.
     """
 
     stages: tuple[StageWork, ...]
@@ -71,28 +73,15 @@ class PassWork(NamedTuple):
     num_micro_batches: int
     num_passes: int
     update: tuple[tuple[CollectiveCount, ...], float] | None
-
-
-class RoleWork(NamedTuple):
-    """The phases of a role.
-
-    Attributes:
-        product_dtype: The dtype in which matrices are multiplied: that of activations, or fp8.
-    """
-
-    phases: dict[str, PassWork]
     dtype: str
     product_dtype: str
 
 
-def role_work(config: RunConfig, role: ModelRole, architecture: Architecture, lengths: Lengths) -> RoleWork:
-    """Return what each rank of a role does in a step."""
-    dtype = dtype_of(config)
-    return RoleWork(
-        phases={phase.name: _pass(config, role, phase, architecture, lengths) for phase in role.row.phases},
-        dtype=dtype,
-        product_dtype="fp8" if role.megatron.transformer.get("fp8") else dtype,
-    )
+def role_work(
+    config: RunConfig, role: ModelRole, architecture: Architecture, lengths: Lengths
+) -> dict[str, PassWork]:
+    """Return what each rank of a role does in a step, by the names of its phases."""
+    return {phase.name: _pass(config, role, phase, architecture, lengths) for phase in role.row.phases}
 
 
 def _pass(
@@ -101,6 +90,7 @@ def _pass(
     parallel = role.parallel
     num_micro_batches, typical = micro_batches_of(config, role, architecture, lengths, trains=phase.trains)
     last = parallel.pipeline_parallel_size - 1
+    dtype = dtype_of(config)
 
     return PassWork(
         stages=tuple(
@@ -112,6 +102,8 @@ def _pass(
         num_micro_batches=num_micro_batches,
         num_passes=_num_passes(config, role, phase),
         update=_update(config, role, architecture) if phase.trains else None,
+        dtype=dtype,
+        product_dtype="fp8" if role.megatron.transformer.get("fp8") else dtype,
     )
 
 
@@ -218,15 +210,15 @@ def role_times(
     return times_of(role_work(config, role, architecture, lengths), device)
 
 
-def times_of(work: RoleWork, device: DeviceProfile) -> dict[str, PhaseTime]:
+def times_of(phases: Mapping[str, PassWork], device: DeviceProfile) -> dict[str, PhaseTime]:
     """Return the time that a device takes for each phase of a role."""
-    return {name: _pass_time(phase, work, device) for name, phase in work.phases.items()}
+    return {name: _pass_time(work, device) for name, work in phases.items()}
 
 
-def _pass_time(work: PassWork, of_role: RoleWork, device: DeviceProfile) -> PhaseTime:
+def _pass_time(work: PassWork, device: DeviceProfile) -> PhaseTime:
     if not work.num_passes:
         return PhaseTime.of()
-    of_stage = [_stage_time(stage, of_role, device) for stage in work.stages]
+    of_stage = [_stage_time(stage, work, device) for stage in work.stages]
     seconds = pipeline_s(
         [each.seconds for each in _all_stages(of_stage, work.num_stages)],
         work.num_micro_batches,
@@ -250,16 +242,16 @@ def _all_stages(distinct: list[PhaseTime], num_stages: int) -> Iterator[PhaseTim
         yield distinct[0 if stage == 0 else -1 if stage == num_stages - 1 else 1]
 
 
-def _stage_time(work: StageWork, of_role: RoleWork, device: DeviceProfile) -> PhaseTime:
-    """Return the time of one micro-batch in one stage."""
-    counts, nbytes, num_launches = work
-    rate = peak_flops(device, of_role.product_dtype) * device.efficiency.gemm
+def _stage_time(stage: StageWork, work: PassWork, device: DeviceProfile) -> PhaseTime:
+    """Return the time of one micro-batch in one stage of a phase."""
+    counts, nbytes, num_launches = stage
+    rate = peak_flops(device, work.product_dtype) * device.efficiency.gemm
     memory = device.memory_bytes_s
-    element = dtype_bytes(of_role.dtype)
+    element = dtype_bytes(work.dtype)
     time = PhaseTime.of(
         products=sum(_product_s(each, rate, memory, element) for each in counts.products),
         attention=counts.masked_attention_flops
-        / (peak_flops(device, of_role.dtype) * device.efficiency.attention),
+        / (peak_flops(device, work.dtype) * device.efficiency.attention),
         collectives=_collectives_s(counts.collectives, device),
         memory=nbytes / memory,
     )

@@ -19,10 +19,8 @@ from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.snapshots import rank_snapshot_bytes
 from megarl.plan.placement.transport import choose_transport
 from megarl.plan.step_time.device import DeviceProfile
-from megarl.plan.step_time.generation import generation_time
 from megarl.plan.step_time.lengths import Lengths
 from megarl.plan.step_time.phase_time import PhaseTime
-from megarl.plan.step_time.role_time import role_times
 
 PUSH = "update_weights"
 GENERATION = "gen"
@@ -87,27 +85,6 @@ class PredictedStep(NamedTuple):
         return seconds
 
 
-def predict_step(
-    config: PPOConfig,
-    plan: PlacementPlan,
-    architectures: Mapping[str, Architecture],
-    device: DeviceProfile,
-    lengths: Lengths,
-) -> PredictedStep:
-    """Return the predicted time of a step in the steady state.
-
-    Args:
-        config: A valid configuration.
-        architectures: The architecture of each model role, by its name.
-        device: The kind of all devices.
-    """
-    ahead = config.rollout.max_staleness
-    times = {GENERATION: generation_time(config, architectures["actor"], device, lengths, ahead)}
-    for role in model_roles(config):
-        times |= role_times(config, role, architectures[role.name], device, lengths)
-    return placed_step(config, plan, times, architectures, device, lengths)
-
-
 def placed_step(
     config: PPOConfig,
     plan: PlacementPlan,
@@ -115,16 +92,17 @@ def placed_step(
     architectures: Mapping[str, Architecture],
     device: DeviceProfile,
     lengths: Lengths,
-    moved: Mapping[str, frozenset[Item]] | None = None,
+    moved: Mapping[str, frozenset[Item]],
 ) -> PredictedStep:
-    """Return the step of models and engines that take these times in a placement.
+    """Return the step of models and engines that take these times in a placement, in the steady state.
 
     Args:
+        config: A valid configuration.
         times: The time of each phase of models and engines, by its name.
         architectures: The architecture of each model role, by its name.
-        moved: What `moved_items` returns for the placement, if it is known.
+        device: The kind of all devices.
+        moved: What `moved_items` returns for the placement.
     """
-    moved = moved_items(plan) if moved is None else moved
     moves = offload_times(config, moved, architectures, device)
     snapshots = snapshot_times(config, plan, moved, moves, architectures, device)
     whole = {**times, PUSH: push_time(config, plan, architectures["actor"], device)}

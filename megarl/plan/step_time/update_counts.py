@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
+from megarl.config.batch_arithmetic import rounded_up
 from megarl.config.roles import ModelRole
 from megarl.config.schema import (
     ParallelConfig,
@@ -109,21 +110,17 @@ def _buckets(parameters: Sequence[TrainedParameter], least: int | None, unit: in
     size = 0
 
     for parameter in reversed(parameters):
-        size = _padded(size, _ALIGNED)
+        size = rounded_up(size, _ALIGNED)
         if parameter.is_shared and size:
-            yield _padded(size, unit)
+            yield rounded_up(size, unit)
             size = 0
         size += parameter.size
         if parameter.is_shared or (least is not None and size >= least):
-            yield _padded(size, unit)
+            yield rounded_up(size, unit)
             size = 0
 
     if size:
-        yield _padded(size, unit)
-
-
-def _padded(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+        yield rounded_up(size, unit)
 
 
 @lru_cache(maxsize=256)

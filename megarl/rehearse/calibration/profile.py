@@ -8,6 +8,8 @@ from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from megarl.config.dotted import with_value
 from megarl.config.schema import DType
 from megarl.plan.step_time.device import DeviceProfile, Efficiency, LinkProfile, sourced_keys
@@ -201,20 +203,16 @@ def fit_link(times: Sequence[CollectiveTime]) -> LinkProfile:
     hops = [_modeled_s(time, _INFINITE_GB_S, latency_us=1e6) / time.seconds for time in times]
     sent = [_modeled_s(time, 1e-9, latency_us=0.0) / time.seconds for time in times]
 
-    # Normal equations of: latency * hops + sent / bandwidth = 1.
-    hops_hops = sum(value * value for value in hops)
-    sent_sent = sum(value * value for value in sent)
-    both = sum(one * other for one, other in zip(hops, sent, strict=True))
-    determinant = hops_hops * sent_sent - both * both
-    latency_s = (sum(hops) * sent_sent - sum(sent) * both) / determinant
-    s_per_byte = (sum(sent) * hops_hops - sum(hops) * both) / determinant
+    # Solve: latency * hops + sent / bandwidth = 1.
+    found, *_ = np.linalg.lstsq(np.column_stack((hops, sent)), np.ones(len(times)))
+    latency_s, s_per_byte = found.tolist()
 
     # Noise may make one of them negative; then the other explains everything.
     if latency_s < 0:
         latency_s = 0.0
-        s_per_byte = sum(sent) / sent_sent
+        s_per_byte = sum(sent) / sum(value**2 for value in sent)
     elif s_per_byte <= 0:
-        latency_s = sum(hops) / hops_hops
+        latency_s = sum(hops) / sum(value**2 for value in hops)
         s_per_byte = min(time.seconds / time.nbytes for time in times)
 
     return LinkProfile(gb_s=1e-9 / s_per_byte, latency_us=latency_s * 1e6)

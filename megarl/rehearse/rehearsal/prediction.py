@@ -44,7 +44,7 @@ def predicted_memory(
     stage = stage_of(role.parallel, rank)
     state = model_state(role, architecture, config.model.dtype, stage)
     held = state.total
-    step = step_memory(role, architecture, config.model.dtype, stage)
+    step = step_memory(config, role, architecture, stage)
     work = working_memory(config, role, architecture, stage, step, uneven=False, shares=False)
     built = 0 if role.optim is None else max(0, state.parameters - state.optimizer)
     passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}

@@ -19,13 +19,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.batch_arithmetic import fullest_micro_batch, fullest_with_shared_prompt
+from megarl.config.batch_arithmetic import (
+    fullest_micro_batch,
+    fullest_with_shared_prompt,
+    micro_batch_tokens,
+)
 from megarl.config.layers import has_transformer_engine_modules
 from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, RoleKind, model_roles, needs_sum_pi_squared
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.engine import fake_sorting, platform
+from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.engine.top_tokens import TopK
@@ -33,7 +37,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.placement.activations import sharing_is_another_way
-from megarl.rehearse.rehearsal import delta_kernels, te_signature, te_stub
 from megarl.rehearse.rehearsal.built import check_engine
 from megarl.rehearse.rehearsal.device import FakeDevice
 from megarl.rehearse.rehearsal.ledger import Ledger, place, place_of
@@ -41,16 +44,16 @@ from megarl.rehearse.rehearsal.prediction import SHARED, UNEVEN
 from megarl.rehearse.rehearsal.record import (
     Collective,
     PhaseRecord,
-    RankPush,
     RankRecord,
     RankRequest,
     RehearsalError,
 )
 from megarl.rehearse.rehearsal.rows import RehearsedBatch, even_routes, make_rows, uneven_routes, with_loss
+from megarl.rehearse.rehearsal.stand_ins import flash_linear_attention, te_signature, transformer_engine_torch
 from megarl.weights.load import check_parameters
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
-from megarl.weights.schedule import Part
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import merged_shards
 from megarl.weights.tensors import WeightTransferError
@@ -80,12 +83,11 @@ def prepare() -> None:
     """
     te_signature.count_flops_with(_on_flops)
     platform.activate_fake_cuda(
-        _on_wait, te_stub.compiled_module() if has_transformer_engine_modules() else None
+        _on_wait, transformer_engine_torch.compiled_module() if has_transformer_engine_modules() else None
     )
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
-    fake_sorting.install()
-    delta_kernels.install()
+    flash_linear_attention.install()
     with FakeTensorMode():  # the same for what torch imports for its first fake tensor
         torch.ones(2, 2) @ torch.ones(2, 2)
 
@@ -187,17 +189,10 @@ class _Rehearsal:
         if self._shares_prompts:
             rows = fullest_with_shared_prompt(*of_role, trains=trains) or rows
         parallel = self._role.parallel
-        batch = make_rows(
-            rows,
-            self._request.num_micro_batches,
-            parallel.context_parallel_size,
-            self._architecture.vision,
-        )
+        ranks = parallel.context_parallel_size
         packing = self._config.engine.packing
         shards = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-        length = (
-            batch.tokens // parallel.context_parallel_size if packing else max(row.tokens for row in rows)
-        )
+        length = micro_batch_tokens(rows, ranks) // ranks if packing else max(row.tokens for row in rows)
         # The shape of activations that pipeline stages send to each other: length, rows and hidden size.
         self._device.received_integers = (
             -(-length // shards),
@@ -205,7 +200,7 @@ class _Rehearsal:
             self._architecture.hidden_size,
         )
 
-        return batch
+        return make_rows(rows, self._request.num_micro_batches, self._architecture.vision)
 
     def _run(self) -> Iterator[PhaseRecord]:
         from megarl.engine import groups
@@ -229,11 +224,8 @@ class _Rehearsal:
         check_engine(engine, with_transformer_engine=has_transformer_engine_modules())
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
-        push = (
-            partial(push_weights, engine, self._request.push, self._ledger, self._request.rank)
-            if self._request.push
-            else None
-        )
+        sends = self._request.sends
+        push = None if sends is None else partial(push_weights, engine, sends, self._request, self._ledger)
         yield from run_phases(engine, self._config, self._role, self._batch, end, push, self._worst_cases())
 
 
@@ -269,13 +261,13 @@ def run_phases(
         top = None if k is None else TopK(k, engine.spec.architecture.vocab_size)
 
     def score() -> None:
-        batch = batch_of(False)
-        engine.forward(batch.columns, batch.micro_batches, extras, top)
+        columns, micro_batches = batch_of(False)
+        engine.forward(columns, micro_batches, extras, top)
 
     def train() -> None:
-        batch = batch_of(True)
-        rows, loss = with_loss(config, role, batch.columns)
-        engine.forward_backward(rows, batch.micro_batches, loss, loss.extras)
+        columns, micro_batches = batch_of(True)
+        rows, loss = with_loss(config, role, columns)
+        engine.forward_backward(rows, micro_batches, loss, loss.extras)
 
     trains = engine.spec.optim is not None
     score()
@@ -353,7 +345,7 @@ class _RecordedGroup(P2PGroup):
         return PendingMessages()
 
 
-def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: int) -> None:
+def push_weights(engine: MegatronEngine, sends: PeerTransfers, request: RankRequest, ledger: Ledger) -> None:
     """Run the sends of a weight sync.
 
     Raises:
@@ -389,9 +381,9 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
             raise RehearsalError(f"{sent}, but this rank holds {held:,} of them")
 
     # Run the transfer's own code with a group that records the sends.
-    buffers = torch.empty(2, push.sends.largest, dtype=dtype, device=shards.device)
-    ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
-    channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), push.sends)
+    buffers = torch.empty(2, sends.largest, dtype=dtype, device=shards.device)
+    ipc_buffers = torch.empty(request.buffer_bytes, dtype=torch.uint8, device=shards.device)
+    channel = Channel(_RecordedGroup(ledger, request.rank, spec.parallel.world_size), sends)
     is_done = PipelinedTransfer([channel], buffers, regions, are_computed=shards.are_computed).run()
     assert is_done, "there are no peers to wait for"
     # Keep the buffers until here, as in a run, so that the peak of the phase includes them.

@@ -15,33 +15,22 @@ class RehearsalError(Exception):
     """The engine did something that would fail on a real device. The message has the source line."""
 
 
-class RankPush(NamedTuple):
-    """The sends of a rank in a weight sync.
-
-    Attributes:
-        sends: What it sends, by engine rank.
-        buffer_bytes: Memory shared with the engine rank on the same device, in bytes; 0 if there is none.
-        kept_bytes: Host memory for the last weights of engines (`resharding.delta`), in bytes.
-    """
-
-    sends: PeerTransfers
-    buffer_bytes: int
-    kept_bytes: int = 0
-
-
 class RankRequest(NamedTuple):
     """A rank to simulate.
 
     Attributes:
         num_micro_batches: The number of micro-batches in each pass.
-        push: The weight sync of an actor rank, unless weights are sent through files.
+        sends: What an actor rank sends in a weight sync, by engine rank, unless weights are sent through
+            files.
+        buffer_bytes: Memory shared with the engine rank on the same device, in bytes; 0 if there is none.
     """
 
     config: RunConfig
     role: str
     rank: int
     num_micro_batches: int
-    push: RankPush | None = None
+    sends: PeerTransfers | None = None
+    buffer_bytes: int = 0
 
 
 class Collective(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isqrt
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from megarl.batch.token_rows import (
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOG_PROBS,
 )
-from megarl.config.batch_arithmetic import Row, micro_batch_tokens
+from megarl.config.batch_arithmetic import Row
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import PPOConfig, PreferenceConfig, RunConfig
 from megarl.models.vision import Vision
@@ -45,27 +44,12 @@ def uneven_routes(num_tokens: int, num_experts: int, chosen: int) -> Tensor:
     return torch.cat([with_crowded, second.view(num_tokens - crowd, chosen)])
 
 
-class RehearsedBatch(NamedTuple):
-    """The batch of one pass.
-
-    Attributes:
-        columns: Rows of tokens on the host, as a worker receives them.
-        micro_batches: The row numbers of each micro-batch.
-        tokens: The tokens of one micro-batch on all ranks that share it, including padding. All have equal
-            numbers.
-    """
-
-    columns: Mapping[str, RaggedTensor]
-    micro_batches: list[list[int]]
-    tokens: int
+# The batch of one pass: rows of tokens on the host, as a worker receives them, and the row numbers of each
+# micro-batch.
+RehearsedBatch = tuple[dict[str, RaggedTensor], list[list[int]]]
 
 
-def make_rows(
-    rows: list[Row],
-    num_micro_batches: int,
-    context_parallel_size: int = 1,
-    vision: Vision | None = None,
-) -> RehearsedBatch:
+def make_rows(rows: list[Row], num_micro_batches: int, vision: Vision | None = None) -> RehearsedBatch:
     """Return micro-batches of these rows. The token ids of a row are the number of its prompt.
 
     Prompts of a model that reads images consist of one, as large and square as fits.
@@ -84,7 +68,7 @@ def make_rows(
         [number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)
     ]
 
-    return RehearsedBatch(columns, micro_batches, micro_batch_tokens(rows, context_parallel_size))
+    return columns, micro_batches
 
 
 def _with_images(

@@ -17,7 +17,7 @@ from megarl.controller.replica_calls import is_dead, is_dead_or_failed_start, is
 from megarl.controller.restarts import RestartBudget, leave_lost_nodes
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import ENGINE_ENDED, RunError
-from megarl.plan.placement.cores import NO_LIMITS, AtWork
+from megarl.plan.placement.dataflow import NO_LIMITS, AtWork
 from megarl.rollout.interface import EnginePart
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.timeline import Span

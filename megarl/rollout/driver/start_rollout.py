@@ -14,7 +14,7 @@ from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.restarts import node_wait_s
 from megarl.controller.worker import RayClassWithInitArgs, Worker
 from megarl.models.architecture import LoRA
-from megarl.plan.placement.cores import at_work
+from megarl.plan.placement.dataflow import at_work
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megarl.config.batch_arithmetic import rounded_up
 from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.engine_stages import engine_stages
@@ -198,10 +199,10 @@ def _tensor_parallel_slices(
     # SGLang pads the vocabulary so that each rank has the same number of rows.
     padding = (
         _VOCABULARY_PADDING
-        if _padded(architecture.vocab_size, _VOCABULARY_PADDING) % size == 0
+        if rounded_up(architecture.vocab_size, _VOCABULARY_PADDING) % size == 0
         else size * _VOCABULARY_PADDING
     )
-    padded = _padded(architecture.vocab_size, padding)
+    padded = rounded_up(architecture.vocab_size, padding)
     parallel = ParallelConfig(
         tensor_parallel_size=size,
         expert_parallel_size=expert_parallel_size,
@@ -210,10 +211,6 @@ def _tensor_parallel_slices(
     layouts = layouts_of(architecture, parallel)
 
     return slices_by_rank(architecture, [replace(layout, padded_vocab_size=padded) for layout in layouts])
-
-
-def _padded(rows: int, unit: int) -> int:
-    return -(-rows // unit) * unit
 
 
 def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:

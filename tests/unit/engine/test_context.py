@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.batch_arithmetic import padded_length
-from megarl.engine.context import ALONE, ContextParallelRank, own_tokens, pieces, whole_order
+from megarl.engine.context import ALONE, RankSlice, own_tokens, pieces, whole_order
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 SIZES = st.integers(2, 5)
@@ -15,8 +15,8 @@ SIZES = st.integers(2, 5)
 
 def test_by_hand() -> None:
     """The first of two ranks has the outer two of four chunks, the second the inner two."""
-    assert own_tokens([8, 4], ContextParallelRank(2, 0)).tolist() == [0, 1, 6, 7, 8, 11]
-    assert own_tokens([8, 4], ContextParallelRank(2, 1)).tolist() == [2, 3, 4, 5, 9, 10]
+    assert own_tokens([8, 4], RankSlice(2, 0)).tolist() == [0, 1, 6, 7, 8, 11]
+    assert own_tokens([8, 4], RankSlice(2, 1)).tolist() == [2, 3, 4, 5, 9, 10]
     assert own_tokens([3, 2], ALONE).tolist() == [0, 1, 2, 3, 4]
     assert [padded_length(length, 2) for length in (1, 4, 5)] == [4, 4, 8]
     assert padded_length(5, 1) == 5
@@ -26,7 +26,7 @@ def test_by_hand() -> None:
 @given(lengths=LENGTHS, size=SIZES)
 def test_every_token_is_on_one_rank_and_all_have_the_same_work(lengths: list[int], size: int) -> None:
     lengths = [padded_length(length, size) for length in lengths]
-    owned = [own_tokens(lengths, ContextParallelRank(size, rank)) for rank in range(size)]
+    owned = [own_tokens(lengths, RankSlice(size, rank)) for rank in range(size)]
     assert torch.cat(owned)[whole_order(lengths, size)].tolist() == list(range(sum(lengths)))
     assert len({len(own) for own in owned}) == 1
     offset = torch.cat([torch.arange(length) for length in lengths])
@@ -62,7 +62,7 @@ def test_transformer_engines_ring_finds_the_tokens_where_it_expects_them(
     boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
     for rank in range(size):
         expected = tokens_of_te(boundaries, size, rank)
-        assert own_tokens(lengths, ContextParallelRank(size, rank)).tolist() == expected
+        assert own_tokens(lengths, RankSlice(size, rank)).tolist() == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,7 +75,7 @@ def test_pieces_see_what_stands_before_them(lengths: list[int], size: int, promp
     begins = torch.tensor([0, *lengths[:-1]]).cumsum(0).repeat_interleave(torch.tensor(lengths))
 
     for rank in range(size):
-        place = ContextParallelRank(size, rank)
+        place = RankSlice(size, rank)
         own = own_tokens(lengths, place).tolist()
         found = pieces(lengths, prompts, place)
         assert [piece.start for piece in found] == torch.tensor(

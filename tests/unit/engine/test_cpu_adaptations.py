@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megarl.config.versions import REQUIRED
-from megarl.engine.cpu_adaptations import EVIDENCE, MegatronEvidence
 from tests.ranks import RankPool
 
 
@@ -32,15 +31,6 @@ def megatron_source(module: str, attribute: str) -> str:
             return ast.get_source_segment(text, node) or ""
 
     raise AssertionError(f"{file} no longer defines {attribute}: the adaptation of it replaces nothing")
-
-
-@pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.attribute)
-def test_megatron_still_does_what_is_adapted(evidence: MegatronEvidence) -> None:
-    assert evidence.source in megatron_source(evidence.module, evidence.attribute), (
-        f"megatron.core.{evidence.module}.{evidence.attribute} no longer holds {evidence.source!r} "
-        f"({evidence.reason}): "
-        "see whether its adaptation in cpu_adaptations.py is still needed"
-    )
 
 
 # Runs in a separate interpreter without adaptations. Prints the name of each check that succeeds.

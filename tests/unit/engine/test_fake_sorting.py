@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.engine.fake_sorting import sorting
+from megarl.engine.fake_cuda import sorting
 from tests.unit.engine.test_cpu_adaptations import megatron_source
 
 

@@ -330,14 +330,12 @@ def attend_among_ranks(
 
     platform.activate(Device.cpu)
     from megarl.engine import layers, shared_prompts
-    from megarl.engine.context import ContextParallelRank, own_tokens
+    from megarl.engine.context import RankSlice, own_tokens
     from megarl.engine.layers import AttentionCore, attend_pieces
     from megarl.engine.packed_rows import PackedRows, attention_plan
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
-    ranks = [
-        PackedRows(lengths, torch.device("cpu"), prompt_of, ContextParallelRank(3, rank)) for rank in range(3)
-    ]
+    ranks = [PackedRows(lengths, torch.device("cpu"), prompt_of, RankSlice(3, rank)) for rank in range(3)]
     padded = ranks[0].lengths
     owned = [own_tokens(padded, packed.place) for packed in ranks]
     starts = torch.tensor([0, *padded]).cumsum(0).tolist()
@@ -425,7 +423,7 @@ def attentions_of_context_parallel_rows(prompt_of: list[int | None], cp_comm_typ
 
     platform.activate(Device.cpu)
     from megarl.engine import layers
-    from megarl.engine.context import ContextParallelRank
+    from megarl.engine.context import RankSlice
     from megarl.engine.packed_rows import PackedRows
 
     found = []
@@ -447,7 +445,7 @@ def attentions_of_context_parallel_rows(prompt_of: list[int | None], cp_comm_typ
 
     config = SimpleNamespace(context_parallel_size=2, cp_comm_type=cp_comm_type)
     attention = layers.sharing_prompts(Ring)(config, pg_collection=SimpleNamespace(cp="ranks"))
-    rows = PackedRows([7, 4], torch.device("cpu"), prompt_of, ContextParallelRank(2, 0))
+    rows = PackedRows([7, 4], torch.device("cpu"), prompt_of, RankSlice(2, 0))
     heads = make_heads(6, HEADS)
 
     with (

@@ -49,17 +49,16 @@ def make(
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megarl.engine.context import ContextParallelRank
+    from megarl.engine.context import RankSlice
     from megarl.engine.micro_batch import make_micro_batch
-    from megarl.engine.micro_batch_layout import SequenceSlice
 
     options = {"packing": packing, "share_prompts": share_prompts, "ends_with_predictors": ends}
     made = make_micro_batch(
         batch,
         rows,
         device=torch.device("cpu"),
-        cut=SequenceSlice(*cut),
-        place=ContextParallelRank(*place),
+        cut=RankSlice(*cut),
+        place=RankSlice(*place),
         **options,
     )
     inputs = made.inputs

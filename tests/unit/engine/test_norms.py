@@ -8,21 +8,6 @@ import torch.nn.functional as F
 from megarl.config.schema import ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.rank_side import start
-from tests.unit.engine.test_cpu_adaptations import megatron_source
-
-
-def sources_that_changed() -> list[str]:
-    """Run in a rank: return what Megatron no longer does."""
-    start(ParallelConfig())
-    from megarl.engine.norms import EVIDENCE
-
-    return [
-        each.reason for each in EVIDENCE if each.source not in megatron_source(each.module, each.attribute)
-    ]
-
-
-def test_megatron_takes_any_norm_of_queries_and_keys(rank_pool: RankPool) -> None:
-    assert rank_pool.run(sources_that_changed, world_size=1) == [[]]
 
 
 def fused_gelu(gate_up: torch.Tensor) -> torch.Tensor:

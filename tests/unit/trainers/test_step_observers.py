@@ -20,9 +20,9 @@ from megarl.controller.futures import RemoteFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import load_device
 from megarl.plan.step_time.lengths import expected_lengths
-from megarl.plan.step_time.step import predict_step
 from megarl.tracking.metric_table import unknown_metrics
 from megarl.trainers.step_observers import NUM_UPDATES, SpeedHistory, StepPrediction, StepProfiler
 
@@ -356,13 +356,8 @@ def metrics(config: PPOConfig, prompt: float, response: float) -> dict[str, floa
 
 def test_a_step_is_predicted_for_its_own_lengths() -> None:
     config = run("qwen3_32b_grpo")
-    step = predict_step(
-        config,
-        plan_placement(config),
-        read_architectures(config)[0],
-        DEVICE,
-        expected_lengths(config, 300, 2000),
-    )
+    costs = PredictedCosts(DEVICE, expected_lengths(config, 300, 2000))
+    step = costs.predict_step(config, plan_placement(config), read_architectures(config)[0])
     found = metrics(config, 300.0, 2000.0)
     assert found["perf/predicted_step_s"] == step.seconds
     assert found["predicted_s/update_actor"] == step.phases["update_actor"].seconds

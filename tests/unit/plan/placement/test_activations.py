@@ -46,7 +46,7 @@ ANGLES = 2048 * 128 * 4
 
 def of_actor(run: PPOConfig) -> WorkingMemory:
     role = model_roles(run)[0]
-    return working_memory(run, role, QWEN_7B, 0, step_memory(role, QWEN_7B, run.model.dtype, 0))
+    return working_memory(run, role, QWEN_7B, 0, step_memory(run, role, QWEN_7B, 0))
 
 
 def with_recompute(how: Recompute, **settings: object) -> PPOConfig:
@@ -137,7 +137,7 @@ def test_a_stage_keeps_the_micro_batches_under_way(
     layer = 4 * HIDDEN + 3 * 28 * 128 + 4 * 4 * 128 + 2 * 28 + 3 * 18944
 
     for stage in (0, 3):
-        work = working_memory(run, critic, QWEN_7B, stage, (0, 0, 0))
+        work = working_memory(run, critic, QWEN_7B, stage, (0, 0))
         assert work.stays == TOKENS * received[stage] * HIDDEN * 2 + (virtual or 1) * ANGLES
         moment = layer + (3 if stage == 0 else 2) * HIDDEN + 4 * 18944
         assert work.train - work.stays == TOKENS * (kept[stage] * HIDDEN + moment) * 2 + BATCH
@@ -167,7 +167,7 @@ def test_keys_that_context_parallel_ranks_keep() -> None:
     run = load_config(PPOConfig, str(CONFIGS_DIR / "qwen3_8b_grpo_128k.yaml"), ["actor.recompute=none"])
     architecture = read_architecture(str(CONFIGS_DIR / "models" / "Qwen3-8B-128k"))
     actor = model_roles(run)[0]
-    step = step_memory(actor, architecture, run.model.dtype, 0)
+    step = step_memory(run, actor, architecture, 0)
     tokens, query, key = 16384, 16 * 128, 4 * 128
 
     def train(kind: Layers, exchange: CPCommType = CPCommType.auto, shares: bool | None = False) -> int:
@@ -198,19 +198,19 @@ def test_gradients_that_tensor_parallel_ranks_sum_are_copied_after_the_last_micr
     architecture = read_architecture(str(CONFIGS_DIR / "models" / "DeepSeek-V3.1-BF16"), True)
     run = load_config(PPOConfig, str(CONFIGS_DIR / "deepseek_v3_671b_grpo.yaml"))
     actor = model_roles(run)[0]
-    step = step_memory(actor, architecture, run.model.dtype, 0)
+    reduced, stepped = step_memory(run, actor, architecture, 0)
     in_each_layer = 7168 * (1536 + 512 + 64) + 1536 + 512 + 2 * 7168
-    assert step.summed == 4 * (61 * in_each_layer + 58 * 256 * (7168 + 1) + 7168)
+    assert reduced == 4 * (61 * in_each_layer + 58 * 256 * (7168 + 1) + 7168)
 
     # It replaces the activations, which are free by then.
-    work = working_memory(run, actor, architecture, 0, step)
-    assert work.train == work.stays + work.trained_batch + step.summed
-    activations = working_memory(run, actor, architecture, 0, step._replace(summed=0)).train
+    work = working_memory(run, actor, architecture, 0, (reduced, stepped))
+    assert work.train == work.stays + work.trained_batch + reduced
+    activations = working_memory(run, actor, architecture, 0, (0, stepped)).train
     assert work.stays + work.trained_batch < activations < work.train
 
     # Without sequence parallelism, every rank has the gradients of all tokens.
     alone = replace(actor, parallel=replace(actor.parallel, sequence_parallel=False))
-    assert step_memory(alone, architecture, run.model.dtype, 0).summed == 0
+    assert step_memory(run, alone, architecture, 0)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megarl.config.schema import (
     PPOConfig,
     RolloutConfig,
 )
-from megarl.plan.placement.cores import at_work
+from megarl.plan.placement.dataflow import at_work
 from megarl.plan.placement.plan import plan_placement
 
 TP2 = ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2))

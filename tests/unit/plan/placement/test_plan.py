@@ -59,9 +59,18 @@ QUICKSTART = {
 }
 
 
+def listed(plan: PlacementPlan) -> list[str]:
+    """Return a line for each process: its pool, group, rank and roles, and where it runs."""
+    return [
+        f"{process.pool}/{process.group}[{process.rank}] {'+'.join(process.roles)} on node {process.node}, "
+        + (f"device {', '.join(map(str, process.devices))}" if process.devices else "cpu")
+        for process in plan.processes
+    ]
+
+
 def test_split_collocate_on_one_node() -> None:
     plan = plan_placement(ppo(**QUICKSTART))  # type: ignore[arg-type]
-    assert str(plan).splitlines() == [
+    assert listed(plan) == [
         "actor/actor[0] actor+reference on node 0, device 0",
         "actor/actor[1] actor+reference on node 0, device 1",
         "critic/critic[0] critic on node 0, device 2",
@@ -124,7 +133,7 @@ def test_a_replica_is_one_process_with_a_device_for_each_tensor_parallel_rank() 
     )
     plan = plan_placement(config)
     assert places(plan, "rollout") == [(1, 0, 1), (1, 2, 3), (2, 0, 1)]
-    assert str(plan.group("rollout").processes[1]) == "rollout/rollout[1] rollout on node 1, devices 2, 3"
+    assert "rollout/rollout[1] rollout on node 1, device 2, 3" in listed(plan)
     assert plan.process_on_nodes["rollout"] == [2, 1]
     assert plan.devices_per_process == {"actor": 1, "critic": 1, "reward": 0, "rollout": 2}
     assert (plan.pools["rollout"], plan.num_devices, plan.num_processes) == (6, 10, 8)
@@ -219,7 +228,7 @@ def test_hybrid_engines_have_the_devices_of_the_actor() -> None:
     plan = plan_placement(
         hybrid(ParallelConfig(tensor_parallel_size=2, data_parallel_size=2), RolloutConfig(num_replicas=4))
     )
-    assert str(plan).splitlines() == [
+    assert listed(plan) == [
         *(f"actor/actor[{rank}] actor+reference on node 0, device {rank}" for rank in range(4)),
         *(f"actor/rollout[{rank}] rollout on node 0, device {rank}" for rank in range(4)),
         "critic/critic[0] critic on node 0, device 4",
@@ -298,7 +307,7 @@ def test_a_reward_model_without_a_critic_has_a_pool_of_its_own() -> None:
     )
     assert places(plan, "reward_model") == [(0, 2), (0, 3)]
     assert plan.pools == {"actor": 2, "reward": 2, "rollout": 1}
-    assert [process.place for process in plan.group("reward").processes] == ["cpu"]
+    assert [process.devices for process in plan.group("reward").processes] == [()]
 
 
 def test_fully_collocated_roles_begin_at_the_same_device() -> None:
@@ -309,7 +318,7 @@ def test_fully_collocated_roles_begin_at_the_same_device() -> None:
         placement=PlacementConfig(strategy=PlacementStrategy.fully_collocate),
     )
     plan = plan_placement(config)
-    assert str(plan).splitlines() == [
+    assert listed(plan) == [
         *(f"all/actor[{rank}] actor+reference on node 0, device {rank}" for rank in range(4)),
         *(f"all/critic[{rank}] critic on node 0, device {rank}" for rank in range(3)),
         "all/reward[0] reward on node 0, cpu",
@@ -365,6 +374,13 @@ def test_custom_pools_are_where_they_are_said_to_be() -> None:
     assert plan.nodes == {"actor": (1,), "reference": (0,), "reward": (0,)}
     assert plan.devices_per_node == 6
     assert plan.role_pools["rollout"] == "reference"
+
+
+def test_a_pool_called_reward_has_its_devices_without_the_role_of_this_name() -> None:
+    roles = {**SPREAD, "rollout": "reward"}
+    plan = plan_placement(custom(roles, {"one": [0, 4], "two": [2, 0], "reward": [0, 2]}, num_nodes=2))
+    assert places(plan, "rollout") == [(1, 4)]
+    assert plan.devices_per_node == 6
 
 
 @pytest.mark.parametrize(

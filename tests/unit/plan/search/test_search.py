@@ -22,12 +22,12 @@ from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.plan.placement.memory import budget_problems, engine_usage, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.choices import memory_by_stage
 from megarl.plan.search.pool_memory import PoolMemory, peak_of_pool
 from megarl.plan.search.rejections import Reason
 from megarl.plan.search.search import search
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Space
+from megarl.plan.search.space import ROLLOUT, Space, roles_of
+from megarl.plan.search.variants import memory_by_stage
 from tests.unit.plan.search.analytic import AnalyticCosts, space_of
 
 SMALL = "qwen2.5_7b_grpo"
@@ -135,8 +135,11 @@ def test_memory_of_pools_is_that_of_the_plan() -> None:
     roles = {role.name: role for role in model_roles(config)}
     shares = [
         pool.of_models(
-            {name: memory_by_stage(config, roles[name], architectures[name]) for name in unit.roles},
-            roles[unit.name].parallel.stage_size,
+            {
+                role.name: memory_by_stage(config, role, architectures[role.name])
+                for role in roles_of(config, unit)
+            },
+            roles[unit].parallel.stage_size,
         )
         for unit in space.units
     ]

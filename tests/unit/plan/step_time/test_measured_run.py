@@ -14,10 +14,10 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import DeviceProfile, load_device
 from megarl.plan.step_time.lengths import expected_lengths
 from megarl.plan.step_time.measured_run import fit_run
-from megarl.plan.step_time.step import predict_step
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 
 DEVICE = load_device("h100_80gb")
@@ -34,7 +34,7 @@ def write_run(folder: Path, name: str, device: DeviceProfile) -> PPOConfig:
     dump_config(config, folder / CONFIG_FILE)
     lengths = expected_lengths(config, 200, 800)
     plan = plan_placement(config)
-    step = predict_step(config, plan, read_architectures(config)[0], device, lengths)
+    step = PredictedCosts(device, lengths).predict_step(config, plan, read_architectures(config)[0])
     metrics = {
         "prompt_length/mean": 200.0,
         "response_length/mean": 800.0,
@@ -51,8 +51,8 @@ def write_run(folder: Path, name: str, device: DeviceProfile) -> PPOConfig:
 
 def test_constants_are_fitted_to_measured_phases(tmp_path: Path) -> None:
     write_run(tmp_path, "qwen3_32b_grpo", TRUTH)
-    fit = fit_run(tmp_path, DEVICE)
-    assert set(fit.phases) == {
+    fitted, phases, lengths = fit_run(tmp_path, DEVICE)
+    assert set(phases) == {
         "gen",
         "old_log_prob",
         "ref",
@@ -60,32 +60,32 @@ def test_constants_are_fitted_to_measured_phases(tmp_path: Path) -> None:
         "update_weights",
         "step",
     }
-    for measured_s, _, after_s in fit.phases.values():
+    for measured_s, _, after_s in phases.values():
         assert after_s == pytest.approx(measured_s, rel=0.05)
-    before = {name: before_s / measured_s for name, (measured_s, before_s, _) in fit.phases.items()}
+    before = {name: before_s / measured_s for name, (measured_s, before_s, _) in phases.items()}
     assert before["update_actor"] < 0.75
     assert before["gen"] > 1.2
-    assert fit.device.efficiency.gemm == pytest.approx(0.35, rel=0.1)
-    assert fit.device.efficiency.attention == DEVICE.efficiency.attention
-    assert fit.lengths.prompt == 200
+    assert fitted.efficiency.gemm == pytest.approx(0.35, rel=0.1)
+    assert fitted.efficiency.attention == DEVICE.efficiency.attention
+    assert lengths.prompt == 200
 
 
 def test_a_run_that_generates_ahead_does_not_measure_generation(tmp_path: Path) -> None:
     """The phases are reproduced. Without generation, slow products cannot be told from slow memory."""
     write_run(tmp_path, "qwen2.5_7b_async_grpo", TRUTH)
-    fit = fit_run(tmp_path, DEVICE)
-    assert set(fit.phases) == {
+    fitted, phases, _ = fit_run(tmp_path, DEVICE)
+    assert set(phases) == {
         "old_log_prob",
         "ref",
         "update_actor",
         "update_weights",
         "step",
     }
-    for measured_s, before_s, after_s in fit.phases.values():
+    for measured_s, before_s, after_s in phases.values():
         assert before_s < 0.75 * measured_s
         assert after_s == pytest.approx(measured_s, rel=0.02)
     # Only generation depends on it.
-    assert fit.device.efficiency.decode_layer_us == DEVICE.efficiency.decode_layer_us
+    assert fitted.efficiency.decode_layer_us == DEVICE.efficiency.decode_layer_us
 
 
 def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import load_device
 from megarl.plan.step_time.lengths import expected_lengths
 from megarl.plan.step_time.phase_time import PhaseTime
@@ -22,7 +23,6 @@ from megarl.plan.step_time.step import (
     combine,
     moved_items,
     offload_times,
-    predict_step,
     snapshot_times,
 )
 
@@ -35,9 +35,8 @@ def shipped(name: str, *overrides: str) -> PPOConfig:
 
 
 def predicted(config: PPOConfig) -> PredictedStep:
-    return predict_step(
-        config, plan_placement(config), read_architectures(config)[0], DEVICE, expected_lengths(config)
-    )
+    costs = PredictedCosts(DEVICE, expected_lengths(config))
+    return costs.predict_step(config, plan_placement(config), read_architectures(config)[0])
 
 
 def combined(
@@ -187,8 +186,9 @@ def test_models_on_the_same_devices_share_the_link_of_their_snapshots() -> None:
 def test_a_slow_link_makes_steps_wait() -> None:
     config = shipped("qwen2.5_7b_async_grpo", RECOVERY)
     slow = replace(DEVICE, host_gb_s=0.5)
-    arguments = (plan_placement(config), read_architectures(config)[0], slow, expected_lengths(config))
-    update = predict_step(config, *arguments).phases["update_actor"]
+    costs = PredictedCosts(slow, expected_lengths(config))
+    step = costs.predict_step(config, plan_placement(config), read_architectures(config)[0])
+    update = step.phases["update_actor"]
     start_s = predicted(config).phases["ref"].seconds + predicted(config).phases["old_log_prob"].seconds
     copied_s = NUM_PARAMETERS * (2 / 4 + 12 / 8) / 0.5e9
     assert update.parts["snapshot"] == pytest.approx(copied_s - start_s, rel=2e-3)

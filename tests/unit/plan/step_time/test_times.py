@@ -158,10 +158,10 @@ def test_slots_are_filled_again() -> None:
 def test_a_batch_reads_the_experts_that_it_selects() -> None:
     # With 2 of 8 experts, one token reads a quarter of them, and two tokens 1 - (3/4)**2.
     model = DECODE._replace(experts_s=8.0, selected=0.25)
-    assert model.step_s(1, 0) == pytest.approx(1 + 2)
-    assert model.step_s(2, 0) == pytest.approx(1 + 8 * (1 - 0.75**2))
+    assert sum(model.parts(1, 0)) == pytest.approx(1 + 2)
+    assert sum(model.parts(2, 0)) == pytest.approx(1 + 8 * (1 - 0.75**2))
     # Many tokens are bound by products instead of reads.
-    assert DECODE._replace(token_s=0.1).step_s(50, 0) == pytest.approx(5)
+    assert sum(DECODE._replace(token_s=0.1).parts(50, 0)) == pytest.approx(5)
 
 
 def test_parts_sum_to_the_time_of_a_phase() -> None:

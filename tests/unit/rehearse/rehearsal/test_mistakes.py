@@ -9,7 +9,7 @@ import pytest
 from megarl.config.schema import ParallelConfig
 from megarl.rehearse.rehearsal.processes import rehearse_ranks
 from megarl.rehearse.rehearsal.ranks import hangs, rounded_sums
-from megarl.rehearse.rehearsal.record import RankPush, RankRecord
+from megarl.rehearse.rehearsal.record import RankRecord
 from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import TensorSlice
 from tests.unit.rehearse.rehearsal import planted
@@ -21,7 +21,7 @@ STAGES = ParallelConfig(pipeline_parallel_size=2)
 # (64, 64), of which the second rank holds the last 32 rows.
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
 PARTS = [Part(QUERIES, TensorSlice((0, 0), (32, 64))), Part(QUERIES, TensorSlice((32, 0), (48, 64)))]
-PUSH = RankPush(PeerTransfers({0: TransferSchedule(PARTS)}), buffer_bytes=0)
+SENDS = PeerTransfers({0: TransferSchedule(PARTS)})
 # Name of the change, layout, ranks.
 PLANTED = (
     ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),
@@ -47,9 +47,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRecord
 
     for name, parallel, ranks in PLANTED:
         device_gb = 240_000 / 2**30 if name == "too_small_a_device" else None
-        push = PUSH if name == "a_push_of_what_another_rank_holds" else None
+        sends = SENDS if name == "a_push_of_what_another_rank_holds" else None
         config = ppo(save_config(folder / name, TINY), parallel, device_gb=device_gb)
-        asked += [request._replace(push=push) for request in requests(config, ranks)]
+        asked += [request._replace(sends=sends) for request in requests(config, ranks)]
 
     records = list(rehearse_ranks(asked, 1, planted.make_ready_with_mistakes))
     return {name: [records.pop(0) for _ in ranks] for name, _, ranks in PLANTED}

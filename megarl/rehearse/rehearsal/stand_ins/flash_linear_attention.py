@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.rehearse.rehearsal.te_signature import check, count_flops
+from megarl.rehearse.rehearsal.stand_ins.te_signature import check, count_flops
 
 _CHUNK = 64
 

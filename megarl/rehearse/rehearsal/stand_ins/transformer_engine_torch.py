@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from megarl.machine.wording import counted
-from megarl.rehearse.rehearsal import te_kernels  # noqa: F401  (registers its functions)
 from megarl.rehearse.rehearsal.device import known_value
 from megarl.rehearse.rehearsal.ledger import place
 from megarl.rehearse.rehearsal.record import RehearsalError
-from megarl.rehearse.rehearsal.te_enums import (
+from megarl.rehearse.rehearsal.stand_ins import te_kernels  # noqa: F401  (registers its functions)
+from megarl.rehearse.rehearsal.stand_ins.te_enums import (
     ENUMS,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
@@ -31,7 +31,7 @@ from megarl.rehearse.rehearsal.te_enums import (
     NVTE_Softmax_Type,
     TEDType,
 )
-from megarl.rehearse.rehearsal.te_signature import (
+from megarl.rehearse.rehearsal.stand_ins.te_signature import (
     KERNELS,
     TORCH_DTYPES,
     check,

@@ -2,7 +2,7 @@
 
 Each function has the name, the arguments, the outputs and the checks of its counterpart in
 `transformer_engine_torch`, and allocates the outputs without computing them. Arguments after which the
-signature has a `/` have no names in the compiled module. Attention is in te_stub.py.
+signature has a `/` have no names in the compiled module. Attention is in transformer_engine_torch.py.
 
 Workspaces that a kernel allocates while it runs are not counted: cuBLAS and cuDNN choose their sizes.
 """
@@ -17,8 +17,15 @@ from torch import Tensor
 from torch.utils.flop_counter import mm_flop
 
 from megarl.machine.wording import counted
-from megarl.rehearse.rehearsal.te_enums import NVTE_QKV_Format, TEDType
-from megarl.rehearse.rehearsal.te_signature import TORCH_DTYPES, check, count_flops, kernel, matrix_size, new
+from megarl.rehearse.rehearsal.stand_ins.te_enums import NVTE_QKV_Format, TEDType
+from megarl.rehearse.rehearsal.stand_ins.te_signature import (
+    TORCH_DTYPES,
+    check,
+    count_flops,
+    kernel,
+    matrix_size,
+    new,
+)
 
 _CUDNN = "nvidia-cudnn-cu13"
 _OLDEST_CUDNN = "9.12.0"  # that Transformer Engine supports

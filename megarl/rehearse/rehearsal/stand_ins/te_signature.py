@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from megarl.rehearse.rehearsal.ledger import place
 from megarl.rehearse.rehearsal.record import RehearsalError
-from megarl.rehearse.rehearsal.te_enums import TEDType
+from megarl.rehearse.rehearsal.stand_ins.te_enums import TEDType
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 
