@@ -164,20 +164,12 @@ class Sample(NamedTuple):
         return np.repeat(np.array(self.weight_versions, dtype=np.int32), lengths)
 
 
-class FinishedRequest(NamedTuple):
-    request_id: int
-    sample: Sample
-
-
-class FailedRequest(NamedTuple):
-    """The engine works but cannot write this sample. `why` is a message for the user."""
-
-    request_id: int
-    why: str
-
-
 class RequestFailedError(RuntimeError):
-    """Same as FailedRequest, for a caller that waits for all samples."""
+    """The engine works but cannot write this sample. The message is for the user."""
+
+
+# The id of a request, and its sample or why there is none.
+type EndedRequest = tuple[int, Sample | RequestFailedError]
 
 
 class EnginePart(ABC):
@@ -212,7 +204,7 @@ class RolloutEngine(EnginePart, ReceivingEngine):
         """
 
     @abstractmethod
-    def collect(self, wait_s: float) -> Sequence[FinishedRequest | FailedRequest]:
+    def collect(self, wait_s: float) -> Sequence[EndedRequest]:
         """Return the requests that ended since the last call, in order.
 
         Waits at most `wait_s` for the first one.
@@ -239,11 +231,11 @@ class RolloutEngine(EnginePart, ReceivingEngine):
         samples: dict[int, Sample] = {}
 
         while len(samples) < len(requests):
-            for ended in self.collect(_WAIT_S):
+            for request_id, sample in self.collect(_WAIT_S):
                 # All samples are needed, so the first failure ends the wait.
-                if isinstance(ended, FailedRequest):
-                    raise RequestFailedError(ended.why)
-                samples[ended.request_id] = ended.sample
+                if isinstance(sample, RequestFailedError):
+                    raise sample
+                samples[request_id] = sample
 
         return [samples[request.request_id] for request in requests]
 

@@ -145,8 +145,8 @@ class Writer:
 
     def sample(self, request: GenerationRequest) -> Sample:
         self._engine.submit([request])
-        (finished,) = self._engine.collect(wait_s=0.0)
-        return finished.sample
+        ((_, sample),) = self._engine.collect(wait_s=0.0)
+        return sample
 
     def load(self) -> None:
         """Load the weights, and print the device and the time to standard error."""
