@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
@@ -36,7 +37,7 @@ from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
+from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine
 from megarl.rollout.staleness import StalenessController
 from megarl.weights.plan import TensorSlices
 from megarl.weights.tensors import Manifest

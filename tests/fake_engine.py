@@ -19,16 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.machine.errors import EngineDeadError
 from megarl.rehearse.simulation.engines import FinishReason, SimulatedGeneration
-from megarl.rollout.interface import (
-    EndedRequest,
-    GenerationRequest,
-    RolloutEngine,
-    Sample,
-    VersionSpan,
-    check_request,
-)
+from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine, check_request
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices

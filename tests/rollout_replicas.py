@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import Transport, Verify
 from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import results_of
@@ -22,7 +23,7 @@ from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.rollout.interface import GenerationRequest, RolloutEngine, Sample
+from megarl.rollout.interface import GenerationRequest, RolloutEngine
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.session import is_lost

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megarl.agents.protocol import Task
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.machine.errors import RunError
 from megarl.machine.files import read_json_object
@@ -117,51 +118,6 @@ class GenerationRequest(NamedTuple):
     uid: str = ""
     images: tuple[bytes, ...] = ()
     task: Task | None = None
-
-
-class VersionSpan(NamedTuple):
-    """Span of tokens sampled by the weights of `version`.
-
-    It extends from the end of the previous span, or the start of the sample, up to `end`.
-    """
-
-    version: int
-    end: int
-
-
-class Sample(NamedTuple):
-    """One continuation of a prompt.
-
-    Attributes:
-        token_ids: Shape (N,) int32, the tokens that the model wrote, including the end token if there is one.
-        log_probs: Shape (N,) float32. THE contract of every engine (docs/logprobs.md): log_softmax(logits /
-            temperature) of the token over the whole vocabulary, before top-k and top-p; with temperature 0,
-            log_softmax(logits).
-        finish_reason: "stop" if the last token ended the sample, "length" if max_new_tokens did.
-        spans: Which weights sampled which tokens, in order; the last span ends at N. There are several if
-            weights were synced in the middle.
-        routed_experts: A row of ROUTED_EXPERTS for prompt and sample, if requested.
-        num_verifications: Forward passes in which the model verified drafted tokens; 0 without speculative
-            decoding.
-    """
-
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    finish_reason: Literal["stop", "length"]
-    spans: tuple[VersionSpan, ...]
-    routed_experts: np.ndarray | None = None
-    num_verifications: int = 0
-
-    @property
-    def weight_versions(self) -> tuple[int, ...]:
-        """Versions of the weights that wrote it, in order."""
-        return tuple(span.version for span in self.spans)
-
-    @property
-    def token_versions(self) -> np.ndarray:
-        """Version of the weights that sampled each token, (N,) int32."""
-        lengths = np.diff([span.end for span in self.spans], prepend=0)
-        return np.repeat(np.array(self.weight_versions, dtype=np.int32), lengths)
 
 
 class RequestFailedError(RuntimeError):

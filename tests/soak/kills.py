@@ -29,19 +29,14 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
 from megarl.controller.replica_calls import is_dead
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.engines import build_engine
-from megarl.rollout.interface import (
-    GenerationRequest,
-    RolloutEngine,
-    RolloutEngineSpec,
-    Sample,
-    SamplingParameters,
-)
+from megarl.rollout.interface import GenerationRequest, RolloutEngine, RolloutEngineSpec, SamplingParameters
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import checksum
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights

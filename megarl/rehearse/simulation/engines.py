@@ -14,18 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.controller.errors import RankFailure, RankReport, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.controller.worker import RemoteMethod
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import ExclusiveAccess, unshared
-from megarl.rollout.interface import (
-    EndedRequest,
-    GenerationRequest,
-    RequestFailedError,
-    Sample,
-    VersionSpan,
-)
+from megarl.rollout.interface import EndedRequest, GenerationRequest, RequestFailedError
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 
 FinishReason = Literal["stop", "length"]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import Device
 from megarl.data.images import ImageProcessor
 from megarl.machine.wording import counted
@@ -24,9 +25,7 @@ from megarl.rollout.interface import (
     GenerationRequest,
     RolloutEngine,
     RolloutEngineSpec,
-    Sample,
     SamplingParameters,
-    VersionSpan,
     check_request,
     end_token_ids,
 )

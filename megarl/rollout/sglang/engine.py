@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import SGLangMode
 from megarl.config.speculation import draft_folder
 from megarl.machine.errors import EngineDeadError
@@ -27,7 +28,6 @@ from megarl.rollout.interface import (
     RequestFailedError,
     RolloutEngine,
     RolloutEngineSpec,
-    Sample,
     check_request,
     end_token_ids,
 )

@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megarl.agents.trajectory import Sample
 from megarl.models.families import FAMILIES
 from megarl.rollout.hf import decoding
 from megarl.rollout.hf.decoding import sample_tokens
 from megarl.rollout.hf.engine import HFEngine
-from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, plan_requests
+from megarl.rollout.interface import GenerationRequest, SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import WeightTransferError
 from tests.families import DENSE_FAMILIES, example_architecture
