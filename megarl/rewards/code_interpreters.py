@@ -103,8 +103,8 @@ def judge(judged, imports, is_new, value):
 
 
 type How = Literal["value", "raised", "time", "died"]
-# The data of an evaluated expression, None unless it ended with a value; how it ended ("died": its process ended
-# or printed too much); and whether nothing had run in its process before.
+# The data of an evaluated expression, None unless it ended with a value; how it ended ("died": its process
+# ended or printed too much); and whether nothing had run in its process before.
 type Evaluated = tuple[Any, How, bool]
 
 

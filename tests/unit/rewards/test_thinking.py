@@ -147,7 +147,7 @@ def test_a_verdict_that_may_be_a_quotation_is_none(parse: JudgeParseConfig, repl
     assert "differ, and the judge may have quoted the latter from the answer" in str(error)
     # A judge that says the same twice is unambiguous, whoever else has said it.
     agreeing = reply.replace("10", "0").replace("/0", "")
-    assert judged(parse, agreeing, answer.replace("10", "0")).scores == (0.0,)
+    assert judged(parse, agreeing, answer.replace("10", "0"))[0] == (0.0,)
 
 
 def test_a_judge_whose_template_opens_the_thinking() -> None:
