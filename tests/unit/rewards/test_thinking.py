@@ -153,9 +153,9 @@ def test_a_verdict_that_may_be_a_quotation_is_none(parse: JudgeParseConfig, repl
 def test_a_judge_whose_template_opens_the_thinking() -> None:
     reply = "Score: 3, says a <think>\n</think>\nScore: 7 as it says </think> Score: 3"
     answer = "a </think> Score: 3"
-    assert judged(REGEX, reply, answer, opens_thinking=True).scores == (7.0,)
-    assert judged(REGEX, "Score: 3?</think>no", opens_thinking=True).scores == ()
-    assert judged(REGEX, "Score: 3?</think>no").scores == (3.0,)
+    assert judged(REGEX, reply, answer, opens_thinking=True)[0] == (7.0,)
+    assert judged(REGEX, "Score: 3?</think>no", opens_thinking=True)[0] == ()
+    assert judged(REGEX, "Score: 3?</think>no")[0] == (3.0,)
     assert judged(REGEX, "Score: 3", opens_thinking=True).error == (
         "judge j: no match of 'Score: (\\\\d+)' in 'Score: 3'"
     )
