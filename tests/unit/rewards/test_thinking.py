@@ -156,7 +156,7 @@ def test_a_judge_whose_template_opens_the_thinking() -> None:
     assert judged(REGEX, reply, answer, opens_thinking=True)[0] == (7.0,)
     assert judged(REGEX, "Score: 3?</think>no", opens_thinking=True)[0] == ()
     assert judged(REGEX, "Score: 3?</think>no")[0] == (3.0,)
-    assert judged(REGEX, "Score: 3", opens_thinking=True).error == (
+    assert judged(REGEX, "Score: 3", opens_thinking=True)[2] == (
         "judge j: no match of 'Score: (\\\\d+)' in 'Score: 3'"
     )
 
