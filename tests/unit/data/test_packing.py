@@ -99,7 +99,7 @@ def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
     """Given 4 ranks and 10 tokens each, a micro-batch can have 4 x 8 tokens of the row with 30, but not 4 x 16
     of both."""
     plan = plan_micro_batches([30, 30], 1, max_tokens=10, context_parallel_size=4)
-    assert [m.rows for m in plan.ranks[0].micro_batches] == [(0,), (1,)]
+    assert [*plan.ranks[0].micro_batches] == [(0,), (1,)]
 
     with pytest.raises(
         ValueError, match="row 1 has 41 tokens, more than micro_batch.max_tokens=10 x context_parallel_size=4"
@@ -113,7 +113,7 @@ def test_by_hand():
     The largest micro-batch runs first.
     """
     plan = plan_micro_batches([3, 8, 5, 6], 2, sequences=1)
-    assert [[m.rows for m in rank.micro_batches] for rank in plan.ranks] == [[(1,), (0,)], [(3,), (2,)]]
+    assert [[*rank.micro_batches] for rank in plan.ranks] == [[(1,), (0,)], [(3,), (2,)]]
     assert plan.restore_order() == [1, 0, 3, 2]
 
 
@@ -125,7 +125,7 @@ def test_samples_of_a_prompt_stay_together():
     lengths = [12] * 4 + [11] * 4 + [30, 30]
     prompts = [(0, 8)] * 4 + [(4, 8)] * 4 + [(8, 5), (9, 5)]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
-    assert sorted(m.rows for rank in plan.ranks for m in rank.micro_batches) == [
+    assert sorted(m for rank in plan.ranks for m in rank.micro_batches) == [
         (0, 1, 2, 3, 8),
         (4, 5, 6, 7, 9),
     ]
@@ -141,9 +141,9 @@ def test_a_prompt_is_split_where_work_or_room_wants_it():
     lengths = [40] * 8
     prompts = [(0, 10)] * 8
     plan = plan_micro_batches(lengths, 2, max_tokens=130, prompts=prompts)
-    assert [[len(m.rows) for m in rank.micro_batches] for rank in plan.ranks] == [[4], [4]]
+    assert [[len(m) for m in rank.micro_batches] for rank in plan.ranks] == [[4], [4]]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
-    assert [[len(m.rows) for m in rank.micro_batches] for rank in plan.ranks] == [[1] * 4, [1] * 4]
+    assert [[len(m) for m in rank.micro_batches] for rank in plan.ranks] == [[1] * 4, [1] * 4]
 
 
 @pytest.mark.parametrize("num_prompts", [256, 32])
@@ -158,7 +158,7 @@ def test_replicas_have_equal_work_although_prompts_are_shared(num_prompts):
     plan = plan_micro_batches(lengths, 8, max_tokens=32768, prompts=prompts)
     costs = rank_costs(plan, lengths, prompts)
     assert max(costs) < 1.01 * np.mean(costs)
-    done = sum(computed(m.rows, lengths, prompts) for rank in plan.ranks for m in rank.micro_batches)
+    done = sum(computed(m, lengths, prompts) for rank in plan.ranks for m in rank.micro_batches)
     assert done < 1.02 * computed(range(len(lengths)), lengths, prompts)
 
 
@@ -260,13 +260,13 @@ def test_pairs_of_rows_stay_together(lengths, dp_size, limits, multiple_of, shar
     assert sorted(row for rank in plan.ranks for row in real_rows(rank)) == list(range(len(rows)))
 
     for micro_batch in (each for rank in plan.ranks for each in rank.micro_batches):
-        chosen, rejected = micro_batch.rows[0::2], micro_batch.rows[1::2]
+        chosen, rejected = micro_batch[0::2], micro_batch[1::2]
         assert [row + 1 for row in chosen] == list(rejected)
         assert all(row % 2 == 0 for row in chosen)
-        assert len(micro_batch.rows) <= limits.get("sequences", len(rows))
+        assert len(micro_batch) <= limits.get("sequences", len(rows))
         if "max_tokens" in limits:
-            parts = [rows[row] - shares * prompts[row][1] for row in micro_batch.rows]
-            parts += dict(prompts[row] for row in micro_batch.rows).values() if shares else ()
+            parts = [rows[row] - shares * prompts[row][1] for row in micro_batch]
+            parts += dict(prompts[row] for row in micro_batch).values() if shares else ()
             assert sum(padded_length(part, context) for part in parts) <= limits["max_tokens"] * context
 
     outputs = np.array([row for rank in plan.ranks for row in rank.rows])
