@@ -30,11 +30,11 @@ import numpy as np
 from examples.agent.prepare import DIGITS, make_tokenizer
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import AgentConfig, HarnessConfig, SandboxConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import FunctionHarness, ModelEndpoint
-from megarl.endpoint.session import SampledTurn
-from megarl.endpoint.session_messages import (
+from megarl.endpoint.session import (
     DroppedRequest,
     SampleOrder,
     SampleRequest,
@@ -69,7 +69,7 @@ class Engine:
         self.num_tokens = 0
         self.num_running = 0
 
-    async def generate(self, seed: int) -> SampledTurn:
+    async def generate(self, seed: int) -> Sample:
         """Sample a turn. A cancelled one frees its slot."""
         chance = np.random.default_rng(seed)
         ids = chance.choice(_LETTERS, chance.integers(*LENGTHS)).astype(np.int32)
@@ -81,7 +81,7 @@ class Engine:
             self.num_running -= 1
         self.num_tokens += len(ids)
         ids[-1] = _TOKENIZER.eos_token_id
-        return SampledTurn(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+        return Sample(ids, np.zeros(len(ids), np.float32), "stop", (VersionSpan(0, len(ids)),))
 
 
 class Throughput:

@@ -24,7 +24,8 @@ from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import CallErrorKind, Message, Task, ToolCall
 from megarl.agents.responder import Responder
 from megarl.agents.tool_environment import Toolbox, ToolEnvironment
-from megarl.rollout.worker.environment import EnvironmentServer, TurnOrder
+from megarl.agents.trajectory import Sample, VersionSpan
+from megarl.rollout.worker.environment import EnvironmentServer
 
 EPISODES = 200
 TURNS = 12
@@ -128,12 +129,12 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
         of_one = Episode([1], number, EpisodeLimits(max_turns=turns, max_tokens=10 * turns))
         while (step := of_one.next) is not None:
             if isinstance(step, WriteTurn):
-                of_one.wrote(
-                    step.place, np.array([7], np.int32), np.zeros(1, np.float32), np.ones(1, np.int32), "stop"
-                )
+                written = np.array([7], np.int32)
+                sample = Sample(written, np.zeros(1, np.float32), "stop", (VersionSpan(1, 1),))
+                of_one.wrote(step.place, sample)
             else:
                 assert isinstance(step, AnswerTurn)
-                report = await server.answer(TurnOrder(number, Task(), step))
+                report = await server.answer(step._replace(episode=number, task=Task()))
                 assert report.reply is not None
                 of_one.answered(report.place, report.token_ids, report.reply)
 

@@ -52,7 +52,7 @@ from megarl.config.schema import (
     KLEstimator,
     KLWhere,
 )
-from megarl.data.packing import RowPrompt, plan_micro_batches
+from megarl.data.packing import plan_micro_batches
 from megarl.engine.vocab_parallel import Extra
 
 # tokens
@@ -77,7 +77,7 @@ class Work:
         batch = make_samples(prompt_tokens, responses, contest.shape.vocab_size)
         self.lengths = [prompt_tokens + response for response in responses]
         self.longest = prompt_tokens + LONGEST_RESPONSE
-        self._prompts = [RowPrompt(row // SAMPLES, prompt_tokens) for row in range(len(responses))]
+        self._prompts = [(row // SAMPLES, prompt_tokens) for row in range(len(responses))]
         mask = batch["response_mask"]
         per_row = torch.randn(len(mask), 1, generator=torch.Generator().manual_seed(2))
         self._columns = DataProto.from_dict({**batch, "advantages": per_row.expand(mask.shape)}).ragged

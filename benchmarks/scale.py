@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
@@ -60,7 +61,6 @@ from megarl.roles.start import PPORoles
 from megarl.rollout.driver.rollout import batch_of_samples
 from megarl.rollout.driver.sample_groups import StepGroups
 from megarl.rollout.driver.scheduler import SchedulerTotals
-from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position
 from megarl.trainers.ppo import PPOTrainer
 

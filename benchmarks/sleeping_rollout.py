@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
@@ -36,7 +37,7 @@ from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample, VersionSpan
+from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine
 from megarl.rollout.staleness import StalenessController
 from megarl.weights.plan import TensorSlices
 from megarl.weights.tensors import Manifest
@@ -87,13 +88,13 @@ class SleepingEngine(RolloutEngine):
             length = length_of(request)
             self._writing[request.request_id] = _Writing(length, now_s + length * TOKEN_S, ())
 
-    def collect(self, wait_s: float) -> list[FinishedRequest]:
+    def collect(self, wait_s: float) -> list[EndedRequest]:
         first_s = min((one.end_s for one in self._writing.values()), default=float("inf"))
         self._word.wait(max(0.0, min(wait_s, first_s - time.monotonic())))
         self._word.clear()
         now_s = time.monotonic()
         ended = [number for number, one in self._writing.items() if one.end_s <= now_s]
-        return [FinishedRequest(number, self._sample(self._writing.pop(number))) for number in ended]
+        return [(number, self._sample(self._writing.pop(number))) for number in ended]
 
     def _sample(self, one: _Writing) -> Sample:
         assert self._version is not None

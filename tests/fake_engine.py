@@ -19,16 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.machine.errors import EngineDeadError
 from megarl.rehearse.simulation.engines import FinishReason, SimulatedGeneration
-from megarl.rollout.interface import (
-    FinishedRequest,
-    GenerationRequest,
-    RolloutEngine,
-    Sample,
-    VersionSpan,
-    check_request,
-)
+from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine, check_request
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
@@ -175,13 +169,13 @@ class FakeEngine(RolloutEngine):
             check_request(request, self._spec.vocab_size, self._spec.max_length)
         self._generation.submit(requests)
 
-    def collect(self, wait_s: float) -> list[FinishedRequest]:
+    def collect(self, wait_s: float) -> Sequence[EndedRequest]:
         self._lifecycle.require_ready()
         self._check_children()
         lie = self._record("collect")
         time.sleep(self._spec.delay_s)
         ended = self._generation.collect(self._spec.samples_per_collect)
-        finished = [_drafted(each) for each in ended if isinstance(each, FinishedRequest)]
+        finished = [(number, _drafted(sample)) for number, sample in ended if isinstance(sample, Sample)]
 
         return finished if lie is None or not finished else _falsified(finished, lie)
 
@@ -322,10 +316,9 @@ def _most_tokens(request: GenerationRequest) -> int:
     return request.sampling.max_new_tokens
 
 
-def _drafted(finished: FinishedRequest) -> FinishedRequest:
+def _drafted(sample: Sample) -> Sample:
     """Return a sample as if drafts gave two tokens at a time."""
-    sample = finished.sample
-    return finished._replace(sample=sample._replace(num_verifications=-(-len(sample.token_ids) // 2)))
+    return sample._replace(num_verifications=-(-len(sample.token_ids) // 2))
 
 
 def _written(token_ids: list[int], log_probs: list[float], reason: FinishReason) -> Sample:
@@ -340,16 +333,16 @@ def _numbers(text: str) -> Iterator[int]:
         yield int.from_bytes(hashlib.blake2b(f"{number} {text}".encode(), digest_size=6).digest(), "little")
 
 
-def _falsified(finished: list[FinishedRequest], lie: What) -> list[FinishedRequest]:
-    first = finished[0]
-    sample = finished[0].sample
+def _falsified(finished: list[tuple[int, Sample]], lie: What) -> list[tuple[int, Sample]]:
+    first, *others = finished
+    number, sample = first
     count = 100 * len(sample.token_ids)
     if lie is What.lie_doubled:
         return [first, *finished]
     if lie is What.lie_lost:
-        return finished[1:]
+        return others
     if lie is What.lie_unknown:
-        return [first._replace(request_id=10**9), *finished[1:]]
+        return [(10**9, sample), *others]
     changed = {
         What.lie_version: sample._replace(spans=(VersionSpan(sample.spans[0].version - 1, 1), *sample.spans)),
         What.lie_too_long: sample._replace(
@@ -360,4 +353,4 @@ def _falsified(finished: list[FinishedRequest], lie: What) -> list[FinishedReque
         What.lie_log_probs: sample._replace(log_probs=sample.log_probs[1:]),
     }
 
-    return [first._replace(sample=changed[lie]), *finished[1:]] if lie in changed else finished
+    return [(number, changed[lie]), *others] if lie in changed else finished

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import Transport, Verify
 from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import results_of
@@ -22,7 +23,7 @@ from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, Sample
+from megarl.rollout.interface import GenerationRequest, RolloutEngine
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.session import is_lost
@@ -114,13 +115,13 @@ class StartedRollout(Rollout):
     def send(self, weights: Mapping[str, torch.Tensor], version: int, wakes: bool = False) -> None:
         self.update_weights(Push(weights, version, wakes), version)
 
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
+    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Sample]]:
         """Yield samples as they finish. Closing the iterator cancels the rest."""
         self._weights.bring_in()
-        arrived: list[FinishedRequest] = []
+        arrived: list[tuple[int, Sample]] = []
 
         def deliver(request_id: int, replica: int, sample: Sample) -> None:
-            arrived.append(FinishedRequest(request_id, sample))
+            arrived.append((request_id, sample))
 
         with self._replicas.exclusive():
             delivers = [partial(deliver, request.request_id) for request in requests]

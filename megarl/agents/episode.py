@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megarl.agents.protocol import Reply
-from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory
+from megarl.agents.protocol import Reply, Task
+from megarl.agents.trajectory import Author, EpisodeEnd, Sample, Segment, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,20 @@ class WriteTurn(NamedTuple):
 
 
 class AnswerTurn(NamedTuple):
-    """A request for the environment to reply to the model's turn. `is_last`: no further turn can follow."""
+    """A request for the environment to reply to the model's turn.
+
+    Attributes:
+        is_last: No further turn can follow.
+        episode: A number that is used only once, for a process that answers the turns of several episodes.
+        task: The task of the episode for such a process, with the first turn of each attempt. Later turns
+            have None, because the process keeps the environment and a task may be large.
+    """
 
     place: TurnPosition
     token_ids: list[int]
     is_last: bool
+    episode: int = 0
+    task: Task | None = None
 
 
 class Episode:
@@ -75,7 +84,7 @@ class Episode:
         episode = Episode(prompt, seed, EpisodeLimits(max_turns=3, max_tokens=1000))
         while (step := episode.next) is not None:
             if isinstance(step, WriteTurn):
-                episode.wrote(step.place, *sample(step))
+                episode.wrote(step.place, sample(step))
             else:
                 episode.answered(step.place, *await responder.answer(step))
         episode.trajectory.end
@@ -117,10 +126,7 @@ class Episode:
     def wrote(
         self,
         place: TurnPosition,
-        token_ids: np.ndarray,
-        log_probs: np.ndarray,
-        token_versions: np.ndarray,
-        finish_reason: Literal["stop", "length"],
+        sample: Sample,
     ) -> bool:
         """Record a turn of the model.
 
@@ -129,14 +135,11 @@ class Episode:
         awaited = self.next
         if not isinstance(awaited, WriteTurn) or awaited.place != place:
             return False
-        assert 1 <= len(token_ids) <= awaited.max_new_tokens, "a turn has 1 to max_new_tokens tokens"
-        segment = Segment(
-            author=Author.model, token_ids=token_ids, log_probs=log_probs, token_versions=token_versions
-        )
-        self._add(segment)
+        assert 1 <= len(sample.token_ids) <= awaited.max_new_tokens, "a turn has 1 to max_new_tokens tokens"
+        self._add(Segment.of_model(sample))
         # The environment's answer replaces this reward.
         self.trajectory.turn_rewards.append(0.0)
-        if finish_reason == "length":
+        if sample.finish_reason == "length":
             self.trajectory.end = EpisodeEnd.length
 
         return True

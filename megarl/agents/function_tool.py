@@ -27,12 +27,8 @@ class FunctionTool:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._schema = function_schema(function)
+        self.schema: Schema = function_schema(function)
         self._takes_task = "task" in inspect.signature(function).parameters
-
-    @property
-    def schema(self) -> Schema:
-        return self._schema
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str | ToolResult:
         given = {**arguments, "task": task} if self._takes_task else {**arguments}

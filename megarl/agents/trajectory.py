@@ -1,4 +1,4 @@
-"""The tokens of an episode with their authors, from which the loss mask follows."""
+"""What engines sampled, and the tokens of an episode with their authors, from which the loss mask follows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,65 @@ class EpisodeEnd(str, Enum):
     failed = "failed"  # the program of a harness failed
 
 
+class VersionSpan(NamedTuple):
+    """Span of tokens sampled by the weights of `version`.
+
+    It extends from the end of the previous span, or the start of the sample, up to `end`.
+    """
+
+    version: int
+    end: int
+
+
+class Sample(NamedTuple):
+    """One continuation of a prompt.
+
+    Attributes:
+        token_ids: Shape (N,) int32, the tokens that the model wrote, including the end token if there is one.
+        log_probs: Shape (N,) float32. THE contract of every engine (docs/logprobs.md): log_softmax(logits /
+            temperature) of the token over the whole vocabulary, before top-k and top-p; with temperature 0,
+            log_softmax(logits).
+        finish_reason: "stop" if the last token ended the sample, "length" if max_new_tokens did.
+        spans: Which weights sampled which tokens, in order; the last span ends at N. There are several if
+            weights were synced in the middle.
+        routed_experts: A row of ROUTED_EXPERTS for prompt and sample, if requested.
+        num_verifications: Forward passes in which the model verified drafted tokens; 0 without speculative
+            decoding.
+    """
+
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: Literal["stop", "length"]
+    spans: tuple[VersionSpan, ...]
+    routed_experts: np.ndarray | None = None
+    num_verifications: int = 0
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Versions of the weights that wrote it, in order."""
+        return tuple(span.version for span in self.spans)
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """Version of the weights that sampled each token, (N,) int32."""
+        lengths = np.diff([span.end for span in self.spans], prepend=0)
+        return np.repeat(np.array(self.weight_versions, dtype=np.int32), lengths)
+
+    def beginning(self, count: int) -> Sample:
+        """Return the sample that an engine would have returned if it had stopped after `count` tokens."""
+        starts = [0, *(span.end for span in self.spans)]
+        return self._replace(
+            token_ids=self.token_ids[:count],
+            log_probs=self.log_probs[:count],
+            finish_reason="stop",
+            spans=tuple(
+                VersionSpan(span.version, min(span.end, count))
+                for start, span in zip(starts, self.spans, strict=False)
+                if start < count
+            ),
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
     """Consecutive tokens of one author.
@@ -42,6 +102,15 @@ class Segment:
     token_ids: np.ndarray
     log_probs: np.ndarray
     token_versions: np.ndarray
+
+    @classmethod
+    def of_model(cls, sample: Sample) -> Segment:
+        return cls(
+            author=Author.model,
+            token_ids=sample.token_ids,
+            log_probs=sample.log_probs,
+            token_versions=sample.token_versions,
+        )
 
     @classmethod
     def of_environment(cls, token_ids: Sequence[int]) -> Segment:

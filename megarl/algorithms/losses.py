@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages.distillation import top_k_kl
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.masked import aggregate, denominator, masked
 from megarl.algorithms.policy_losses import PolicyInputs, TokenLosses
@@ -39,7 +40,6 @@ from megarl.batch.token_rows import TEACHER_TOP_LOG_PROBS
 from megarl.config.schema import (
     Aggregation,
     AlgorithmConfig,
-    DistillationKL,
     PolicyLossConfig,
     ValueLossConfig,
 )
@@ -229,12 +229,9 @@ class CriticLoss:
     """
 
     name: ClassVar[str] = "critic"
+    extras: ClassVar[tuple[()]] = ()
     value_loss: ValueLossConfig
     counts: MiniBatchCounts
-
-    @property
-    def extras(self) -> tuple[()]:
-        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
@@ -259,11 +256,8 @@ class SFTLoss:
     """
 
     name: ClassVar[str] = "sft"
+    extras: ClassVar[tuple[()]] = ()
     counts: MiniBatchCounts
-
-    @property
-    def extras(self) -> tuple[()]:
-        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         loss = aggregate(
@@ -301,34 +295,3 @@ def clipped_value_loss(
     # difference, rounding would count as clipping.
     bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(plain, bounded), bounded > plain
-
-
-def top_k_kl(log_probs: Tensor, teacher: Tensor, direction: DistillationKL) -> Tensor:
-    """Return the KL divergence of two distributions over k tokens and all other tokens together, in nats.
-
-    The other tokens count as one, so both distributions sum to 1. The divergence is never negative, and is 0
-    only if the policy gives each of the k tokens the teacher's probability. It never exceeds the divergence
-    over the whole vocabulary (data-processing inequality), and equals it if k is the size of the vocabulary.
-    Without the term of the other tokens, a policy could lower the reverse divergence by moving its mass to
-    them.
-
-    An entry of a policy without other tokens is -inf and left out.
-
-    Args:
-        log_probs: (..., k + 1), of the policy, with the autograd graph. The last one is of all other tokens.
-        teacher: (..., k + 1), of the teacher.
-        direction: Which of the two weighs the log-ratios: `reverse` the policy, `forward` the teacher.
-
-    Returns:
-        (...).
-    """
-    is_there = log_probs.isfinite() & teacher.isfinite()
-    # Replaced before anything is computed, so that no NaN reaches the gradient.
-    policy = torch.where(is_there, log_probs, 0.0)
-    teacher = torch.where(is_there, teacher, 0.0)
-    terms = (
-        policy.exp() * (policy - teacher)
-        if direction is DistillationKL.reverse
-        else teacher.exp() * (teacher - policy)
-    )
-    return terms.sum(-1)  # an entry that is left out is log 1 for both, whose ratio is 0

@@ -93,7 +93,7 @@ def correct(
 
     if config.level is not CorrectionLevel.none:
         weights, totals = _weights(old_log_probs, rollout_log_probs, mask, config)
-        metrics |= totals.metrics(config.kind)
+        metrics |= _weight_metrics(totals, config.kind)
 
     # A rejected response loses all its tokens, not only those with the largest differences.
     if config.rejection.estimator is not RejectionEstimator.none:
@@ -119,9 +119,13 @@ def _log_ratios(
 
 def _weights(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RolloutCorrectionConfig
-) -> tuple[Column, _WeightTotals]:
+) -> tuple[Column, Tensor]:
+    """Return the weights, and totals (4,) float64 over tokens or responses.
+
+    These are the number of weights, their sum, that of their squares, and the number that was limited.
+    """
     weights = empty_like(mask, old_log_probs.dtype)
-    totals = _WeightTotals()
+    totals = torch.zeros(4, dtype=torch.float64)
     num_tokens = row_lengths(mask)
 
     for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
@@ -140,7 +144,10 @@ def _weights(
             raw = raw[counts > 0]
             limited = limited[counts > 0]
         weights.values[block.tokens] = block.only_valid(of_tokens)
-        totals = totals.with_block(raw, limited)
+        # Sums over millions of tokens lose digits in float32.
+        exact = limited.double()
+        of_block = len(exact), float(exact.sum()), float(torch.dot(exact, exact)), int((limited != raw).sum())
+        totals += torch.tensor(of_block, dtype=torch.float64)
 
     return of_form(weights, mask), totals
 
@@ -151,36 +158,16 @@ def _of_sequence(total: Tensor, num_tokens: Tensor, level: CorrectionLevel) -> T
     return mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-class _WeightTotals(NamedTuple):
-    """Sums over tokens or responses, for the metrics."""
-
-    number: int = 0
-    weights: float = 0.0
-    squares: float = 0.0
-    changed: int = 0
-
-    def with_block(self, raw: Tensor, limited: Tensor) -> _WeightTotals:
-        """Add a block of ratios and their weights, (n,) each."""
-        # Sums over millions of tokens lose digits in float32.
-        exact = limited.double()
-        return _WeightTotals(
-            self.number + len(exact),
-            self.weights + float(exact.sum()),
-            self.squares + float(torch.dot(exact, exact)),
-            self.changed + int((limited != raw).sum()),
-        )
-
-    def metrics(self, kind: CorrectionKind) -> dict[str, float]:
-        name = "fraction_truncated" if kind is CorrectionKind.truncate else "fraction_masked"
-        count = max(self.number, 1)
-        # The effective sample size is Kish's, as a share of the tokens.
-        return {
-            "rollout_correction/weight_mean": self.weights / count,
-            "rollout_correction/effective_sample_size": self.weights**2 / (count * self.squares)
-            if self.squares > 0
-            else 0.0,
-            f"rollout_correction/{name}": self.changed / count,
-        }
+def _weight_metrics(totals: Tensor, kind: CorrectionKind) -> dict[str, float]:
+    number, weights, squares, changed = totals.tolist()
+    name = "fraction_truncated" if kind is CorrectionKind.truncate else "fraction_masked"
+    count = max(number, 1.0)
+    # The effective sample size is Kish's, as a share of the tokens.
+    return {
+        "rollout_correction/weight_mean": weights / count,
+        "rollout_correction/effective_sample_size": weights**2 / (count * squares) if squares > 0 else 0.0,
+        f"rollout_correction/{name}": changed / count,
+    }
 
 
 def correction_weights(

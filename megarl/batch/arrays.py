@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,15 +127,9 @@ def _brief(value: Any) -> str:
 _CARRIER = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
-class TensorArray(NamedTuple):
-    """A tensor as a numpy array.
-
-    `array` contains the bits of a tensor of `dtype` and shares memory with the tensor if that is contiguous
-    and on the host.
-    """
-
-    array: np.ndarray
-    dtype: torch.dtype
+# The bits of a tensor as an array, which shares memory with the tensor if that is contiguous and on the host,
+# and the tensor's dtype.
+type TensorArray = tuple[np.ndarray, torch.dtype]
 
 
 def tensor_to_array(tensor: torch.Tensor) -> TensorArray:
@@ -145,7 +139,7 @@ def tensor_to_array(tensor: torch.Tensor) -> TensorArray:
     """
     tensor = tensor.detach().cpu().contiguous()
     carrier = _CARRIER.get(tensor.dtype)
-    return TensorArray((tensor if carrier is None else tensor.view(carrier)).numpy(), tensor.dtype)
+    return (tensor if carrier is None else tensor.view(carrier)).numpy(), tensor.dtype
 
 
 def array_to_tensor(packed: TensorArray) -> torch.Tensor:
@@ -154,10 +148,11 @@ def array_to_tensor(packed: TensorArray) -> torch.Tensor:
     PyTorch cannot mark a tensor read-only, so the caller must ensure that a read-only array is not written
     through the tensor.
     """
+    array, dtype = packed
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensor = torch.from_numpy(packed.array)
-    return tensor.view(packed.dtype) if packed.dtype in _CARRIER else tensor
+        tensor = torch.from_numpy(array)
+    return tensor.view(dtype) if dtype in _CARRIER else tensor
 
 
 def array_to_private_tensor(packed: TensorArray) -> torch.Tensor:
@@ -166,6 +161,5 @@ def array_to_private_tensor(packed: TensorArray) -> torch.Tensor:
     Ray gives all processes of a node the same memory as read-only arrays. A tensor over such an array can be
     written without an error, so an in-place operation of one rank would change the batch of the others.
     """
-    if packed.array.flags.writeable:
-        return array_to_tensor(packed)
-    return array_to_tensor(TensorArray(packed.array.copy(), packed.dtype))
+    array, dtype = packed
+    return array_to_tensor(packed if array.flags.writeable else (array.copy(), dtype))

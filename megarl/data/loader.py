@@ -9,7 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,11 +47,8 @@ class TrainingRows(RowSource, Protocol):
     def num_filtered(self) -> int: ...
 
 
-class Share(NamedTuple):
-    """A contiguous part of a data set and its weight in the mixture, relative to the other parts."""
-
-    num_rows: int
-    weight: float
+# The number of rows of a contiguous part of a data set, and its weight in the mixture relative to the others.
+type Share = tuple[int, float]
 
 
 def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence[str]) -> list[Share]:
@@ -66,9 +63,9 @@ def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence
     if not weights:
         return []
     # Filtering may have removed rows of a file, so count the remaining ones.
-    parts = [Share(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
+    parts = [(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
 
-    if empty := [file for file, part in zip(files, parts, strict=True) if part.num_rows == 0]:
+    if empty := [file for file, (num_rows, _) in zip(files, parts, strict=True) if num_rows == 0]:
         raise DataError(
             f"{empty[0]}: none of its rows is left, so it cannot have a weight; remove it from "
             f"data.train_files, and its weight"
@@ -232,8 +229,8 @@ class BatchLoader(RowLoader):
         super().__init__(dataset, batch_size)
         self._shuffle = shuffle
         self._seed = seed
-        self._parts = list(parts) or [Share(len(dataset), 1.0)]
-        self._starts = [0, *accumulate(part.num_rows for part in self._parts)]
+        self._parts = list(parts) or [(len(dataset), 1.0)]
+        self._starts = [0, *accumulate(num_rows for num_rows, _ in self._parts)]
         self._num_served = [0] * len(self._parts)
         self._orders: dict[int, tuple[int, list[int]]] = {}  # part -> its epoch, and the order of that epoch
 
@@ -241,7 +238,7 @@ class BatchLoader(RowLoader):
     def epoch(self) -> int:
         """The number of complete passes over all rows."""
         return min(
-            served // part.num_rows for served, part in zip(self._num_served, self._parts, strict=True)
+            served // num_rows for served, (num_rows, _) in zip(self._num_served, self._parts, strict=True)
         )
 
     def take(self, num_wanted: int) -> DataProto:
@@ -271,7 +268,7 @@ class BatchLoader(RowLoader):
         # The part that is furthest below its weight provides the next row.
         number = self._furthest_behind(num_served)
         # Each part has its own epochs, because a small one repeats sooner than a large one.
-        epoch, place = divmod(num_served[number], self._parts[number].num_rows)
+        epoch, place = divmod(num_served[number], self._parts[number][0])
         num_served[number] += 1
         return epoch, self._starts[number] + self._order(number, epoch)[place]
 
@@ -280,13 +277,13 @@ class BatchLoader(RowLoader):
 
         The rows of a part with weight w are due at (1/2)/w, (3/2)/w, ... Ties go to the first part.
         """
-        due = [(served + 0.5) / part.weight for served, part in zip(num_served, self._parts, strict=True)]
+        due = [(served + 0.5) / weight for served, (_, weight) in zip(num_served, self._parts, strict=True)]
         return due.index(min(due))
 
     def _order(self, number: int, epoch: int) -> list[int]:
         """Return the order of the rows of a part, numbered from 0."""
         if self._orders.get(number, (None,))[0] != epoch:
-            order = epoch_order(self._parts[number].num_rows, [self._seed, epoch, number], self._shuffle)
+            order = epoch_order(self._parts[number][0], [self._seed, epoch, number], self._shuffle)
             self._orders[number] = epoch, order
         return self._orders[number][1]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -38,45 +39,44 @@ def row_cost(lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatchRows:
-    """The row numbers of a micro-batch in the batch.
+class ReplicaMicroBatches:
+    """The micro-batches of a rank.
 
     A filler repeats one row, so that a rank has something to run; its loss has zero weight.
+
+    Attributes:
+        micro_batches: The row numbers of each in the batch.
+        num_fillers: How many of them are fillers, which are the last ones.
     """
 
-    rows: tuple[int, ...]
-    is_filler: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaMicroBatches:
-    micro_batches: tuple[MicroBatchRows, ...]
+    micro_batches: tuple[tuple[int, ...], ...]
+    num_fillers: int = 0
 
     def expanded(self, rows_together: int) -> ReplicaMicroBatches:
         """Return the plan of rows, given a plan of units of `rows_together` consecutive rows."""
-        return ReplicaMicroBatches(
+        return replace(
+            self,
             micro_batches=tuple(
-                replace(
-                    micro_batch,
-                    rows=tuple(
-                        unit * rows_together + row
-                        for unit in micro_batch.rows
-                        for row in range(rows_together)
-                    ),
-                )
-                for micro_batch in self.micro_batches
-            )
+                tuple(unit * rows_together + row for unit in units for row in range(rows_together))
+                for units in self.micro_batches
+            ),
         )
 
     @property
     def rows(self) -> list[int]:
         """The rank's rows of the batch in the order in which it runs them, including fillers."""
-        return [row for micro_batch in self.micro_batches for row in micro_batch.rows]
+        return list(chain.from_iterable(self.micro_batches))
+
+    @property
+    def is_filler(self) -> list[bool]:
+        """Whether each of `rows` belongs to a filler."""
+        first = len(self.micro_batches) - self.num_fillers
+        return [number >= first for number, rows in enumerate(self.micro_batches) for _ in rows]
 
     @property
     def local_micro_batches(self) -> list[range]:
         """The positions of each micro-batch's rows in `rows`."""
-        bounds = np.cumsum([0, *(len(micro_batch.rows) for micro_batch in self.micro_batches)]).tolist()
+        bounds = np.cumsum([0, *map(len, self.micro_batches)]).tolist()
         return [range(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
@@ -98,25 +98,19 @@ class MicroBatchPlan:
         `outputs[positions]` is in the order of the batch, without the outputs of fillers.
         """
         positions = [-1] * self.num_rows
-        position = 0
+        rows = [pair for rank in self.ranks for pair in zip(rank.rows, rank.is_filler, strict=True)]
 
         # Outputs of fillers occupy positions too, but belong to no row.
-        for rank in self.ranks:
-            for micro_batch in rank.micro_batches:
-                for row in micro_batch.rows:
-                    if not micro_batch.is_filler:
-                        positions[row] = position
-                    position += 1
+        for position, (row, is_filler) in enumerate(rows):
+            if not is_filler:
+                positions[row] = position
 
         assert -1 not in positions
         return positions
 
 
-class RowPrompt(NamedTuple):
-    """The prompt of a row. `number` is the same for rows with the same prompt; `length` is in tokens."""
-
-    number: int
-    length: int
+# The number of a row's prompt, which is the same for rows with the same prompt, and its length in tokens.
+type RowPrompt = tuple[int, int]
 
 
 class _Sizes(NamedTuple):
@@ -227,9 +221,7 @@ def plan_micro_batches(
     # All replicas run the same number of micro-batches: an empty one gets a row, or else a filler.
     _fill_empty(cut)
     # The shortest row is the cheapest filler.
-    filler = MicroBatchRows(
-        rows=(int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0]),), is_filler=True
-    )
+    filler = int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0])
     ranks = tuple(_rank_plan(hand, sizes, filler) for hand in cut)
     if rows_together > 1:
         ranks = tuple(rank.expanded(rows_together) for rank in ranks)
@@ -466,12 +458,13 @@ def _fill_empty(hands: list[list[list[int]]]) -> None:
         full = [rows for rows in full if len(rows) > 1]
 
 
-def _rank_plan(hand: list[list[int]], sizes: _Sizes, filler: MicroBatchRows) -> ReplicaMicroBatches:
+def _rank_plan(hand: list[list[int]], sizes: _Sizes, filler: int) -> ReplicaMicroBatches:
     """Order micro-batches by cost, most expensive first, with fillers for empty ones last.
 
     A micro-batch that does not fit into memory then fails immediately.
     """
     by_cost = sorted(hand, key=lambda rows: -sizes.work(rows))
     return ReplicaMicroBatches(
-        micro_batches=tuple(MicroBatchRows(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost)
+        micro_batches=tuple(tuple(sorted(rows)) or (filler,) for rows in by_cost),
+        num_fillers=by_cost.count([]),
     )

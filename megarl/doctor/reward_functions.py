@@ -84,10 +84,9 @@ def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow
         for file in dict.fromkeys(files if key not in skipped else ()):
             try:
                 for row in read_reward_rows([file], data.columns):
-                    inputs = read_reward_inputs(row, data.columns)
-                    truth = inputs.reward_model[GROUND_TRUTH]
+                    source, reward_model, extra_info = read_reward_inputs(row, data.columns)
                     yield (
-                        TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info),
+                        TruthRow(file, row.number, source, reward_model[GROUND_TRUTH], extra_info),
                         key == "data.val_files",
                     )
             except DataError:  # reported by the check of the data

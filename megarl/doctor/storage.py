@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
@@ -91,22 +93,14 @@ def _write(file: Path, nbytes: int) -> float:
 
 
 def file_system(folder: Path) -> str:
-    """Return the file system of the mount that contains `folder`, from /proc/mounts.
+    """Return the file system of the mount that contains `folder`.
 
     The last of several mounts at the same point counts.
     """
-    found = "unknown"
-    longest = -1
-
-    for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
-        _, point, kind, *_ = line.split(" ")
-        # The kernel escapes spaces in the paths of mounts.
-        point = point.replace("\\040", " ")
-        if folder.resolve().is_relative_to(point) and len(point) >= longest:
-            found = kind
-            longest = len(point)
-
-    return found
+    whole = folder.resolve()
+    mounts = [each for each in psutil.disk_partitions(all=True) if whole.is_relative_to(each.mountpoint)]
+    nearest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
+    return "unknown" if nearest is None else nearest.fstype
 
 
 def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from megarl.endpoint.request_fields import (
     Name,
     RequestFields,
     StopTexts,
+    TextPart,
     ToolFunction,
     as_parts,
     call_of,
@@ -26,10 +27,6 @@ from megarl.endpoint.request_fields import (
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
 _BLOCKS_HINT = "messages may contain text, calls and their results"
-
-
-class _Text(RequestFields):
-    text: str = ""
 
 
 class _Call(RequestFields):
@@ -45,7 +42,7 @@ class _Result(RequestFields):
 
 _KIND = of_kinds(
     {
-        "text": _Text,
+        "text": TextPart,
         "tool_use": _Call,
         "tool_result": _Result,
         # Thinking is in the recorded tokens.
@@ -75,7 +72,7 @@ class _Message(RequestFields):
             if role != self.role:
                 raise unsupported(f"{where}.content[{index}].type={kind!r}", _BLOCKS_HINT)
 
-        texts = [block.text for block in self.content if isinstance(block, _Text)]
+        texts = [block.text for block in self.content if isinstance(block, TextPart)]
         calls = [
             call_of(block.id, block.name, block.input) for block in self.content if isinstance(block, _Call)
         ]

@@ -180,7 +180,7 @@ def of_kinds(schemas: Mapping[str | None, type[RequestFields]], hint: str) -> _R
     return _ReadAs(Annotated[any_of, by_kind, BeforeValidator(refuse_others)])
 
 
-class _TextPart(RequestFields):
+class TextPart(RequestFields):
     text: str = ""
     refusal: str = ""
 
@@ -195,10 +195,10 @@ def as_parts(content: Any) -> Any:
 def text_of(*kinds: str) -> _ReadAs:
     """Annotate the text of a message that is sent as a text, or as a list of parts of these kinds."""
 
-    def joined(parts: list[_TextPart]) -> str:
+    def joined(parts: list[TextPart]) -> str:
         return "".join(part.text or part.refusal for part in parts)
 
-    part = Annotated[_TextPart, of_kinds(dict.fromkeys(kinds, _TextPart), "messages may contain text only")]
+    part = Annotated[TextPart, of_kinds(dict.fromkeys(kinds, TextPart), "messages may contain text only")]
     return _ReadAs(Annotated[list[part], BeforeValidator(as_parts), AfterValidator(joined)])
 
 

@@ -16,14 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.message_keys import message_key, tools_key
 from megarl.agents.protocol import Task
-from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory
+from megarl.agents.trajectory import EpisodeEnd, Sample, Segment, Trajectory
 from megarl.data.tool_results import order_results
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens
@@ -140,17 +140,8 @@ class ConversationTree:
             yield number
 
 
-class SampledTurn(NamedTuple):
-    """A turn as an engine returned it, see Sample."""
-
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    token_versions: np.ndarray
-    finish_reason: Literal["stop", "length"]
-
-
 # token ids, maximum number of new tokens, seed
-Generate = Callable[[list[int], int, int], Coroutine[Any, Any, SampledTurn]]
+Generate = Callable[[list[int], int, int], Coroutine[Any, Any, Sample]]
 
 
 class TurnPlan(NamedTuple):
@@ -283,7 +274,7 @@ class AgentSession:
         self.answered[reply.id] = list(range(first, len(self.tree.turns)))
         return reply
 
-    def _record(self, plan: TurnPlan, sample: SampledTurn) -> SampledChoice:
+    def _record(self, plan: TurnPlan, sample: Sample) -> SampledChoice:
         tools = plan.query.tools
         text = self._tokens.plain(sample.token_ids.tolist(), tools)
         stop, sample, text = self._stopped(plan.query, sample, text)
@@ -298,12 +289,7 @@ class AgentSession:
                 messages=plan.keys,
                 answer=message_key(_message(text, calls)),
                 bridge=plan.bridge,
-                written=Segment(
-                    author=Author.model,
-                    token_ids=sample.token_ids,
-                    log_probs=sample.log_probs,
-                    token_versions=sample.token_versions,
-                ),
+                written=Segment.of_model(sample),
             )
         )
         return SampledChoice(
@@ -317,9 +303,7 @@ class AgentSession:
             sample.log_probs.tolist(),
         )
 
-    def _stopped(
-        self, query: TurnQuery, sample: SampledTurn, text: str
-    ) -> tuple[str | None, SampledTurn, str]:
+    def _stopped(self, query: TurnQuery, sample: Sample, text: str) -> tuple[str | None, Sample, str]:
         """Cut a sample after the token that completes a stop text.
 
         Engines sample the whole turn. Its beginning is what an engine that stops there would have sampled.
@@ -334,10 +318,7 @@ class AgentSession:
         count = 1 + bisect_left(
             range(1, len(ids)), True, key=lambda number: stop in self._tokens.plain(ids[:number], query.tools)
         )
-        cut = SampledTurn(
-            sample.token_ids[:count], sample.log_probs[:count], sample.token_versions[:count], "stop"
-        )
-        return stop, cut, text[:place]
+        return stop, sample.beginning(count), text[:place]
 
     def _refuse_more_turns(self, num_choices: int) -> None:
         most = self._limits.max_turns
@@ -386,3 +367,56 @@ def _message(text: str, calls: Sequence[WrittenCall]) -> dict[str, Any]:
     """Return the message that a client gets, as chat templates read it."""
     written = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
     return {"role": "assistant", "content": text, **({"tool_calls": written} if written else {})}
+
+
+# ---- messages between the driver and the process of a session
+
+
+class SessionOrder(NamedTuple):
+    """An episode to run. `prompt` has the tokens of the row's prompt, for an episode without a turn."""
+
+    episode: int
+    task: Task
+    prompt: list[int]
+
+
+class SampleOrder(NamedTuple):
+    """The turn for a SampleRequest."""
+
+    episode: int
+    request: int
+    sample: Sample
+
+
+class SampleRequest(NamedTuple):
+    """A turn that a session needs. `request` is a number that the process uses only once."""
+
+    episode: int
+    request: int
+    token_ids: list[int]
+    max_new_tokens: int
+    seed: int
+
+    is_final = False
+
+
+class DroppedRequest(NamedTuple):
+    """A SampleRequest whose turn is not needed any more."""
+
+    episode: int
+    request: int
+
+    is_final = False
+
+
+class SessionEnd(NamedTuple):
+    """The episode of a session. `why` explains a failure."""
+
+    episode: int
+    trajectory: Trajectory
+    why: str = ""
+
+    is_final = True
+
+
+SessionReport = SampleRequest | DroppedRequest | SessionEnd

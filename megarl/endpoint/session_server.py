@@ -8,15 +8,15 @@ from collections.abc import Callable
 from functools import partial
 
 from megarl.agents.episode import EpisodeLimits
-from megarl.agents.trajectory import EpisodeEnd, Trajectory, failed_trajectory, session_trajectory
+from megarl.agents.trajectory import EpisodeEnd, Sample, Trajectory, failed_trajectory, session_trajectory
 from megarl.config.schema import HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import Harness, HarnessError, HarnessFailure
 from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import EndpointServer, build_app
-from megarl.endpoint.session import AgentSession, SampledTurn
-from megarl.endpoint.session_messages import (
+from megarl.endpoint.session import (
+    AgentSession,
     DroppedRequest,
     SampleOrder,
     SampleRequest,
@@ -57,7 +57,7 @@ class SessionServer:
         self._semaphore = asyncio.Semaphore(max_concurrency)
         self._sessions: dict[str, AgentSession] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
-        self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
+        self._waiting: dict[int, asyncio.Future[Sample]] = {}
         self._numbers = itertools.count()
 
         self.max_body_bytes = tokens.max_body_bytes(limits.max_tokens)
@@ -149,9 +149,7 @@ class SessionServer:
         end = session.limit or (EpisodeEnd.length if session.is_truncated else EpisodeEnd.done)
         return session_trajectory(order.prompt, branches, end, session.num_calls), ""
 
-    async def _generate(
-        self, episode: int, token_ids: list[int], max_new_tokens: int, seed: int
-    ) -> SampledTurn:
+    async def _generate(self, episode: int, token_ids: list[int], max_new_tokens: int, seed: int) -> Sample:
         number = next(self._numbers)
         self._waiting[number] = waiting = asyncio.get_running_loop().create_future()
         self._report(SampleRequest(episode, number, token_ids, max_new_tokens, seed))

@@ -39,21 +39,22 @@ class JudgeEndpoint(NamedTuple):
     opens_thinking: bool = False
 
 
-class _Answer(NamedTuple):
-    """The result of one attempt.
+class _AttemptError(Exception):
+    """An attempt gave no text.
 
     Attributes:
-        error: Why there is no text.
         may_retry: Whether another attempt may succeed.
         pause_s: The pause that the server asks for.
         is_lost: Whether there was no connection to the server, or it ended.
     """
 
-    text: str = ""
-    error: str | None = None
-    may_retry: bool = False
-    pause_s: float | None = None
-    is_lost: bool = False
+    def __init__(
+        self, why: str, *, may_retry: bool = False, pause_s: float | None = None, is_lost: bool = False
+    ) -> None:
+        super().__init__(why)
+        self.may_retry = may_retry
+        self.pause_s = pause_s
+        self.is_lost = is_lost
 
 
 def request_body(config: JudgeConfig, prompt: str) -> dict[str, Any]:
@@ -110,32 +111,32 @@ class JudgeClient:
         body = request_body(self._config, prompt)
         async with self._running:
             start_s = time.monotonic()
-            attempt = 1
-            endpoint = self._next_endpoint()
-            answer = await self._attempt(endpoint, body)
-            while answer.may_retry and (
-                attempt < self._config.max_attempts or self._is_restarted(answer, start_s)
-            ):
-                # A pause keeps its place, so that an overloaded server gets fewer requests.
-                await asyncio.sleep(self._pause_s(attempt, answer.pause_s))
-                attempt += 1
+            for attempt in itertools.count(1):
                 endpoint = self._next_endpoint()
-                answer = await self._attempt(endpoint, body)
-
-        latency_s = time.monotonic() - start_s
-        if answer.error is None:
-            return JudgeReply(answer.text, latency_s, opens_thinking=endpoint.opens_thinking)
-        attempts = f" after {attempt} attempts" if attempt > 1 else ""
-        return JudgeReply("", latency_s, f"{answer.error}{attempts}, from {endpoint.url}/chat/completions")
+                try:
+                    text = await self._attempt(endpoint, body)
+                    return JudgeReply(
+                        text, time.monotonic() - start_s, opens_thinking=endpoint.opens_thinking
+                    )
+                except _AttemptError as error:
+                    may_try = attempt < self._config.max_attempts or self._is_restarted(error, start_s)
+                    if not (error.may_retry and may_try):
+                        attempts = f" after {attempt} attempts" if attempt > 1 else ""
+                        why = f"{error}{attempts}, from {endpoint.url}/chat/completions"
+                        return JudgeReply("", time.monotonic() - start_s, why)
+                    pause_s = self._pause_s(attempt, error.pause_s)
+                # A pause keeps its place, so that an overloaded server gets fewer requests.
+                await asyncio.sleep(pause_s)
+        raise AssertionError("the last attempt returns")
 
     def _next_endpoint(self) -> JudgeEndpoint:
         """Return the servers in turn. An attempt after the loss of one thus goes to another."""
         return self.endpoints[next(self._turns) % len(self.endpoints)]
 
-    def _is_restarted(self, answer: _Answer, start_s: float) -> bool:
+    def _is_restarted(self, error: _AttemptError, start_s: float) -> bool:
         """Whether a server of the run may return, which takes longer than the pauses between attempts."""
         is_own = self._config.path is not None
-        return is_own and answer.is_lost and time.monotonic() - start_s < _RESTART_LIMIT_S
+        return is_own and error.is_lost and time.monotonic() - start_s < _RESTART_LIMIT_S
 
     def _pause_s(self, attempt: int, asked_s: float | None) -> float:
         if asked_s is not None:
@@ -145,7 +146,7 @@ class JudgeClient:
         longest_s = min(self._first_pause_s * 2 ** (attempt - 1), most_s)
         return longest_s * random.uniform(0.5, 1.0)
 
-    async def _attempt(self, endpoint: JudgeEndpoint, body: dict[str, Any]) -> _Answer:
+    async def _attempt(self, endpoint: JudgeEndpoint, body: dict[str, Any]) -> str:
         limit_s = self._config.time_limit_s
         headers = {} if endpoint.key is None else {"Authorization": f"Bearer {endpoint.key}"}
         try:
@@ -154,40 +155,42 @@ class JudgeClient:
                     f"{endpoint.url}/chat/completions", json=body, headers=headers
                 )
         except TimeoutError:
-            return _Answer(error=f"no reply within time_limit_s={limit_s:g} s", may_retry=True)
+            raise _AttemptError(f"no reply within time_limit_s={limit_s:g} s", may_retry=True) from None
         except httpx.TransportError as error:
             # Some of httpx's errors have no text.
             reason = str(error) or type(error).__name__
-            return _Answer(error=f"the connection failed ({reason})", may_retry=True, is_lost=True)
+            raise _AttemptError(f"the connection failed ({reason})", may_retry=True, is_lost=True) from error
 
         if response.status_code != httpx.codes.OK:
-            return _Answer(
-                error=f"status {response.status_code} ({' '.join(response.text.split())[:_NUM_SHOWN]})",
+            raise _AttemptError(
+                f"status {response.status_code} ({' '.join(response.text.split())[:_NUM_SHOWN]})",
                 may_retry=response.status_code in _RETRIED or response.status_code >= 500,
                 pause_s=_seconds(response.headers.get("Retry-After")),
             )
 
         return self._content(response)
 
-    def _content(self, response: httpx.Response) -> _Answer:
+    def _content(self, response: httpx.Response) -> str:
         """Return the text of a completion. A second attempt would give the same one."""
         try:
             choice = response.json()["choices"][0]
             text = choice["message"]["content"]
             reason = choice.get("finish_reason")
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return _Answer(error=f"the reply is no chat completion ({response.text[:_NUM_SHOWN]!r})")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _AttemptError(
+                f"the reply is no chat completion ({response.text[:_NUM_SHOWN]!r})"
+            ) from error
 
         # The score of a truncated reply could be a part of a number.
         if reason == "length":
             limit = self._config.max_tokens
-            return _Answer(error=f"the reply was truncated at its token limit (max_tokens={limit})")
+            raise _AttemptError(f"the reply was truncated at its token limit (max_tokens={limit})")
         # SGLang completes the requests of a server that ends with what it has.
         if reason == "abort":
-            return _Answer(error="the server aborted the reply", may_retry=True, is_lost=True)
+            raise _AttemptError("the server aborted the reply", may_retry=True, is_lost=True)
         if not isinstance(text, str):
-            return _Answer(error=f"the reply has no text (finish_reason {reason!r})")
-        return _Answer(text)
+            raise _AttemptError(f"the reply has no text (finish_reason {reason!r})")
+        return text
 
 
 def _seconds(header: str | None) -> float | None:

@@ -53,23 +53,8 @@ class _Verdict(NamedTuple):
     may_be_quoted: bool
 
 
-class LoadedJudge(NamedTuple):
-    config: JudgeConfig
-    parse: Callable[..., Any] | None  # the user's function
-
-    def arguments(self, ground_truth: Any, extra_info: Mapping[str, Any]) -> dict[str, Any]:
-        assert self.parse is not None
-        given = {"ground_truth": ground_truth, "extra_info": extra_info}
-        parameters = inspect.signature(self.parse).parameters
-        return {name: value for name, value in given.items() if name in parameters}
-
-
-class Judged(NamedTuple):
-    """The judges' scores of one sample, before their weights; none with an `error`."""
-
-    scores: tuple[float, ...]
-    numbers: dict[str, float]
-    error: str | None = None
+# A judge, and the user's function that reads its replies, if there is one.
+type LoadedJudge = tuple[JudgeConfig, Callable[..., Any] | None]
 
 
 def judge_numbers(name: str) -> tuple[str, str, str]:
@@ -93,7 +78,7 @@ def load_judge(config: JudgeConfig) -> LoadedJudge:
         UserFunctionError: See load_function.
     """
     if config.parse.path is None:
-        return LoadedJudge(config, None)
+        return config, None
     expected = Expected(
         "function of a judge",
         "reward.judges' parse.name",
@@ -101,7 +86,7 @@ def load_judge(config: JudgeConfig) -> LoadedJudge:
         ("reply",),
         optional=_ARGUMENTS,
     )
-    return LoadedJudge(config, load_function(config.parse.path, config.parse.name, expected))
+    return config, load_function(config.parse.path, config.parse.name, expected)
 
 
 def read_replies(
@@ -110,32 +95,36 @@ def read_replies(
     ground_truth: Any,
     extra_info: Mapping[str, Any],
     judged: str | None = None,
-) -> Judged:
+) -> tuple[tuple[float, ...], dict[str, float], str | None]:
     """Read the scores in the replies to one sample. If a judge failed, the sample has no score.
 
     Args:
         judged: Everything that the policy wrote, which a judge may quote. None: unknown.
+
+    Returns:
+        The judges' scores before their weights, the numbers that are logged, and why there is no score.
     """
     scores = list[float]()
     numbers: dict[str, float] = {}
     errors = list[str]()
 
     for judge, reply in zip(judges, replies, strict=True):
-        score_name, latency_name, failed_name = judge_numbers(judge.config.name)
+        name = judge[0].name
+        score_name, latency_name, failed_name = judge_numbers(name)
         try:
             if reply.error is not None:
                 raise ReplyError(reply.error)
             score = _score_in(judge, reply, ground_truth, extra_info, judged)
         except ReplyError as error:
-            errors.append(f"judge {judge.config.name}: {error}")
+            errors.append(f"judge {name}: {error}")
             numbers[failed_name] = 1.0
             continue
         scores.append(score)
         numbers |= {score_name: score, latency_name: reply.latency_s, failed_name: 0.0}
 
     if errors:
-        return Judged((), judge_failures(numbers), "; ".join(errors))
-    return Judged(tuple(scores), numbers)
+        return (), judge_failures(numbers), "; ".join(errors)
+    return tuple(scores), numbers, None
 
 
 def _score_in(
@@ -146,12 +135,15 @@ def _score_in(
     judged: str | None,
 ) -> float:
     """Return the score in a reply. Raises ReplyError."""
-    parse = judge.config.parse
+    config, function = judge
+    parse = config.parse
     text = reply.text
     value: Any
-    if judge.parse is not None:
+    if function is not None:
+        given = {"ground_truth": ground_truth, "extra_info": extra_info}
+        parameters = inspect.signature(function).parameters
         try:
-            value = judge.parse(reply=text, **judge.arguments(ground_truth, extra_info))
+            value = function(reply=text, **{name: given[name] for name in _ARGUMENTS if name in parameters})
         except BaseException as error:  # noqa: BLE001  (the user's code may raise anything, even SystemExit)
             raise ReplyError(f"{parse.name} raised {last_line(error)} for {_shown(text)}") from error
     else:

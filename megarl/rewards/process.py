@@ -202,13 +202,13 @@ def score(request: ScoreRequest, replies: Sequence[JudgeReply] = ()) -> Outcome:
     if _load_error is not None:
         return Outcome(0.0, {}, _load_error)
     set_opens_thinking(request.opens_thinking)
-    judged = read_replies(
+    scores, judge_numbers, error = read_replies(
         _judges, replies, request.ground_truth, request.extra_info, _written_by_policy(request)
     )
-    if judged.error is not None:
-        return Outcome(0.0, judged.numbers, judged.error)
+    if error is not None:
+        return Outcome(0.0, judge_numbers, error)
 
-    total = sum(judge.config.weight * score for judge, score in zip(_judges, judged.scores, strict=True))
+    total = sum(judge.weight * score for (judge, _), score in zip(_judges, scores, strict=True))
     numbers: dict[str, float] = {}
     parts = list[float]()
     answers = list[Answer]()
@@ -250,8 +250,8 @@ def score(request: ScoreRequest, replies: Sequence[JudgeReply] = ()) -> Outcome:
     vote = next((answer for answer in answers if answer is not None), [None])
     return Outcome(
         total,
-        numbers | judged.numbers,
-        parts=(*parts, *judged.scores),
+        numbers | judge_numbers,
+        parts=(*parts, *scores),
         answer=vote[0],
         has_answer=tuple(has_answer),
     )

@@ -135,9 +135,8 @@ class MegatronRole:
         # loss.
         for rank in plan.ranks:
             part = model_inputs.select_idxs(rank.rows)
-            fillers = [micro_batch.is_filler for micro_batch in rank.micro_batches for _ in micro_batch.rows]
-            if any(fillers):
-                part.ragged["response_mask"] = _without(part.ragged["response_mask"], fillers)
+            if rank.num_fillers:
+                part.ragged["response_mask"] = _without(part.ragged["response_mask"], rank.is_filler)
             part.meta_info = {MICRO_BATCHES: [list(rows) for rows in rank.local_micro_batches]}
             parts.append(part)
 
@@ -254,7 +253,7 @@ def _prompts(columns: Mapping[str, RaggedTensor]) -> list[RowPrompt]:
     firsts = first_with_prompt(prompts.select(torch.tensor(rows)).each(), [images[row] for row in rows])
     first_at = {places[row]: rows[first] for row, first in zip(rows, firsts, strict=True)}
 
-    return [RowPrompt(first_at[place], place[1]) for place in places]
+    return [(first_at[place], place[1]) for place in places]
 
 
 def restored_rows(parts: Sequence[DataProto], plan: MicroBatchPlan, names: Mapping[str, str]) -> DataProto:

@@ -2,21 +2,21 @@
 
 A weight sync writes parameters directly (destinations.py), while the model's own loader may also compute
 other tensors from them: a second copy of a norm's weight, products of projections. `refresh_derived` computes
-them again after each sync. `DerivedTensors` observes which tensors a call writes without reading a value, so
+them again after each sync. `derived_tensors` observes which tensors a call writes without reading a value, so
 that what the loader derives can be compared with what is refreshed, on each model and device of a run:
 
-    with DerivedTensors(model) as derived:
+    with derived_tensors(model) as derived:
         plan = record_plan(model, manifest)     # runs the model's loader
-    with DerivedTensors(model) as refreshed:
+    with derived_tensors(model) as refreshed:
         refresh_derived(model)
-    stale = derived.written - refreshed.written
+    stale = derived - refreshed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,33 +49,21 @@ def fill_cache_scales(model: Any) -> None:
                 scale.detach().fill_(getattr(module, f"{name}_float"))
 
 
-class DerivedTensors:
-    """Observes which tensors of a model, other than parameters, are written or replaced within the context.
+@contextmanager
+def derived_tensors(model: Any) -> Generator[set[str]]:
+    """Observe which tensors of a model, other than parameters, are written or replaced within the context.
 
-    Attributes:
-        written: Their names, with the class of their module, when the context has ended.
+    Yields the set of their names, with the class of their module, which is filled when the context ends.
     """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._before: dict[str, int] = {}
-        self._writes = _Writes()
-        self.written: frozenset[str] = frozenset()
-
-    def __enter__(self) -> Self:
-        self._before = {name: storage_of(tensor) for name, tensor in _plain_tensors(self._model)}
-        self._writes.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writes.__exit__(kind, error, trace)
-        self.written = frozenset(
-            name
-            for name, tensor in _plain_tensors(self._model)
-            if storage_of(tensor) in self._writes.storages or self._before.get(name) != storage_of(tensor)
-        )
+    before = {name: storage_of(tensor) for name, tensor in _plain_tensors(model)}
+    written: set[str] = set()
+    with _Writes() as writes:
+        yield written
+    written.update(
+        name
+        for name, tensor in _plain_tensors(model)
+        if storage_of(tensor) in writes.storages or before.get(name) != storage_of(tensor)
+    )
 
 
 class _Writes(TorchDispatchMode):
@@ -123,11 +111,7 @@ def _plain_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield "", value
-    elif isinstance(value, (list, tuple)):
-        for number, each in enumerate(value):
-            if isinstance(each, torch.Tensor):
-                yield f"[{number}]", each
-    elif isinstance(value, dict):
-        for key, each in value.items():
+    elif isinstance(value, (list, tuple, dict)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(each, torch.Tensor):
                 yield f"[{key!r}]", each

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megarl.agents.protocol import Task
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.machine.errors import RunError
 from megarl.machine.files import read_json_object
@@ -119,65 +120,12 @@ class GenerationRequest(NamedTuple):
     task: Task | None = None
 
 
-class VersionSpan(NamedTuple):
-    """Span of tokens sampled by the weights of `version`.
-
-    It extends from the end of the previous span, or the start of the sample, up to `end`.
-    """
-
-    version: int
-    end: int
-
-
-class Sample(NamedTuple):
-    """One continuation of a prompt.
-
-    Attributes:
-        token_ids: Shape (N,) int32, the tokens that the model wrote, including the end token if there is one.
-        log_probs: Shape (N,) float32. THE contract of every engine (docs/logprobs.md): log_softmax(logits /
-            temperature) of the token over the whole vocabulary, before top-k and top-p; with temperature 0,
-            log_softmax(logits).
-        finish_reason: "stop" if the last token ended the sample, "length" if max_new_tokens did.
-        spans: Which weights sampled which tokens, in order; the last span ends at N. There are several if
-            weights were synced in the middle.
-        routed_experts: A row of ROUTED_EXPERTS for prompt and sample, if requested.
-        num_verifications: Forward passes in which the model verified drafted tokens; 0 without speculative
-            decoding.
-    """
-
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    finish_reason: Literal["stop", "length"]
-    spans: tuple[VersionSpan, ...]
-    routed_experts: np.ndarray | None = None
-    num_verifications: int = 0
-
-    @property
-    def weight_versions(self) -> tuple[int, ...]:
-        """Versions of the weights that wrote it, in order."""
-        return tuple(span.version for span in self.spans)
-
-    @property
-    def token_versions(self) -> np.ndarray:
-        """Version of the weights that sampled each token, (N,) int32."""
-        lengths = np.diff([span.end for span in self.spans], prepend=0)
-        return np.repeat(np.array(self.weight_versions, dtype=np.int32), lengths)
-
-
-class FinishedRequest(NamedTuple):
-    request_id: int
-    sample: Sample
-
-
-class FailedRequest(NamedTuple):
-    """The engine works but cannot write this sample. `why` is a message for the user."""
-
-    request_id: int
-    why: str
-
-
 class RequestFailedError(RuntimeError):
-    """Same as FailedRequest, for a caller that waits for all samples."""
+    """The engine works but cannot write this sample. The message is for the user."""
+
+
+# The id of a request, and its sample or why there is none.
+type EndedRequest = tuple[int, Sample | RequestFailedError]
 
 
 class EnginePart(ABC):
@@ -212,7 +160,7 @@ class RolloutEngine(EnginePart, ReceivingEngine):
         """
 
     @abstractmethod
-    def collect(self, wait_s: float) -> Sequence[FinishedRequest | FailedRequest]:
+    def collect(self, wait_s: float) -> Sequence[EndedRequest]:
         """Return the requests that ended since the last call, in order.
 
         Waits at most `wait_s` for the first one.
@@ -239,11 +187,11 @@ class RolloutEngine(EnginePart, ReceivingEngine):
         samples: dict[int, Sample] = {}
 
         while len(samples) < len(requests):
-            for ended in self.collect(_WAIT_S):
+            for request_id, sample in self.collect(_WAIT_S):
                 # All samples are needed, so the first failure ends the wait.
-                if isinstance(ended, FailedRequest):
-                    raise RequestFailedError(ended.why)
-                samples[ended.request_id] = ended.sample
+                if isinstance(sample, RequestFailedError):
+                    raise sample
+                samples[request_id] = sample
 
         return [samples[request.request_id] for request in requests]
 

@@ -42,18 +42,14 @@ class EngineLifecycle:
 
     def __init__(self) -> None:
         self.state = LifecycleState.EMPTY
-        self._version: int | None = None
+        self.weight_version: int | None = None
         self._receipt: WeightReceipt | None = None
-
-    @property
-    def weight_version(self) -> int | None:
-        return self._version
 
     def require_ready(self) -> int:
         """Return the version of the weights. Raises EngineStateError if they are not complete."""
         self.require("generate", LifecycleState.READY)
-        assert self._version is not None
-        return self._version
+        assert self.weight_version is not None
+        return self.weight_version
 
     def begin(self, manifest: Manifest, is_partial: bool = False) -> None:
         """Begin an update; a partial one keeps some of the tensors, which must be complete."""
@@ -61,7 +57,7 @@ class EngineLifecycle:
         self.require("begin a weight update", *incomplete, LifecycleState.READY)
         # From here on, no sample may be written, whatever the outcome of the update.
         self.state = LifecycleState.UPDATING
-        self._version = None
+        self.weight_version = None
         self._receipt = WeightReceipt(manifest)
 
     def require_update(self) -> None:
@@ -92,7 +88,7 @@ class EngineLifecycle:
         self.state = LifecycleState.EMPTY
         receipt.close()
         self.state = LifecycleState.READY
-        self._version = version
+        self.weight_version = version
 
     def must_wake(self) -> bool:
         """Return whether it sleeps. Raises EngineStateError if it is closed."""
@@ -104,7 +100,7 @@ class EngineLifecycle:
     def leave(self, state: LifecycleState) -> None:
         """Change to a state without weights: EMPTY, ASLEEP or CLOSED."""
         self.state = state
-        self._version = None
+        self.weight_version = None
         self._receipt = None
 
     def require(self, action: str, *states: LifecycleState) -> None:

@@ -15,14 +15,12 @@ replaces dropped groups, with a margin. Groups of the last round that are not ne
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import islice
 
 from megarl.machine.errors import RunError
+from megarl.rollout.driver.dynamic_sampling import num_to_replace
 from megarl.rollout.driver.sample_groups import Group, GroupState
-
-_MARGIN = 1.2  # A few surplus groups cost less than one more round.
 
 
 class StalenessController:
@@ -204,19 +202,8 @@ class StalenessController:
         if not self.runs_ahead and not self._is_open and len(self.live) < self.prompts_per_step:
             self.num_rounds += 1
             num_decided = len(self.live) + len(self.dropped)
-            self._num_wanted += _num_to_replace(self.prompts_per_step, len(self.live), num_decided)
+            self._num_wanted += num_to_replace(self.prompts_per_step, len(self.live), num_decided)
 
 
 def _in_order(groups: list[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: group.number)
-
-
-def _num_to_replace(num_wanted: int, num_kept: int, num_decided: int) -> int:
-    """Return the number of groups of a further round.
-
-    The result exceeds the number that suffices at the current rate of kept groups by a margin, and is at most
-    a whole step.
-    """
-    missing = _MARGIN * (num_wanted - num_kept)
-    share = num_kept / num_decided
-    return num_wanted if missing >= share * num_wanted else math.ceil(missing / share)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,7 +223,5 @@ def list_column(lengths: Sequence[int], values: Any, kind: pa.DataType) -> pa.Ar
         lengths: Number of values in each row.
         values: Values of all rows, concatenated; an array or a sequence.
     """
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
+    offsets = [0, *accumulate(lengths)]
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, kind))

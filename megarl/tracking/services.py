@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -258,7 +258,7 @@ class MlflowService(Logger):
         )
         run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
 
-        for settings in _batches(run.settings(), _MLFLOW_BATCH):
+        for settings in itertools.batched(run.settings(), _MLFLOW_BATCH):
             params = [Param(key, _shortened(str(value))) for key, value in settings]
             self._client.log_batch(run_id, params=params)
 
@@ -289,9 +289,3 @@ def _cell(value: Any) -> Any:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MLFLOW_MAX_VALUE else text[: _MLFLOW_MAX_VALUE - 4] + " ..."
-
-
-def _batches[Item](items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, size)):
-        yield batch

@@ -10,7 +10,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megarl.batch.branches import FAILURE, last_rows
@@ -22,6 +21,7 @@ from megarl.machine.errors import CheckpointError, RunError
 from megarl.rewards.role import Reward
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.dynamic_sampling import select_trained
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
 from megarl.rollout.staleness import StalenessController
@@ -113,31 +113,12 @@ class Sampling:
         return DerivedFuture([greedy], baseline)
 
     def _with_signal(self, groups: StepGroups, step: int) -> tuple[DataProto, Metrics]:
-        """Return the groups with a signal, scored.
-
-        The metrics of the step are `dynamic_sampling/num_generations`, the rounds of generation;
-        `num_prompts`, the prompts sampled; `num_without_signal`, those of them that were dropped;
-        `num_surplus`, those that had a signal but were not needed; `score_mean`, the mean over all samples.
-        """
-        n = self._rules.sampling.n
+        """Return the groups with a signal, scored. See `select_trained`."""
         batch = self.rollout.samples_of(groups)
         batch = batch.union(self._reward.finish(batch))
         # Here with those of the groups that are dropped: a curriculum learns from them too.
         self.rollout.record_scores(batch, step)
-
-        num_prompts = len(groups.is_trained)
-        num_trained = sum(groups.is_trained)
-        metrics = {
-            "num_generations": groups.num_rounds,
-            "num_prompts": num_prompts,
-            "num_without_signal": num_prompts - num_trained - groups.num_surplus,
-            "num_surplus": groups.num_surplus,
-            "score_mean": batch.non_tensor_batch["score"].astype(np.float64).mean(),
-        }
-
-        return batch.select_idxs(np.repeat(groups.is_trained, n)), {
-            f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()
-        }
+        return select_trained(batch, groups, self._rules.sampling.n)
 
 
 def make_sampling(

@@ -16,8 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, SGLangConfig, SGLangMode
-from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters
+from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
 from tests.unit.rollout.models import push

@@ -248,15 +248,13 @@ def test_a_stream_yields_samples_as_they_finish_and_can_be_closed(start: StartFa
         GenerationRequest(100 + number, [number % 40], SamplingParameters(max_new_tokens=4, seed=number))
         for number in range(40)
     ]
-    whole = {finished.request_id: finished.sample for finished in rollout.stream(requests)}
+    whole = dict(rollout.stream(requests))
     assert sorted(whole) == list(range(100, 140))
     stream = rollout.stream(requests)
     some = [next(stream) for _ in range(5)]
     stream.close()
-    assert [str(whole[finished.request_id]) for finished in some] == [
-        str(finished.sample) for finished in some
-    ]
-    again = Counter(finished.request_id for finished in rollout.stream(requests))
+    assert [str(whole[number]) for number, _ in some] == [str(sample) for _, sample in some]
+    again = Counter(number for number, _ in rollout.stream(requests))
     assert again == Counter(range(100, 140))
     assert "abort" in {call["method"] for call in recorded_calls(tmp_path)}
 

@@ -141,9 +141,9 @@ def check_that_it_is_survived(
     assert worker == rollout.replicas[0].pids[0]
     found = {}
 
-    for number, finished in enumerate(rollout.stream(requests)):
-        assert finished.request_id not in found
-        found[finished.request_id] = finished.sample
+    for number, (request_id, sample) in enumerate(rollout.stream(requests)):
+        assert request_id not in found
+        found[request_id] = sample
         if number == 10:
             os.kill(schedulers[0], signal.SIGKILL)
 
@@ -182,8 +182,8 @@ def test_the_end_of_one_node_of_an_engine_costs_no_sample(
             second_node = replicas.groups[0].call_rank(1, RolloutWorker.process_ids).get()
             assert len(second_node) == 2  # the worker, and the scheduler of one rank
             found = {}
-            for number, finished in enumerate(rollout.stream(requests)):
-                found[finished.request_id] = finished.sample.token_ids.tolist()
+            for number, (request_id, sample) in enumerate(rollout.stream(requests)):
+                found[request_id] = sample.token_ids.tolist()
                 if number == 5:
                     # It could finish all samples before the end of its worker is noticed.
                     os.kill(second_node[1], signal.SIGSTOP)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import (
     Device,
     DType,
@@ -35,7 +36,7 @@ from megarl.models.families import read_architecture
 from megarl.roles.megatron_worker import MegatronWorker
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.engines import build_engine
-from megarl.rollout.interface import RolloutEngineSpec, Sample, SamplingParameters, plan_requests
+from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters, plan_requests
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync

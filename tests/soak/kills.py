@@ -29,19 +29,14 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
 from megarl.controller.replica_calls import is_dead
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.engines import build_engine
-from megarl.rollout.interface import (
-    FinishedRequest,
-    GenerationRequest,
-    RolloutEngine,
-    RolloutEngineSpec,
-    SamplingParameters,
-)
+from megarl.rollout.interface import GenerationRequest, RolloutEngine, RolloutEngineSpec, SamplingParameters
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights.checksum import checksum
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
@@ -214,12 +209,10 @@ def run(engine: str, num_kills: int, seed: int, folder: Path) -> Report:
         )
 
 
-def _by_id(
-    stream: Iterator[FinishedRequest], requests: list[GenerationRequest]
-) -> dict[int, FinishedRequest]:
+def _by_id(stream: Iterator[tuple[int, Sample]], requests: list[GenerationRequest]) -> dict[int, Sample]:
     finished = list(stream)
-    assert Counter(one.request_id for one in finished) == Counter(request.request_id for request in requests)
-    return {one.request_id: one for one in finished}
+    assert Counter(number for number, _ in finished) == Counter(request.request_id for request in requests)
+    return dict(finished)
 
 
 def _check_weights(rollout: Rollout, expected: dict[str, int]) -> int:
@@ -240,10 +233,9 @@ def _check_weights(rollout: Rollout, expected: dict[str, int]) -> int:
     return count
 
 
-def _compare(found: dict[int, FinishedRequest], expected: dict[int, FinishedRequest]) -> None:
-    for request_id, one in expected.items():
-        got = found[request_id].sample
-        wanted = one.sample
+def _compare(found: dict[int, Sample], expected: dict[int, Sample]) -> None:
+    for request_id, wanted in expected.items():
+        got = found[request_id]
         assert (got.token_ids.tolist(), got.finish_reason) == (
             wanted.token_ids.tolist(),
             wanted.finish_reason,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import httpx
 
 from megarl.agents.function_tool import function_schema
-from megarl.agents.protocol import Schema, Task
+from megarl.agents.protocol import Task
 
 
 class HttpGet:
@@ -35,11 +35,7 @@ class HttpGet:
         self._allowed = frozenset(allowed_hosts)
         self._max_bytes = max_bytes
         self._time_limit_s = time_limit_s
-        self._schema = function_schema(self._shape, name, description)
-
-    @property
-    def schema(self) -> Schema:
-        return self._schema
+        self.schema = function_schema(self._shape, name, description)
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
         url = httpx.URL(arguments["url"])

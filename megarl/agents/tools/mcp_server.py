@@ -196,11 +196,7 @@ class McpTool:
     def __init__(self, server: McpServer, name: str, schema: Schema) -> None:
         self._server = server
         self._name = name
-        self._schema = schema
-
-    @property
-    def schema(self) -> Schema:
-        return self._schema
+        self.schema = schema
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
         return await self._server.call(self._name, arguments)

@@ -33,11 +33,7 @@ class _Python:
     ) -> None:
         self._level = level or strongest()
         self._limits = limits
-        self._schema = function_schema(_shape, name, description or self._description)
-
-    @property
-    def schema(self) -> Schema:
-        return self._schema
+        self.schema: Schema = function_schema(_shape, name, description or self._description)
 
 
 class PythonTool(_Python):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from megarl.agents.function_tool import function_schema, in_thread
-from megarl.agents.protocol import Schema, Task
+from megarl.agents.protocol import Task
 
 _WORD = re.compile(r"\w+")
 _CUT = 1500  # characters shown of a paragraph
@@ -64,11 +64,7 @@ class FolderSearch:
             rows = [(paragraph.strip(), place) for paragraph in paragraphs if paragraph.strip()]
             self._index.executemany("INSERT INTO paragraphs VALUES (?, ?)", rows)
 
-        self._schema = function_schema(self._shape, name, description)
-
-    @property
-    def schema(self) -> Schema:
-        return self._schema
+        self.schema = function_schema(self._shape, name, description)
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
         words = _WORD.findall(arguments["query"])

@@ -1,4 +1,8 @@
-"""Advantages of on-policy distillation: each token's is the log-ratio of a teacher and the policy."""
+"""On-policy distillation, from sampled tokens or from the teacher's most likely ones.
+
+With sampled tokens, the advantage of each is the log-ratio of the teacher and the policy (`distillation`).
+With the teacher's top k, the policy loss has their divergence as a term (`top_k_kl`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from megarl.algorithms.advantages.group_relative import grpo
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, Estimator, needed
 from megarl.algorithms.masked import map_tokens, masked_mean
 from megarl.batch.ragged import Column
-from megarl.config.schema import AdvantageConfig, AdvantageEstimator
+from megarl.config.schema import AdvantageConfig, AdvantageEstimator, DistillationKL
 
 _NAME = "distillation"
 
@@ -37,6 +41,37 @@ def distillation(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages
         advantages = map_tokens(lambda own, other: own + weight * other, mask, advantages, rewarded)
 
     return Advantages(advantages, advantages)
+
+
+def top_k_kl(log_probs: Tensor, teacher: Tensor, direction: DistillationKL) -> Tensor:
+    """Return the KL divergence of two distributions over k tokens and all other tokens together, in nats.
+
+    The other tokens count as one, so both distributions sum to 1. The divergence is never negative, and is 0
+    only if the policy gives each of the k tokens the teacher's probability. It never exceeds the divergence
+    over the whole vocabulary (data-processing inequality), and equals it if k is the size of the vocabulary.
+    Without the term of the other tokens, a policy could lower the reverse divergence by moving its mass to
+    them.
+
+    An entry of a policy without other tokens is -inf and left out.
+
+    Args:
+        log_probs: (..., k + 1), of the policy, with the autograd graph. The last one is of all other tokens.
+        teacher: (..., k + 1), of the teacher.
+        direction: Which of the two weighs the log-ratios: `reverse` the policy, `forward` the teacher.
+
+    Returns:
+        (...).
+    """
+    is_there = log_probs.isfinite() & teacher.isfinite()
+    # Replaced before anything is computed, so that no NaN reaches the gradient.
+    policy = torch.where(is_there, log_probs, 0.0)
+    teacher = torch.where(is_there, teacher, 0.0)
+    terms = (
+        policy.exp() * (policy - teacher)
+        if direction is DistillationKL.reverse
+        else teacher.exp() * (teacher - policy)
+    )
+    return terms.sum(-1)  # an entry that is left out is log 1 for both, whose ratio is 0
 
 
 def distillation_metrics(teacher: Column, old: Column, mask: Column) -> dict[str, float]:

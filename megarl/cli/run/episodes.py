@@ -145,13 +145,7 @@ async def _play(
                 sampling = replace(request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
                 sample = writer.sample(request._replace(prompt=step.token_ids, sampling=sampling))
                 say([{"role": "assistant", "content": template.read(sample.token_ids.tolist())}])
-                episode.wrote(
-                    step.place,
-                    sample.token_ids,
-                    sample.log_probs,
-                    sample.token_versions,
-                    sample.finish_reason,
-                )
+                episode.wrote(step.place, sample)
             else:
                 token_ids, reply = await responder.answer(step)
                 say(reply.messages)

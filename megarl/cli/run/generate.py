@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megarl.agents.trajectory import Sample
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
 from megarl.config.schema import Device, DType, LossyText, ModelConfig, RolloutConfig
 from megarl.data.tokenizer import Tools, load_tokenizer
@@ -26,7 +27,6 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import (
     GenerationRequest,
     RolloutEngineSpec,
-    Sample,
     SamplingParameters,
     check_request,
     plan_requests,
@@ -145,8 +145,8 @@ class Writer:
 
     def sample(self, request: GenerationRequest) -> Sample:
         self._engine.submit([request])
-        (finished,) = self._engine.collect(wait_s=0.0)
-        return finished.sample
+        ((_, sample),) = self._engine.collect(wait_s=0.0)
+        return sample
 
     def load(self) -> None:
         """Load the weights, and print the device and the time to standard error."""

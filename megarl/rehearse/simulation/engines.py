@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.controller.errors import RankFailure, RankReport, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.controller.worker import RemoteMethod
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import ExclusiveAccess, unshared
-from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, VersionSpan
+from megarl.rollout.interface import EndedRequest, GenerationRequest, RequestFailedError
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 
 FinishReason = Literal["stop", "length"]
@@ -102,7 +103,7 @@ class SimulatedGeneration:
         for number in list(self._requests) if request_ids is None else request_ids:
             self._requests.pop(number, None)
 
-    def collect(self, at_most: int | None = None) -> list[FinishedRequest | FailedRequest]:
+    def collect(self, at_most: int | None = None) -> list[EndedRequest]:
         """Return completed requests in the order in which they were submitted."""
         now_s = self._now_s()
         ready = [number for number, each in self._requests.items() if each.ready_s <= now_s]
@@ -120,14 +121,14 @@ class SimulatedGeneration:
 
         self._version = version
 
-    def _end(self, ended: _InFlight) -> FinishedRequest | FailedRequest:
+    def _end(self, ended: _InFlight) -> EndedRequest:
         number = ended.request.request_id
         if not ended.length:
-            return FailedRequest(number, "scripted")
+            return number, RequestFailedError("scripted")
         sample = self._write(ended.request, ended.length)
         ended.written_until(len(sample.token_ids), self._version)
 
-        return FinishedRequest(number, sample._replace(spans=tuple(ended.spans)))
+        return number, sample._replace(spans=tuple(ended.spans))
 
 
 class VirtualClock:
@@ -189,17 +190,15 @@ class Answer:
 
     def __init__(self) -> None:
         self.ended = False
-        self._value: list[FinishedRequest | FailedRequest] = []
+        self._value: list[EndedRequest] = []
         self._error: WorkerError | None = None
 
-    def get(self) -> list[FinishedRequest | FailedRequest]:
+    def get(self) -> list[EndedRequest]:
         if self._error is not None:
             raise self._error
         return self._value
 
-    def end(
-        self, value: Sequence[FinishedRequest | FailedRequest] = (), error: WorkerError | None = None
-    ) -> None:
+    def end(self, value: Sequence[EndedRequest] = (), error: WorkerError | None = None) -> None:
         if not self.ended:
             self.ended = True
             self._value = list(value)

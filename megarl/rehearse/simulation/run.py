@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from megarl.agents.trajectory import Sample
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Late, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
@@ -28,7 +29,7 @@ from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer
 from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
+from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.rollout.staleness import StalenessController
 
 _NEVER_S = 1e12  # nothing hangs in a simulation

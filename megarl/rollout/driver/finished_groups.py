@@ -11,11 +11,18 @@ import numpy as np
 import torch
 
 from megarl.agents.protocol import CallErrorKind
-from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory, session_trajectory
+from megarl.agents.trajectory import (
+    Author,
+    EpisodeEnd,
+    Sample,
+    Segment,
+    Trajectory,
+    VersionSpan,
+    session_trajectory,
+)
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
-from megarl.rollout.interface import Sample, VersionSpan
 
 RolloutOutput = Sample | Trajectory
 

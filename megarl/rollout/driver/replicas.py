@@ -86,7 +86,7 @@ class Replicas:
         at_work: AtWork = NO_LIMITS,
         wait_for_node_s: float = 0.0,
     ) -> None:
-        self._places = tuple(places)
+        self.places = tuple(places)
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
         self._phase_time_limit_s = phase_time_limit_s
         self._at_work = at_work
@@ -99,21 +99,17 @@ class Replicas:
         self.exclusive: ExclusiveAccess = unshared
         self.weight_version: int | None = None  # the version that all replicas have
         self.starting: set[int] = set()  # restarted replicas that have no weights yet
-        self.groups = [self._start(number) for number in range(len(self._places))]
+        self.groups = [self._start(number) for number in range(len(self.places))]
 
     def __len__(self) -> int:
         return len(self.groups)
-
-    @property
-    def places(self) -> tuple[ReplicaPlace, ...]:
-        return self._places
 
     @property
     def num_restarts(self) -> int:
         return self._budget.num_restarts
 
     def _start(self, number: int) -> RoleGroup:
-        pool, environments, _ = self._places[number]
+        pool, environments, _ = self.places[number]
         limit_s = self._phase_time_limit_s
         at_work = self._at_work
 
@@ -176,7 +172,7 @@ class Replicas:
         self.kill(number)
 
         # Without a node, more restarts would not help.
-        leave_lost_nodes(self._places[number].pool, name, self._wait_for_node_s, details=f"\n\n{last_words}")
+        leave_lost_nodes(self.places[number].pool, name, self._wait_for_node_s, details=f"\n\n{last_words}")
 
         if not self._budget.left:
             raise RestartLimitError(f"{last_words}\n\n{self._budget.used_up()}")
@@ -191,10 +187,10 @@ class Replicas:
 
     def _find_environments(self, number: int) -> None:
         """Find the variables of a replica again if its pool has moved, here or for another role."""
-        place = self._places[number]
+        place = self.places[number]
         if place.environments_again is not None and place.pool.node_ids() != self._node_ids[number]:
             moved = place._replace(environments=place.environments_again())
-            self._places = (*self._places[:number], moved, *self._places[number + 1 :])
+            self.places = (*self.places[:number], moved, *self.places[number + 1 :])
 
     def replace(self, lost: Mapping[int, Exception]) -> None:
         """Restarts lost replicas.
@@ -216,7 +212,7 @@ class Replicas:
     def join(self, place: ReplicaPlace) -> None:
         """Start one more replica. It needs weights when its group is ready."""
         number = len(self.groups)
-        self._places = (*self._places, place)
+        self.places = (*self.places, place)
         self.groups.append(self._start(number))
         self.starting.add(number)
 
@@ -225,7 +221,7 @@ class Replicas:
         number = len(self.groups) - 1
         self.kill(number)
         self.groups.pop()
-        self._places = self._places[:-1]
+        self.places = self.places[:-1]
         self.starting.discard(number)
 
     # ---- memory

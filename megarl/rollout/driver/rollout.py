@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from megarl.agents.trajectory import Sample
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import IMAGE_BYTES, with_prompt_rows
@@ -24,13 +25,7 @@ from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
 from megarl.rollout.driver.replicas import ExclusiveAccess
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.rollout.interface import (
-    EngineFaultError,
-    GenerationRequest,
-    Sample,
-    SamplingParameters,
-    plan_requests,
-)
+from megarl.rollout.interface import EngineFaultError, GenerationRequest, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
 
 if TYPE_CHECKING:

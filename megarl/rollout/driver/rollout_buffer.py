@@ -20,15 +20,12 @@ from functools import partial
 from itertools import batched, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import torch
-
-from megarl.algorithms.groups import rows_with_signal
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError
 from megarl.machine.wording import counted
+from megarl.rollout.driver.dynamic_sampling import DynamicSampling
 from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout import check_versions
 from megarl.rollout.driver.sample_groups import (
@@ -55,10 +52,6 @@ class FailedPromptsError(RunError):
 
     The message has the causes.
     """
-
-
-class NoSignalError(RunError):
-    """Too few prompts of a step have samples that differ in score, and no further prompts may be dropped."""
 
 
 class Requests(Protocol):
@@ -126,11 +119,13 @@ class RolloutBuffer:
         self._loader = prompts
         self._scoring = scoring
         self._rules = rules
+        most = rules.max_without_signal
+        # With this filter the step may train a group only when its scores show a signal.
+        self._filter = None if most is None else DynamicSampling(most)
         self.staleness = staleness
         self._drawn: deque[Group] = deque()  # their prompts were drawn; they are not started
         self._failures: list[str] = []  # reasons of the failures since the last step was taken
         self.num_failed = 0
-        self._scores: list[float] = []  # scores that have decided since the last step was taken
         self._stored: dict[str, FinishedGroup] = {}  # by uid, from the checkpoint that the run resumed from
 
         # uids that were trained out of order, with their positions in the data
@@ -139,8 +134,10 @@ class RolloutBuffer:
     @property
     def is_ready(self) -> bool:
         """Whether the groups of the next step are finished, or too many groups were dropped for it."""
-        most = self._rules.max_without_signal
-        return self.staleness.is_ready or (most is not None and self.staleness.num_dropped > most)
+        filtered = self._filter
+        return self.staleness.is_ready or (
+            filtered is not None and self.staleness.num_dropped > filtered.max_dropped
+        )
 
     @property
     def awaits_scores(self) -> bool:
@@ -197,7 +194,7 @@ class RolloutBuffer:
         unscored = [group for group in live if group.is_unscored]
 
         # If nothing runs ahead, the step's scores are requested as soon as generation is idle.
-        is_early = self.staleness.runs_ahead or self._rollout.runner.is_at_work or self._is_filtered
+        is_early = self.staleness.runs_ahead or self._rollout.runner.is_at_work or self._filter is not None
         if unscored and is_early and scoring.may_begin:
             for group in unscored:
                 group.is_unscored = False
@@ -209,9 +206,9 @@ class RolloutBuffer:
 
         # A reward model may need the engines' devices, so it scores when no group is being generated.
         if not scoring.scores_rounds:
-            self._filter(scoring.scored(), undecided)
+            self._decide(scoring.scored(), undecided)
         elif all(group.state is not GroupState.generating for group in live):
-            self._filter(scoring.score_round(self._training_rows(undecided)), undecided)
+            self._decide(scoring.score_round(self._training_rows(undecided)), undecided)
 
     def take(self) -> StepGroups:
         """Return the groups of the next step, which must be ready.
@@ -221,7 +218,13 @@ class RolloutBuffer:
         """
         staleness = self.staleness
         if not staleness.is_ready:
-            raise NoSignalError(self._explain())
+            assert self._filter is not None, "it is ready"
+            raise self._filter.error(
+                staleness.next_step,
+                staleness.prompts_per_step,
+                staleness.num_finished,
+                staleness.num_dropped,
+            )
         num_rounds = staleness.num_rounds
         # Groups that leave with the taken ones remain visible in the step's metrics.
         groups = staleness.take(self._rollout.version)
@@ -234,7 +237,8 @@ class RolloutBuffer:
         }
         self._trained |= {group.uid: group.serial for group in groups if group.serial > first}
         self._failures = []
-        self._scores = []
+        if self._filter is not None:
+            self._filter.end_step()
 
         # A group that failed or was cancelled has missing samples and cannot become rows.
         whole = [group for group in groups if self._is_whole(group)]
@@ -385,50 +389,23 @@ class RolloutBuffer:
             )
 
     def _finish(self, group: Group) -> None:
-        group.is_unscored = self._is_filtered or self._rules.scores_early
-
-        # With a filter the step may train the group only when its scores show a signal.
-        if self._is_filtered:
-            group.state = GroupState.undecided
-        else:
+        group.is_unscored = self._filter is not None or self._rules.scores_early
+        if self._filter is None:
             self.staleness.finish(group)
+        else:
+            group.state = GroupState.undecided
 
-    @property
-    def _is_filtered(self) -> bool:
-        """Whether scores decide which groups are trained."""
-        return self._rules.max_without_signal is not None
-
-    def _filter(self, scored: Mapping[str, Sequence[float]], undecided: Sequence[Group]) -> None:
+    def _decide(self, scored: Mapping[str, Sequence[float]], undecided: Sequence[Group]) -> None:
+        assert self._filter is not None, "a group is undecided"
         groups = {group.uid: group for group in undecided}
         for uid, scores in scored.items():
             group = groups[uid]
             group.is_unscored = False  # a round is scored at once
-            self._scores += scores
-            values = torch.tensor(scores, dtype=torch.float64)
-            if bool(rows_with_signal(values, np.full(len(scores), uid)).any()):
+            if self._filter.is_trained(uid, scores):
                 self.staleness.finish(group)
             else:
                 # Later groups move up: the step trains the next group that has a signal.
                 self.staleness.drop(group)
-
-    def _explain(self) -> str:
-        staleness = self.staleness
-        wanted = staleness.prompts_per_step
-        most = self._rules.max_without_signal
-        assert most is not None
-        num_kept = staleness.num_finished
-        scores = np.array(self._scores)
-
-        # Scoring may have failed for every sample.
-        spread = f"from {scores.min():.3g} to {scores.max():.3g}" if len(scores) else "no sample was scored"
-        mean = f"{scores.mean():.3g}" if len(scores) else "unknown"
-
-        return (
-            f"step {staleness.next_step}: only {num_kept} of {num_kept + staleness.num_dropped} prompts have "
-            f"samples with different scores, and {wanted} are needed; the mean score is {mean}, {spread}, "
-            f"and all algorithm.dynamic_sampling.max_generations={most // wanted + 1} generations are used "
-            "up. Raise it, or rollout.n, or train on prompts that are neither always solved nor out of reach"
-        )
 
     def _training_rows(self, groups: Sequence[Group]) -> DataProto:
         n = self._rules.sampling.n

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+from megarl.agents.trajectory import Sample
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RoleGroup
 from megarl.controller.replica_calls import is_dead
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import Replicas
-from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, Sample, check_sample
+from megarl.rollout.interface import EndedRequest, GenerationRequest, RequestFailedError, check_sample
 from megarl.rollout.router import RequestRouter
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 
@@ -409,10 +410,10 @@ class RequestScheduler:
         for replica, task in list(self._tasks.items()):
             if task.future in ended or now_s >= task.deadline_s:
                 del self._tasks[replica]
-                for finished in self._outcome(replica, task if task.future in ended else None):
-                    self._deliver(replica, finished)
+                for number, sample in self._outcome(replica, task if task.future in ended else None):
+                    self._deliver(replica, number, sample)
 
-    def _outcome(self, replica: int, task: _Task | None) -> list[FinishedRequest | FailedRequest]:
+    def _outcome(self, replica: int, task: _Task | None) -> list[EndedRequest]:
         """Return samples, or none if the replica has just started or is restarted.
 
         Args:
@@ -462,9 +463,7 @@ class RequestScheduler:
             f"\n{most} replicas have been lost with requests of prompt {', '.join(uids[:_MOST_SHOWN])}{more}"
         )
 
-    def _deliver(self, replica: int, finished: FinishedRequest | FailedRequest) -> None:
-        number = finished.request_id
-
+    def _deliver(self, replica: int, number: int, sample: Sample | RequestFailedError) -> None:
         pending = self._queue.finish(replica, number)
 
         # The request was cancelled while the engine finished it.
@@ -474,17 +473,16 @@ class RequestScheduler:
         request, deliver, on_failure, _ = pending
 
         # Only the owner of the request knows whether the run can continue without the sample.
-        if isinstance(finished, FailedRequest):
+        if isinstance(sample, RequestFailedError):
             if on_failure is None:
                 raise RunError(
                     f"rollout replica {replica} cannot write a sample of prompt {request.uid or '-'}: "
-                    f"{finished.why}"
+                    f"{sample}"
                 )
-            on_failure(finished.why)
+            on_failure(str(sample))
             return
 
         # An invalid sample ends the run before anything can train on it.
-        sample = finished.sample
         check_sample(replica, request, sample)
         self._last_sample_s[replica] = self._clock()
         self._totals.num_tokens[replica] += len(sample.token_ids)

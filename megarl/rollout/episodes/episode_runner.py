@@ -22,9 +22,8 @@ from megarl.agents.episode import (
     TurnPosition,
     WriteTurn,
 )
-from megarl.agents.trajectory import Trajectory
-from megarl.endpoint.session import SampledTurn
-from megarl.endpoint.session_messages import (
+from megarl.agents.trajectory import Sample, Trajectory
+from megarl.endpoint.session import (
     DroppedRequest,
     SampleOrder,
     SampleRequest,
@@ -34,8 +33,8 @@ from megarl.endpoint.session_messages import (
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.scheduler import Deliver, OnFailure, RequestScheduler, RequestState
 from megarl.rollout.episodes.environments import Environments
-from megarl.rollout.interface import GenerationRequest, Sample
-from megarl.rollout.worker.environment import EpisodeReport, TurnOrder, TurnReport
+from megarl.rollout.interface import GenerationRequest
+from megarl.rollout.worker.environment import EpisodeReport, TurnReport
 
 _TURN_S = 0.02  # the longest wait for engines while environments work, and vice versa
 _log = logging.getLogger(__name__)
@@ -306,7 +305,7 @@ class TurnRunner(EpisodeRunner):
             # After a restart, the episode begins with its first turn again.
             _, turn = step.place
             task = running.request.task if turn == 0 else None
-            self.environments.order(TurnOrder(number, task, step))
+            self.environments.order(step._replace(episode=number, task=task))
         else:
             assert running.replica is not None, "the model has written"
             self._end(number, episode.trajectory)
@@ -316,9 +315,7 @@ class TurnRunner(EpisodeRunner):
         running.turns = {}
         running.replica = replica
 
-        if self._episode(number).wrote(
-            place, sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason
-        ):
+        if self._episode(number).wrote(place, sample):
             self._advance(number)
 
 
@@ -359,8 +356,7 @@ class SessionRunner(EpisodeRunner):
     def _wrote(self, running: _Running, asked: SampleRequest, replica: int, sample: Sample) -> None:
         running.replica = replica
         self._ended_turn(running, asked.request)
-        written = SampledTurn(sample.token_ids, sample.log_probs, sample.token_versions, sample.finish_reason)
-        self.environments.order(SampleOrder(asked.episode, asked.request, written))
+        self.environments.order(SampleOrder(asked.episode, asked.request, sample))
 
     def _ended_turn(self, running: _Running, request: int) -> None:
         running.turns.pop(request, None)

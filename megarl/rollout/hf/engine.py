@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import Device
 from megarl.data.images import ImageProcessor
 from megarl.machine.wording import counted
@@ -21,13 +22,10 @@ from megarl.models.family import stored_name
 from megarl.rollout.hf.attention import GROUPED
 from megarl.rollout.hf.decoding import decode, prompt_images
 from megarl.rollout.interface import (
-    FinishedRequest,
     GenerationRequest,
     RolloutEngine,
     RolloutEngineSpec,
-    Sample,
     SamplingParameters,
-    VersionSpan,
     check_request,
     end_token_ids,
 )
@@ -120,7 +118,7 @@ class HFEngine(RolloutEngine):
                 raise ValueError("the request has images, but the model reads none")
         self._waiting += requests
 
-    def collect(self, wait_s: float) -> list[FinishedRequest]:
+    def collect(self, wait_s: float) -> list[tuple[int, Sample]]:
         """Decode a batch to the end, however long it takes; `wait_s` is ignored."""
         version = self._lifecycle.require_ready()
         batch = self._next_batch()
@@ -143,7 +141,7 @@ class HFEngine(RolloutEngine):
 
         # Truncate each row to its own length: later tokens are not part of the sample.
         return [
-            FinishedRequest(
+            (
                 request.request_id,
                 Sample(
                     ids[:length],

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import SGLangMode
 from megarl.config.speculation import draft_folder
 from megarl.machine.errors import EngineDeadError
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
 from megarl.rollout.interface import (
-    FailedRequest,
-    FinishedRequest,
+    EndedRequest,
     GenerationRequest,
     RequestFailedError,
     RolloutEngine,
@@ -109,9 +109,7 @@ class SGLangEngine(RolloutEngine):
 
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self.backend.start)
-        self._finished: queue.SimpleQueue[tuple[int, FinishedRequest | BaseException | None]] = (
-            queue.SimpleQueue()
-        )
+        self._finished: queue.SimpleQueue[tuple[int, Sample | Exception | None]] = queue.SimpleQueue()
         # Tickets are never reused, so that a late answer is recognized.
         self._in_flight: dict[int, tuple[GenerationRequest, Future[None]]] = {}
         self._tickets = itertools.count()
@@ -171,7 +169,7 @@ class SGLangEngine(RolloutEngine):
             self._in_flight[ticket] = request, self._loop.submit(self._generate(ticket, request))
 
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
-        outcome: FinishedRequest | BaseException
+        outcome: Sample | Exception
 
         try:
             answer = await self.backend.generate(
@@ -179,17 +177,15 @@ class SGLangEngine(RolloutEngine):
                 | ({} if self._lora is None else {"lora_path": ADAPTER})
             )
             check_prompt_length(answer, request)
-            outcome = FinishedRequest(
-                request.request_id, read_sample(answer, request.sampling, self._route_format)
-            )
+            outcome = read_sample(answer, request.sampling, self._route_format)
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
 
         self._finished.put((ticket, outcome))
 
-    def collect(self, wait_s: float) -> list[FinishedRequest | FailedRequest]:
+    def collect(self, wait_s: float) -> list[EndedRequest]:
         self._lifecycle.require_ready()
-        collected: list[FinishedRequest | FailedRequest] = []
+        collected: list[EndedRequest] = []
         deadline_s = time.monotonic() + wait_s
 
         while self._in_flight:
@@ -214,14 +210,13 @@ class SGLangEngine(RolloutEngine):
             if in_flight is None:
                 continue  # of a request that was dropped
             self._last_sign_s = time.monotonic()
-            if isinstance(outcome, BaseException):
+            if isinstance(outcome, Exception):
                 # A dead process is the cause of whatever error its requests end with.
                 self._raise_if_dead()
                 if not isinstance(outcome, RequestFailedError):
                     raise outcome
-                outcome = FailedRequest(in_flight[0].request_id, str(outcome))
             assert outcome is not None
-            collected.append(outcome)
+            collected.append((in_flight[0].request_id, outcome))
 
         return collected
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.machine.wording import counted
-from megarl.rollout.derived_tensors import DerivedTensors, refresh_derived
+from megarl.rollout.derived_tensors import derived_tensors, refresh_derived
 from megarl.rollout.destinations import (
     DestinationPlan,
     record_plan,
@@ -117,14 +117,14 @@ class RankLoader:
     def _prepare(self, model: Any, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
         self._has_moved = True
         metas = {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest}
-        with DerivedTensors(model) as derived:
+        with derived_tensors(model) as derived:
             self._plan = record_plan(model, metas)
         stale: list[str] = []
         # SGLang's own loader also refreshes what it derives.
         if not self._plan.not_followed:
-            with DerivedTensors(model) as refreshed:
+            with derived_tensors(model) as refreshed:
                 refresh_derived(model)
-            stale = sorted(derived.written - refreshed.written)
+            stale = sorted(derived - refreshed)
         slices = {
             name: [encode_slice(tensor_slice) for tensor_slice in listed]
             for name, listed in self._plan.slices.items()

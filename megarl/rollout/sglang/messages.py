@@ -9,18 +9,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.batch.token_rows import route_dtype
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routing_layers
 from megarl.models.tensor_table import dimension_sizes
-from megarl.rollout.interface import (
-    GenerationRequest,
-    RequestFailedError,
-    Sample,
-    SamplingParameters,
-    VersionSpan,
-)
+from megarl.rollout.interface import GenerationRequest, RequestFailedError, SamplingParameters
 
 
 def generation_payload(

@@ -103,18 +103,18 @@ class ServerBackend(Backend):
         self._client = ServerClient(self.url, self.api_key)
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        answer = await self._client.post("generate", payload)
+        answer = await self._client.ask("generate", payload)
         if not answer.ok:
             raise ValueError(answer.message)
         return answer.json()
 
     async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
-        answer = await self._client.post(endpoint, _as_json(payload))
+        answer = await self._client.ask(endpoint, _as_json(payload))
         if not answer.ok:
             raise CallRefusedError(f"{endpoint}: {answer.message}")
 
     async def flush_cache(self) -> bool:
-        return (await self._client.post("flush_cache")).ok
+        return (await self._client.ask("flush_cache")).ok
 
     async def abort(self, names: Collection[str] | None) -> None:
         for body in [{"abort_all": True}] if names is None else [{"rid": name} for name in names]:
@@ -123,7 +123,7 @@ class ServerBackend(Backend):
     async def is_responsive(self, limit_s: float) -> bool:
         try:
             async with asyncio.timeout(limit_s):
-                return (await self._client.get("health_generate")).ok
+                return (await self._client.ask("health_generate", method="GET")).ok
         except (TimeoutError, EngineDeadError):
             return False
 
@@ -230,18 +230,13 @@ class ServerClient:
             timeout=aiohttp.ClientTimeout(total=None),
         )
 
-    async def post(self, endpoint: str, payload: dict[str, Any] | None = None) -> ServerAnswer:
-        """Return the answer, whatever its status. Raises EngineDeadError if there is none."""
-        return await self._ask("POST", endpoint, payload)
-
-    async def get(self, endpoint: str) -> ServerAnswer:
-        """Same as `post`, for a GET request."""
-        return await self._ask("GET", endpoint, None)
-
     async def close(self) -> None:
         await self._session.close()
 
-    async def _ask(self, method: str, endpoint: str, payload: dict[str, Any] | None) -> ServerAnswer:
+    async def ask(
+        self, endpoint: str, payload: dict[str, Any] | None = None, *, method: str = "POST"
+    ) -> ServerAnswer:
+        """Return the answer, whatever its status. Raises EngineDeadError if there is none."""
         wait_s = _FIRST_WAIT_S
         for attempt in range(1, _NUM_ATTEMPTS + 1):
             try:

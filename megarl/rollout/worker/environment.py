@@ -23,7 +23,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import Harness, load_harness
-from megarl.endpoint.session_messages import SampleOrder, SessionOrder, SessionReport
+from megarl.endpoint.session import SampleOrder, SessionOrder, SessionReport
 from megarl.machine.background import in_background
 from megarl.rollout.tool_calls import call_format, call_parser
 
@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from megarl.endpoint.session_server import SessionServer
 
 _GRACE_S = 5.0  # Tool calls have the same limit, and their own error is more informative.
-
-
-class TurnOrder(NamedTuple):
-    """A turn to answer.
-
-    Attributes:
-        episode: A number that is used only once.
-        task: The task of the episode, with the first turn of each attempt. Later turns have None, because the
-            process keeps the environment and a task may be large.
-    """
-
-    episode: int
-    task: Task | None
-    turn: AnswerTurn
 
 
 class TurnReport(NamedTuple):
@@ -63,7 +49,7 @@ class TurnReport(NamedTuple):
     is_final = True
 
 
-Order = TurnOrder | SessionOrder | SampleOrder
+Order = AnswerTurn | SessionOrder | SampleOrder
 EpisodeReport = TurnReport | SessionReport
 
 
@@ -86,33 +72,33 @@ class EnvironmentServer:
         """Number of open environments."""
         return len(self._responders)
 
-    async def answer(self, order: TurnOrder) -> TurnReport:
+    async def answer(self, turn: AnswerTurn) -> TurnReport:
         """Answer a turn. Raises EnvironmentFailedError."""
-        self._waiting.add(order.episode)
+        self._waiting.add(turn.episode)
         # The time limit starts once the turn has a slot, so queueing does not count.
         async with self._semaphore:
             token_ids: Sequence[int] = ()
             reply: Reply | None = None
             # An episode that was closed in the meantime must not get another environment.
-            if order.episode not in self._waiting:
-                return TurnReport(order.episode, order.turn.place)
-            self._waiting.remove(order.episode)
+            if turn.episode not in self._waiting:
+                return TurnReport(turn.episode, turn.place)
+            self._waiting.remove(turn.episode)
             try:
                 async with asyncio.timeout(self._limit_s):
-                    if order.episode not in self._responders:
-                        assert order.task is not None, "the first turn has the task"
-                        self._responders[order.episode] = self._make(order.task)
-                        await self._responders[order.episode].start()
-                    token_ids, reply = await self._responders[order.episode].answer(order.turn)
+                    if turn.episode not in self._responders:
+                        assert turn.task is not None, "the first turn has the task"
+                        self._responders[turn.episode] = self._make(turn.task)
+                        await self._responders[turn.episode].start()
+                    token_ids, reply = await self._responders[turn.episode].answer(turn)
             except TimeoutError:
                 pass
             finally:
                 # No turn can follow, or the answer took too long: the environment is no longer usable.
-                if reply is None or reply.is_done or order.turn.is_last:
-                    await self.close(order.episode)
+                if reply is None or reply.is_done or turn.is_last:
+                    await self.close(turn.episode)
             # The driver has the tokens of the messages, but not the user's module with a subclass of Reply.
             reported = None if reply is None else Reply((), *reply[1:])
-            return TurnReport(order.episode, order.turn.place, token_ids, reported)
+            return TurnReport(turn.episode, turn.place, token_ids, reported)
 
     async def close(self, episode: int) -> None:
         """Close the environment of an episode, if it has one. Raises EnvironmentFailedError."""
@@ -204,7 +190,7 @@ class EnvironmentWorker(Worker):
             self._reports.put(error)
 
     async def _answer(self, order: Order) -> None:
-        if isinstance(order, TurnOrder):
+        if isinstance(order, AnswerTurn):
             assert isinstance(self._server, EnvironmentServer)
             self._reports.put(await self._server.answer(order))
         else:

@@ -9,9 +9,8 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import register
 from megarl.machine.usage import trim_heap
 from megarl.rollout.interface import (
+    EndedRequest,
     EnginePart,
-    FailedRequest,
-    FinishedRequest,
     GenerationRequest,
     RolloutEngine,
 )
@@ -46,9 +45,7 @@ class RolloutWorker(WeightImport):
     # ---- generation
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def submit_and_poll(
-        self, requests: Sequence[GenerationRequest], wait_s: float
-    ) -> Sequence[FinishedRequest | FailedRequest]:
+    def submit_and_poll(self, requests: Sequence[GenerationRequest], wait_s: float) -> Sequence[EndedRequest]:
         """Submit requests, wait at most `wait_s` for one in flight to end, and return all that have."""
         self._engine.submit(requests)
         return self._engine.collect(wait_s)

@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from examples.agent.prepare import conversation, prompt_row
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
-from megarl.agents.trajectory import Trajectory
+from megarl.agents.trajectory import Sample, Trajectory, VersionSpan
 from megarl.config.schema import AgentConfig, HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import load_harness
-from megarl.endpoint.session import SampledTurn
-from megarl.endpoint.session_messages import (
+from megarl.endpoint.session import (
     SampleOrder,
     SampleRequest,
     SessionEnd,
@@ -70,8 +69,8 @@ def record(
 
         async def answer(asked: SampleRequest) -> None:
             ids = tokenizer.encode(turns[asked.episode].pop(0)) + [tokenizer.eos_token_id]
-            sample = SampledTurn(
-                np.array(ids, np.int32), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop"
+            sample = Sample(
+                np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop", (VersionSpan(0, len(ids)),)
             )
             await server.accept(SampleOrder(asked.episode, asked.request, sample))
 

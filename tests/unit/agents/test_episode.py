@@ -16,7 +16,7 @@ from megarl.agents.episode import (
     WriteTurn,
 )
 from megarl.agents.protocol import CallError, CallErrorKind, Reply
-from megarl.agents.trajectory import EpisodeEnd
+from megarl.agents.trajectory import EpisodeEnd, Sample, VersionSpan
 
 PROMPT = [1, 2, 3]
 LIMITS = EpisodeLimits(max_turns=3, max_tokens=20)
@@ -31,9 +31,8 @@ def write(of: Episode, token_ids: list[int], finish_reason: str = "stop", versio
     step = of.next
     assert isinstance(step, WriteTurn)
     ids = np.array(token_ids, dtype=np.int32)
-    return of.wrote(
-        step.place, ids, -ids.astype(np.float32) / 10, np.full(len(ids), version, np.int32), finish_reason
-    )  # type: ignore[arg-type]
+    spans = (VersionSpan(version, len(ids)),)
+    return of.wrote(step.place, Sample(ids, -ids.astype(np.float32) / 10, finish_reason, spans))  # type: ignore[arg-type]
 
 
 def answer(of: Episode, token_ids: list[int], **more: object) -> bool:
@@ -157,9 +156,8 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
             before = played.trajectory.token_ids.tolist()
             if event == "late" and past:
                 place = draw.choice(past)
-                empty = np.zeros(0)
                 assert not played.answered(place, [99], Reply())
-                assert not played.wrote(place, empty, empty, empty, "stop")
+                assert not played.wrote(place, Sample(np.zeros(0), np.zeros(0), "stop", ()))
                 assert played.trajectory.token_ids.tolist() == before
             elif event == "time" and draw.random() < 0.2:
                 played.timed_out(step.place)

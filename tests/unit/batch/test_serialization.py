@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from megarl.batch.arrays import TensorArray, array_to_private_tensor, array_to_tensor, same, tensor_to_array
+from megarl.batch.arrays import array_to_private_tensor, array_to_tensor, same, tensor_to_array
 from megarl.batch.data_proto import DataProto
 from megarl.batch.serialization import MAGIC, SerializationError
 
@@ -158,6 +158,6 @@ def test_tensors_share_memory_with_their_arrays(dtype: torch.dtype) -> None:
     assert back.dtype == dtype
     assert back.data_ptr() == tensor.data_ptr()
     assert array_to_private_tensor(packed).data_ptr() == tensor.data_ptr()
-    frozen = packed.array.copy()
+    frozen = packed[0].copy()
     frozen.flags.writeable = False
-    assert array_to_private_tensor(TensorArray(frozen, dtype)).data_ptr() != frozen.ctypes.data
+    assert array_to_private_tensor((frozen, dtype)).data_ptr() != frozen.ctypes.data

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.batch.data_proto import DataProto
 from megarl.data.files import DataError
-from megarl.data.loader import BatchLoader, Share, one_pass, parts_of
+from megarl.data.loader import BatchLoader, one_pass, parts_of
 from megarl.data.tables import RowIdentity
 
 
@@ -144,7 +144,7 @@ def test_one_pass_serves_all_rows_in_order_with_a_smaller_last_batch():
     before=st.integers(0, 9),
 )
 def test_a_mix_keeps_its_shares_and_is_resumed_exactly(sizes, weights, before):
-    parts = [Share(size, weight) for size, weight in zip(sizes, weights, strict=False)]
+    parts = [(size, weight) for size, weight in zip(sizes, weights, strict=False)]
 
     def loader(batch_size=5):
         return BatchLoader(Numbers(sum(sizes)), batch_size, shuffle=True, seed=1, parts=parts)

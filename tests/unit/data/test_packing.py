@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.batch_arithmetic import padded_length
-from megarl.data.packing import RowPrompt, plan_micro_batches, row_cost
+from megarl.data.packing import plan_micro_batches, row_cost
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 LIMITS = st.one_of(
@@ -16,9 +16,11 @@ LIMITS = st.one_of(
 
 
 def real_rows(rank):
-    return [
-        row for micro_batch in rank.micro_batches if not micro_batch.is_filler for row in micro_batch.rows
-    ]
+    return [row for row, is_filler in zip(rank.rows, rank.is_filler, strict=True) if not is_filler]
+
+
+def real_micro_batches(rank):
+    return rank.micro_batches[: len(rank.micro_batches) - rank.num_fillers]
 
 
 def prompts_of(lengths, num_samples):
@@ -26,12 +28,12 @@ def prompts_of(lengths, num_samples):
     if num_samples is None:
         return None
     groups = [lengths[row // num_samples * num_samples :][:num_samples] for row in range(len(lengths))]
-    return [RowPrompt(row // num_samples, min(group)) for row, group in enumerate(groups)]
+    return [(row // num_samples, min(group)) for row, group in enumerate(groups)]
 
 
 def computed(rows, lengths, prompts, measure=int):
     """Return the sum of `measure` over the rows of one micro-batch, counting a shared prompt once."""
-    own = [measure(lengths[row]) - (measure(prompts[row].length) if prompts else 0) for row in rows]
+    own = [measure(lengths[row]) - (measure(prompts[row][1]) if prompts else 0) for row in rows]
     return sum(own) + sum(map(measure, dict(prompts[row] for row in rows).values()) if prompts else ())
 
 
@@ -39,7 +41,7 @@ def rank_costs(plan, lengths, prompts=None):
     def cost(tokens):
         return float(row_cost(np.asarray(tokens)))
 
-    micro_batches = [[m.rows for m in rank.micro_batches if not m.is_filler] for rank in plan.ranks]
+    micro_batches = [real_micro_batches(rank) for rank in plan.ranks]
     return [sum(computed(rows, lengths, prompts, cost) for rows in rank) for rank in micro_batches]
 
 
@@ -64,17 +66,16 @@ def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples,
     micro_batches = [micro_batch for rank in plan.ranks for micro_batch in rank.micro_batches]
 
     for micro_batch in micro_batches:
-        assert micro_batch.rows
-        assert len(micro_batch.rows) <= limits.get("sequences", len(lengths))
+        assert micro_batch
+        assert len(micro_batch) <= limits.get("sequences", len(lengths))
         if "max_tokens" in limits:  # per rank that shares it, including the padding of its parts
-            rows = micro_batch.rows
-            parts = [lengths[row] - (prompts[row].length if prompts else 0) for row in rows]
-            parts += dict(prompts[row] for row in rows).values() if prompts else ()
+            parts = [lengths[row] - (prompts[row][1] if prompts else 0) for row in micro_batch]
+            parts += dict(prompts[row] for row in micro_batch).values() if prompts else ()
             assert sum(padded_length(part, context) for part in parts) <= limits["max_tokens"] * context
 
     # Fillers are used only if there are not enough rows.
-    if any(micro_batch.is_filler for micro_batch in micro_batches):
-        assert all(len(micro_batch.rows) == 1 for micro_batch in micro_batches)
+    if any(rank.num_fillers for rank in plan.ranks):
+        assert all(len(micro_batch) == 1 for micro_batch in micro_batches)
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,7 +91,7 @@ def test_local_micro_batches_index_the_rows_of_the_rank():
     plan = plan_micro_batches([5, 4, 3, 2, 1, 6, 7], 2, sequences=2)
     for rank in plan.ranks:
         assert [tuple(rank.rows[i] for i in local) for local in rank.local_micro_batches] == [
-            m.rows for m in rank.micro_batches
+            *rank.micro_batches
         ]
 
 
@@ -98,7 +99,7 @@ def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
     """Given 4 ranks and 10 tokens each, a micro-batch can have 4 x 8 tokens of the row with 30, but not 4 x 16
     of both."""
     plan = plan_micro_batches([30, 30], 1, max_tokens=10, context_parallel_size=4)
-    assert [m.rows for m in plan.ranks[0].micro_batches] == [(0,), (1,)]
+    assert [*plan.ranks[0].micro_batches] == [(0,), (1,)]
 
     with pytest.raises(
         ValueError, match="row 1 has 41 tokens, more than micro_batch.max_tokens=10 x context_parallel_size=4"
@@ -112,7 +113,7 @@ def test_by_hand():
     The largest micro-batch runs first.
     """
     plan = plan_micro_batches([3, 8, 5, 6], 2, sequences=1)
-    assert [[m.rows for m in rank.micro_batches] for rank in plan.ranks] == [[(1,), (0,)], [(3,), (2,)]]
+    assert [[*rank.micro_batches] for rank in plan.ranks] == [[(1,), (0,)], [(3,), (2,)]]
     assert plan.restore_order() == [1, 0, 3, 2]
 
 
@@ -122,9 +123,9 @@ def test_samples_of_a_prompt_stay_together():
     By their own tokens, they would be distributed in turns.
     """
     lengths = [12] * 4 + [11] * 4 + [30, 30]
-    prompts = [RowPrompt(0, 8)] * 4 + [RowPrompt(4, 8)] * 4 + [RowPrompt(8, 5), RowPrompt(9, 5)]
+    prompts = [(0, 8)] * 4 + [(4, 8)] * 4 + [(8, 5), (9, 5)]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
-    assert sorted(m.rows for rank in plan.ranks for m in rank.micro_batches) == [
+    assert sorted(m for rank in plan.ranks for m in rank.micro_batches) == [
         (0, 1, 2, 3, 8),
         (4, 5, 6, 7, 9),
     ]
@@ -138,11 +139,11 @@ def test_a_prompt_is_split_where_work_or_room_wants_it():
     Each rank gets half of them, and two of a rank's responses do not fit into 60 tokens with the prompt.
     """
     lengths = [40] * 8
-    prompts = [RowPrompt(0, 10)] * 8
+    prompts = [(0, 10)] * 8
     plan = plan_micro_batches(lengths, 2, max_tokens=130, prompts=prompts)
-    assert [[len(m.rows) for m in rank.micro_batches] for rank in plan.ranks] == [[4], [4]]
+    assert [[len(m) for m in rank.micro_batches] for rank in plan.ranks] == [[4], [4]]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
-    assert [[len(m.rows) for m in rank.micro_batches] for rank in plan.ranks] == [[1] * 4, [1] * 4]
+    assert [[len(m) for m in rank.micro_batches] for rank in plan.ranks] == [[1] * 4, [1] * 4]
 
 
 @pytest.mark.parametrize("num_prompts", [256, 32])
@@ -153,11 +154,11 @@ def test_replicas_have_equal_work_although_prompts_are_shared(num_prompts):
     lengths = (
         prompt_lengths + np.clip(rng.lognormal(7.6, 0.8, num_prompts * 8), 16, 16384).astype(int)
     ).tolist()
-    prompts = [RowPrompt(row // 8, length) for row, length in enumerate(prompt_lengths.tolist())]
+    prompts = [(row // 8, length) for row, length in enumerate(prompt_lengths.tolist())]
     plan = plan_micro_batches(lengths, 8, max_tokens=32768, prompts=prompts)
     costs = rank_costs(plan, lengths, prompts)
     assert max(costs) < 1.01 * np.mean(costs)
-    done = sum(computed(m.rows, lengths, prompts) for rank in plan.ranks for m in rank.micro_batches)
+    done = sum(computed(m, lengths, prompts) for rank in plan.ranks for m in rank.micro_batches)
     assert done < 1.02 * computed(range(len(lengths)), lengths, prompts)
 
 
@@ -166,7 +167,7 @@ def test_one_prompt_with_thousands_of_samples_is_planned_at_once():
     now."""
     lengths = (64 + np.clip(np.random.default_rng(0).lognormal(5.5, 0.8, 4096), 1, 1984).astype(int)).tolist()
     begin = time.process_time()
-    plan = plan_micro_batches(lengths, 1, max_tokens=2048, prompts=[RowPrompt(0, 64)] * len(lengths))
+    plan = plan_micro_batches(lengths, 1, max_tokens=2048, prompts=[(0, 64)] * len(lengths))
     assert time.process_time() - begin < 0.25
     assert sorted(real_rows(plan.ranks[0])) == list(range(len(lengths)))
 
@@ -174,7 +175,7 @@ def test_one_prompt_with_thousands_of_samples_is_planned_at_once():
 def test_fewer_rows_than_ranks_are_filled_up_with_the_shortest_row():
     plan = plan_micro_batches([7, 3], 4, max_tokens=10)
     assert plan.num_micro_batches == 1
-    fillers = [rank.micro_batches[0].rows for rank in plan.ranks if rank.micro_batches[0].is_filler]
+    fillers = [rank.micro_batches[0] for rank in plan.ranks if rank.num_fillers]
     assert fillers == [(1,), (1,)]
     assert len(plan.restore_order()) == 2
 
@@ -183,7 +184,7 @@ def test_short_rows_are_moved_before_a_filler_is_used():
     """Rank 0 is filled by one long row, but its second micro-batch gets a real row instead of a filler."""
     plan = plan_micro_batches([8000] + [100] * 10, 2, sequences=5)
     assert plan.num_micro_batches == 2
-    assert not any(m.is_filler for rank in plan.ranks for m in rank.micro_batches)
+    assert not any(rank.num_fillers for rank in plan.ranks)
 
 
 def test_long_rows_weigh_more_than_their_tokens():
@@ -243,7 +244,7 @@ def test_pairs_of_rows_stay_together(lengths, dp_size, limits, multiple_of, shar
     """A pair is never split, whatever the layout and the limit, and a pair whose rows share a prompt takes its
     tokens once."""
     rows = [length for pair in lengths for length in pair]
-    prompts = [RowPrompt(row // 2 * 2, min(lengths[row // 2]) // 2) for row in range(len(rows))]
+    prompts = [(row // 2 * 2, min(lengths[row // 2]) // 2) for row in range(len(rows))]
     plan = plan_micro_batches(
         rows,
         dp_size,
@@ -259,13 +260,13 @@ def test_pairs_of_rows_stay_together(lengths, dp_size, limits, multiple_of, shar
     assert sorted(row for rank in plan.ranks for row in real_rows(rank)) == list(range(len(rows)))
 
     for micro_batch in (each for rank in plan.ranks for each in rank.micro_batches):
-        chosen, rejected = micro_batch.rows[0::2], micro_batch.rows[1::2]
+        chosen, rejected = micro_batch[0::2], micro_batch[1::2]
         assert [row + 1 for row in chosen] == list(rejected)
         assert all(row % 2 == 0 for row in chosen)
-        assert len(micro_batch.rows) <= limits.get("sequences", len(rows))
+        assert len(micro_batch) <= limits.get("sequences", len(rows))
         if "max_tokens" in limits:
-            parts = [rows[row] - shares * prompts[row].length for row in micro_batch.rows]
-            parts += dict(prompts[row] for row in micro_batch.rows).values() if shares else ()
+            parts = [rows[row] - shares * prompts[row][1] for row in micro_batch]
+            parts += dict(prompts[row] for row in micro_batch).values() if shares else ()
             assert sum(padded_length(part, context) for part in parts) <= limits["max_tokens"] * context
 
     outputs = np.array([row for rank in plan.ranks for row in rank.rows])
@@ -275,11 +276,11 @@ def test_pairs_of_rows_stay_together(lengths, dp_size, limits, multiple_of, shar
 def test_pairs_by_hand():
     """The pairs have 9, 5 and 4 tokens: one on rank 0, two on rank 1, which is one micro-batch of 10 tokens."""
     plan = plan_micro_batches([4, 5, 3, 2, 2, 2], 2, max_tokens=10, rows_together=2)
-    assert [[m.rows for m in rank.micro_batches] for rank in plan.ranks] == [[(0, 1)], [(2, 3, 4, 5)]]
+    assert [rank.micro_batches for rank in plan.ranks] == [((0, 1),), ((2, 3, 4, 5),)]
     one_each = plan_micro_batches([4, 5, 3, 2, 2, 2], 2, sequences=3, rows_together=2)
-    assert [[(m.rows, m.is_filler) for m in rank.micro_batches] for rank in one_each.ranks] == [
-        [((0, 1), False), ((4, 5), True)],
-        [((2, 3), False), ((4, 5), False)],
+    assert [(rank.micro_batches, rank.num_fillers) for rank in one_each.ranks] == [
+        (((0, 1), (4, 5)), 1),
+        (((2, 3), (4, 5)), 0),
     ]
 
 

@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import AgentConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import build_app
-from megarl.endpoint.session import AgentSession, SampledTurn
+from megarl.endpoint.session import AgentSession
 from megarl.rollout.tool_calls import call_format
 
 RUN_KEY = "the-key-of-the-run"
@@ -99,11 +100,11 @@ class InProcess:
             return await self.client.post(path, content=body, headers=headers)
         return await self.client.post(path, json=body, headers=headers)
 
-    async def _generate(self, token_ids: list[int], max_new_tokens: int, seed: int) -> SampledTurn:
+    async def _generate(self, token_ids: list[int], max_new_tokens: int, seed: int) -> Sample:
         self.seeds.append(seed)
         while self.is_held:
             await asyncio.sleep(0)
         text = self._turns[(len(self.seeds) - 1) % len(self._turns)]
         ids = self.tokenizer.encode(text, add_special_tokens=False)[: max_new_tokens - 1]
         ids = np.array([*ids, self.tokenizer.eos_token_id], np.int32)
-        return SampledTurn(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+        return Sample(ids, np.zeros(len(ids), np.float32), "stop", (VersionSpan(0, len(ids)),))

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import AgentConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import EndpointServer, build_app
-from megarl.endpoint.session import AgentSession, SampledTurn
+from megarl.endpoint.session import AgentSession
 from megarl.rollout.tool_calls import call_format
 
 LIMITS = EpisodeLimits(max_turns=20, max_tokens=200)
@@ -44,7 +45,7 @@ class GreedyModel:
     is_held: bool = False
     num_cancelled: int = 0
 
-    async def generate(self, token_ids: list[int], max_new_tokens: int, seed: int) -> SampledTurn:
+    async def generate(self, token_ids: list[int], max_new_tokens: int, seed: int) -> Sample:
         self.prompts.append(token_ids)
         try:
             while self.is_held:
@@ -60,7 +61,7 @@ class GreedyModel:
             values.append(float(log_probs.max()))
         new = np.array(ids[len(token_ids) :], dtype=np.int32)
         reason = "stop" if new[-1] == self.end_token else "length"
-        return SampledTurn(new, np.array(values, dtype=np.float32), np.full(len(new), 7, np.int32), reason)
+        return Sample(new, np.array(values, dtype=np.float32), reason, (VersionSpan(7, len(new)),))
 
     def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
         """Return the log-probs (S, V) of the tokens that follow each prefix."""

@@ -9,11 +9,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import Harness
-from megarl.endpoint.session import AgentSession, SampledTurn
-from megarl.endpoint.session_messages import SampleOrder, SampleRequest, SessionOrder, SessionReport
+from megarl.endpoint.session import AgentSession, SampleOrder, SampleRequest, SessionOrder, SessionReport
 from megarl.endpoint.session_server import SessionServer
 
 
@@ -79,5 +79,5 @@ class Serving:
 
     async def _answer(self, asked: SampleRequest) -> None:
         ids = np.array([self._tokenizer.eos_token_id], np.int32)
-        sample = SampledTurn(ids, np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+        sample = Sample(ids, np.zeros(1, np.float32), "stop", (VersionSpan(0, 1),))
         await self.server.accept(SampleOrder(asked.episode, asked.request, sample))

@@ -14,12 +14,13 @@ import pytest
 from examples.agent.prepare import make_tokenizer
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import AgentConfig
 from megarl.endpoint import openai_chat
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.request_fields import read_query
-from megarl.endpoint.session import AgentSession, SampledTurn
+from megarl.endpoint.session import AgentSession
 from megarl.rollout.tool_calls import call_format
 
 TOKENIZER = make_tokenizer()
@@ -36,9 +37,9 @@ def play(bodies: Sequence[dict[str, Any]], turns: Sequence[str], ignored: Sequen
     """Answer each request with the turn of the same place."""
     written = iter(turns)
 
-    async def generate(token_ids: list[int], max_new_tokens: int, seed: int) -> SampledTurn:
+    async def generate(token_ids: list[int], max_new_tokens: int, seed: int) -> Sample:
         ids = np.array([*TOKENIZER.encode(next(written)), TOKENIZER.eos_token_id], np.int32)
-        return SampledTurn(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+        return Sample(ids, np.zeros(len(ids), np.float32), "stop", (VersionSpan(0, len(ids)),))
 
     limits = EpisodeLimits(max_turns=4, max_tokens=400)
     session = AgentSession(

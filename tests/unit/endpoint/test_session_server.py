@@ -20,7 +20,7 @@ import pytest
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.agents.sandboxes import local
-from megarl.agents.trajectory import EpisodeEnd
+from megarl.agents.trajectory import EpisodeEnd, Sample, VersionSpan
 from megarl.config.schema import (
     AgentConfig,
     HarnessConfig,
@@ -31,8 +31,7 @@ from megarl.config.schema import (
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import load_harness
-from megarl.endpoint.session import SampledTurn
-from megarl.endpoint.session_messages import (
+from megarl.endpoint.session import (
     DroppedRequest,
     SampleOrder,
     SampleRequest,
@@ -92,7 +91,7 @@ class Engine:
 
     async def _answer(self, asked: SampleRequest) -> None:
         ids = np.array([TOKENIZER.convert_tokens_to_ids("4"), TOKENIZER.eos_token_id], dtype=np.int32)
-        sample = SampledTurn(ids, np.full(2, -0.5, np.float32), np.full(2, 9, np.int32), "stop")
+        sample = Sample(ids, np.full(2, -0.5, np.float32), "stop", (VersionSpan(9, 2),))
         await self.server.accept(SampleOrder(asked.episode, asked.request, sample))
 
 

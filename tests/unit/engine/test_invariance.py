@@ -30,7 +30,7 @@ from megarl.config.schema import (
     RecomputeModule,
     ValueLossConfig,
 )
-from megarl.data.packing import MicroBatchPlan, MicroBatchRows, ReplicaMicroBatches, plan_micro_batches
+from megarl.data.packing import MicroBatchPlan, ReplicaMicroBatches, plan_micro_batches
 from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import (
@@ -88,9 +88,7 @@ class Result(NamedTuple):
 
 def by_hand(*micro_batches: tuple[int, ...]) -> MicroBatchPlan:
     return MicroBatchPlan(
-        ranks=(
-            ReplicaMicroBatches(micro_batches=tuple(MicroBatchRows(rows=rows) for rows in micro_batches)),
-        ),
+        ranks=(ReplicaMicroBatches(micro_batches=micro_batches),),
         num_rows=NUM_ROWS,
     )
 
@@ -179,9 +177,8 @@ def run_splits(
             mine = split.plan.ranks[groups.data_rank]
             part = take(poison(batch) if split.poisoned else batch, mine.rows)
             masks = list(part["response_mask"].each())
-            for micro_batch, rows in zip(mine.micro_batches, mine.local_micro_batches, strict=True):
-                for row in rows:
-                    masks[row] &= not micro_batch.is_filler
+            for row, is_filler in enumerate(mine.is_filler):
+                masks[row] &= not is_filler
             metrics = (
                 engine.forward_backward(
                     part, mine.local_micro_batches, loss_for(head, batch, aggregation, episodes)
@@ -284,11 +281,7 @@ def test_gradient_and_metrics_do_not_depend_on_the_split(
     splits = splits_of(parallel, lengths)
 
     if parallel.data_parallel_size > 1:  # an odd number of rows, one each: a filler row must not count
-        assert any(
-            micro_batch.is_filler
-            for rank in splits["one row each"].plan.ranks
-            for micro_batch in rank.micro_batches
-        )
+        assert any(rank.num_fillers for rank in splits["one row each"].plan.ranks)
 
     assert_all_alike(setting, run(rank_pool, setting, parallel, splits))
 

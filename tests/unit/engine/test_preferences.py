@@ -25,7 +25,7 @@ from megarl.config.schema import (
     ParallelConfig,
     RewardModelLossConfig,
 )
-from megarl.data.packing import RowPrompt, plan_micro_batches
+from megarl.data.packing import plan_micro_batches
 from megarl.models.families import read_architecture
 from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same
@@ -124,7 +124,7 @@ def run_engine(
     groups = start(parallel)
     prompt_length = batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
     prompts = [
-        RowPrompt({1: 0, 6: 0, 7: 0, 3: 2, 5: 4, 9: 8}.get(row, row), int(length))
+        ({1: 0, 6: 0, 7: 0, 3: 2, 5: 4, 9: 8}.get(row, row), int(length))
         for row, length in enumerate(batch["attention_mask"][:, :prompt_length].sum(1))
     ]
     plan = plan_micro_batches(
@@ -137,7 +137,7 @@ def run_engine(
         rows_together=2,
     )
     rank = plan.ranks[groups.data_rank]
-    is_filler = torch.tensor([each.is_filler for each in rank.micro_batches for _ in each.rows])
+    is_filler = torch.tensor(rank.is_filler)
     micro_batches = [list(rows) for rows in rank.local_micro_batches]
     results = []
 

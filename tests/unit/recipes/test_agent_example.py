@@ -19,7 +19,7 @@ from megarl.agents.protocol import Task
 from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
 from megarl.agents.tool_environment import Toolbox, ToolEnvironment
-from megarl.agents.trajectory import EpisodeEnd, Trajectory
+from megarl.agents.trajectory import EpisodeEnd, Sample, Trajectory, VersionSpan
 from megarl.config.load import load_config
 from megarl.config.schema import DataConfig, PPOConfig, SFTConfig, SFTDataConfig
 from megarl.config.validate import validate
@@ -65,13 +65,9 @@ def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: boo
         for turn in turns:
             step = episode.next
             assert isinstance(step, WriteTurn)
-            episode.wrote(
-                step.place,
-                turn.astype(np.int32),
-                np.zeros(len(turn), np.float32),
-                np.ones(len(turn), np.int32),
-                "stop",
-            )
+            spans = (VersionSpan(1, len(turn)),)
+            sample = Sample(turn.astype(np.int32), np.zeros(len(turn), np.float32), "stop", spans)
+            episode.wrote(step.place, sample)
             step = episode.next
             assert isinstance(step, AnswerTurn)
             episode.answered(step.place, *await responder.answer(step))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config.schema import JudgeConfig, JudgeParseConfig
-from megarl.rewards.judge_reply import Judged, JudgeReply, judge_failures, load_judge, read_replies
+from megarl.rewards.judge_reply import JudgeReply, judge_failures, load_judge, read_replies
 
 
-def judged(parse: JudgeParseConfig, text: str) -> Judged:
+def judged(parse: JudgeParseConfig, text: str) -> tuple[tuple[float, ...], dict[str, float], str | None]:
     return read_replies(
         [load_judge(JudgeConfig(name="j", parse=parse))], [JudgeReply(text, 0.5)], "5", {"a": 1}
     )
@@ -32,9 +32,8 @@ def judged(parse: JudgeParseConfig, text: str) -> Judged:
     ],
 )
 def test_scores_are_read(parse: JudgeParseConfig, text: str, score: float) -> None:
-    assert judged(parse, text) == Judged(
-        (score,), {"judge/j": score, "judge/j/latency_s": 0.5, "judge/j/failed": 0.0}
-    )
+    numbers = {"judge/j": score, "judge/j/latency_s": 0.5, "judge/j/failed": 0.0}
+    assert judged(parse, text) == ((score,), numbers, None)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_scores_are_read(parse: JudgeParseConfig, text: str, score: float) -> No
     ],
 )
 def test_replies_without_a_score_are_errors(parse: JudgeParseConfig, text: str, error: str) -> None:
-    assert judged(parse, text) == Judged((), {"judge/j/failed": 1.0}, f"judge j: {error}")
+    assert judged(parse, text) == ((), {"judge/j/failed": 1.0}, f"judge j: {error}")
 
 
 def test_functions_get_the_columns_that_they_name(tmp_path: Path) -> None:
@@ -62,17 +61,19 @@ def test_functions_get_the_columns_that_they_name(tmp_path: Path) -> None:
         "def wrong(reply):\n    return 1 / 0\ndef text(reply):\n    return '1'\n"
     )
     path = str(tmp_path / "p.py")
-    assert judged(JudgeParseConfig(path=path), "abc").scores == (4.0,)
-    assert judged(JudgeParseConfig(path=path, name="wrong"), "abc").error == (
+    assert judged(JudgeParseConfig(path=path), "abc")[0] == (4.0,)
+    assert judged(JudgeParseConfig(path=path, name="wrong"), "abc")[2] == (
         "judge j: wrong raised ZeroDivisionError: division by zero (p.py:4) for 'abc'"
     )
-    assert judged(JudgeParseConfig(path=path, name="text"), "abc").error == (
+    assert judged(JudgeParseConfig(path=path, name="text"), "abc")[2] == (
         "judge j: the score is '1', expected a finite number, in 'abc'"
     )
 
 
 def test_of_several_judges_each_failure_is_counted() -> None:
     judges = [load_judge(JudgeConfig(name=name, parse=JudgeParseConfig(regex="(.)"))) for name in "ab"]
-    found = read_replies(judges, [JudgeReply("", 1.0, "down"), JudgeReply("1", 1.0)], None, {})
-    assert found == Judged((), {"judge/a/failed": 1.0, "judge/b/failed": 0.0}, "judge a: down")
-    assert judge_failures({"x/failed": 1.0, "judge/a": 2.0, **found.numbers}) == found.numbers
+    found = _, numbers, _ = read_replies(
+        judges, [JudgeReply("", 1.0, "down"), JudgeReply("1", 1.0)], None, {}
+    )
+    assert found == ((), {"judge/a/failed": 1.0, "judge/b/failed": 0.0}, "judge a: down")
+    assert judge_failures({"x/failed": 1.0, "judge/a": 2.0, **numbers}) == numbers

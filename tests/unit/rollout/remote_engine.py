@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec
+from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine, RolloutEngineSpec
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.plan import TensorSlices
 from megarl.weights.tensors import Manifest
@@ -54,7 +54,7 @@ class RemoteEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.ask("submit", requests)
 
-    def collect(self, wait_s: float) -> list[FinishedRequest]:
+    def collect(self, wait_s: float) -> list[EndedRequest]:
         return self.ask("collect", wait_s)
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:

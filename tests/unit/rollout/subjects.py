@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megarl.rollout.interface import RolloutEngine, Sample, SamplingParameters
+from megarl.agents.trajectory import Sample
+from megarl.rollout.interface import RolloutEngine, SamplingParameters
 from megarl.weights.tensors import Manifest
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec, random_weights
 from tests.plain_trainer import manifest_of, push

@@ -8,13 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megarl.rollout.interface import (
-    GenerationRequest,
-    RolloutEngine,
-    Sample,
-    SamplingParameters,
-    plan_requests,
-)
+from megarl.agents.trajectory import Sample
+from megarl.rollout.interface import GenerationRequest, RolloutEngine, SamplingParameters, plan_requests
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import TensorMeta, WeightTransferError

@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megarl.agents.trajectory import Sample
 from megarl.models.families import FAMILIES
 from megarl.rollout.hf import decoding
 from megarl.rollout.hf.decoding import sample_tokens
 from megarl.rollout.hf.engine import HFEngine
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
+from megarl.rollout.interface import GenerationRequest, SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import WeightTransferError
 from tests.families import DENSE_FAMILIES, example_architecture
@@ -171,10 +172,10 @@ def test_a_sample_does_not_depend_on_what_is_written_beside_it(engine: HFEngine)
     requests = plan_requests(
         PROMPTS, SamplingParameters(max_new_tokens=7, seed=3, n=2, stop_token_ids=tuple(range(20)))
     )
-    together = {finished.request_id: finished.sample for finished in collected(engine, requests)}
+    together = dict(collected(engine, requests))
     engine.max_concurrency = 2
     in_pairs = dict(collected(engine, requests[::-1]))
-    alone = {request.request_id: collected(engine, [request])[0].sample for request in requests}
+    alone = {request.request_id: collected(engine, [request])[0][1] for request in requests}
     assert {len(sample.token_ids) for sample in together.values()} != {7}
 
     for other in (in_pairs, alone):
@@ -183,7 +184,7 @@ def test_a_sample_does_not_depend_on_what_is_written_beside_it(engine: HFEngine)
             assert other[request_id].log_probs == pytest.approx(sample.log_probs, abs=1e-5)
 
 
-def collected(engine: HFEngine, requests: Sequence[GenerationRequest]) -> list[FinishedRequest]:
+def collected(engine: HFEngine, requests: Sequence[GenerationRequest]) -> list[tuple[int, Sample]]:
     engine.submit(requests)
     return [finished for _ in requests for finished in engine.collect(0.0)]
 
@@ -193,7 +194,7 @@ def test_requests_of_different_kinds_are_decoded_apart(engine: HFEngine) -> None
     engine.submit(
         [GenerationRequest(number, PROMPTS[number], sampling) for number, sampling in enumerate(kinds)]
     )
-    batches = [[finished.request_id for finished in engine.collect(0.0)] for _ in range(3)]
+    batches = [[number for number, _ in engine.collect(0.0)] for _ in range(3)]
     assert batches == [[2, 0], [1], []]  # the longest prompt first, with those that can be batched with it
 
 

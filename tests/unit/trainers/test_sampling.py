@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.agents.trajectory import Sample
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
@@ -18,12 +19,12 @@ from megarl.controller.futures import DerivedFuture, RemoteFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rollout.driver.buffered_rollout import BufferedRollout
+from megarl.rollout.driver.dynamic_sampling import NoSignalError
 from megarl.rollout.driver.finished_groups import RolloutOutput
 from megarl.rollout.driver.rollout import batch_of_samples
-from megarl.rollout.driver.rollout_buffer import NoSignalError
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import Deliver
-from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters, plan_requests
+from megarl.rollout.interface import GenerationRequest, SamplingParameters, plan_requests
 from megarl.rollout.staleness import StalenessController
 from megarl.trainers.sampling import Sampling
 from tests.fake_engine import plain_sample

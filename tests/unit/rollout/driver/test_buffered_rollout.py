@@ -28,9 +28,10 @@ from megarl.machine.background import in_background
 from megarl.machine.errors import RunError
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.buffered_rollout import BufferedRollout, GenerationThread
+from megarl.rollout.driver.dynamic_sampling import NoSignalError
 from megarl.rollout.driver.finished_groups import FinishedGroup, from_bytes, to_bytes
 from megarl.rollout.driver.rollout import Rollout, TokenRules
-from megarl.rollout.driver.rollout_buffer import FailedPromptsError, NoSignalError
+from megarl.rollout.driver.rollout_buffer import FailedPromptsError
 from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.staleness import StalenessController

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
@@ -13,7 +14,7 @@ from megarl.controller.worker import RemoteMethod
 from megarl.rollout.driver.replicas import unshared
 from megarl.rollout.driver.rollout import Rollout, TokenRules, batch_of_samples
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.rollout.interface import FinishedRequest, GenerationRequest, Sample, VersionSpan
+from megarl.rollout.interface import EndedRequest, GenerationRequest
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from tests.fake_engine import plain_sample
 
@@ -99,12 +100,12 @@ class Answer:
 
     def __init__(self, requests: list[GenerationRequest]) -> None:
         self.calls = ()
-        self._finished = [
-            FinishedRequest(request.request_id, sample(request.prompt[::-1], [-1.0] * len(request.prompt)))
+        self._finished: list[EndedRequest] = [
+            (request.request_id, sample(request.prompt[::-1], [-1.0] * len(request.prompt)))
             for request in requests
         ]
 
-    def get(self, timeout: float | None = None) -> list[FinishedRequest]:
+    def get(self, timeout: float | None = None) -> list[EndedRequest]:
         return self._finished
 
 

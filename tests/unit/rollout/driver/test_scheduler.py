@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 
+from megarl.agents.trajectory import Sample
 from megarl.machine.errors import RunError
 from megarl.rehearse.simulation.engines import ScriptedEngine, ScriptedEngines, VirtualClock
 from megarl.rollout.driver.scheduler import RequestScheduler
-from megarl.rollout.interface import GenerationRequest, Sample, SamplingParameters
+from megarl.rollout.interface import GenerationRequest, SamplingParameters
 
 LIMITS = {"max_concurrency": 2, "answer_limit_s": 60, "sample_limit_s": 200}
 

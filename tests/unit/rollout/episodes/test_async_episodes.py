@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.agents.episode import EpisodeLimits
+from megarl.agents.episode import AnswerTurn, EpisodeLimits
 from megarl.agents.protocol import Reply
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
@@ -32,7 +32,7 @@ from megarl.rollout.episodes.episode_runner import TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
-from megarl.rollout.worker.environment import TurnOrder, TurnReport
+from megarl.rollout.worker.environment import TurnReport
 from tests.unit.rollout.driver.test_buffered_rollout import MadeUpWeights, Unscored, trains_in_no_time
 
 SAMPLING = SamplingConfig(n=2)
@@ -77,7 +77,7 @@ class ScriptedEnvironments:
         self._reports: list[TurnReport] = []
         self._lost: list[int] = []
         self._episodes: list[set[int]] = [set(), set()]
-        self._unanswered: list[TurnOrder] = []
+        self._unanswered: list[AnswerTurn] = []
         self.opened = Counter[int]()
         self.closed = Counter[int]()
         self.prompts: dict[int, int] = {}
@@ -92,13 +92,13 @@ class ScriptedEnvironments:
     def is_busy(self) -> bool:
         return bool(self._unanswered or self.ended)
 
-    def order(self, order: TurnOrder) -> None:
+    def order(self, order: AnswerTurn) -> None:
         number = order.episode
         mine = self._episodes[order.episode % 2]
         self.opened[number] += number not in mine
         mine.add(number)
         self._unanswered.append(order)
-        place = order.turn.place
+        place = order.place
         if order.task is not None:
             self._seeds[number] = order.task.seed
         prompt = self._seeds[number]

@@ -25,7 +25,7 @@ from megarl.agents.protocol import CallError, CallErrorKind, Reply, Task
 from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
 from megarl.agents.tool_environment import Toolbox, ToolEnvironment
-from megarl.agents.trajectory import Trajectory
+from megarl.agents.trajectory import Sample, Trajectory, VersionSpan
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics
 from megarl.algorithms.scores import place_scores
@@ -58,8 +58,8 @@ from megarl.rollout.driver.scheduler import Deliver, RequestScheduler
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout, batch_of_trajectories
-from megarl.rollout.interface import GenerationRequest, Sample
-from megarl.rollout.worker.environment import EnvironmentServer, EnvironmentWorker, TurnOrder, TurnReport
+from megarl.rollout.interface import GenerationRequest
+from megarl.rollout.worker.environment import EnvironmentServer, EnvironmentWorker, TurnReport
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
 from tests.fake_engine import plain_sample
 from tests.unit.data.chats import TEMPLATE, character_tokenizer
@@ -76,7 +76,8 @@ def played(*turns: tuple[list[int], list[int]], reward: float = 0.0, error: bool
         step = episode.next
         assert isinstance(step, WriteTurn)
         ids = np.array(written, dtype=np.int32)
-        episode.wrote(step.place, ids, -ids.astype(np.float32) / 100, np.full(len(ids), 4, np.int32), "stop")
+        spans = (VersionSpan(4, len(ids)),)
+        episode.wrote(step.place, Sample(ids, -ids.astype(np.float32) / 100, "stop", spans))
         step = episode.next
         assert isinstance(step, AnswerTurn)
         errors = [CallError(CallErrorKind.timed_out, "slow")] if error else []
@@ -307,9 +308,8 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
             if isinstance(step, WriteTurn):
                 sent.append(step.token_ids)
                 ids = np.array(drawn[len(sent) - 1], dtype=np.int32)
-                episode.wrote(
-                    step.place, ids, -np.ones(len(ids), np.float32), np.full(len(ids), 4, np.int32), "stop"
-                )
+                spans = (VersionSpan(4, len(ids)),)
+                episode.wrote(step.place, Sample(ids, -np.ones(len(ids), np.float32), "stop", spans))
             else:
                 token_ids, reply = await responder.answer(step)
                 bridge += token_ids
@@ -382,7 +382,7 @@ class Writing(RequestScheduler):
         self._end = end_token_id
         self._waiting = list[tuple[GenerationRequest, Deliver[Sample]]]()
         self.seen: list[GenerationRequest] = []
-        self.orders: list[TurnOrder] = []  # that were sent to environment processes
+        self.orders: list[AnswerTurn] = []  # that were sent to environment processes
 
     is_at_work = property(lambda self: bool(self._waiting))
 
@@ -594,8 +594,8 @@ def test_a_task_is_sent_once_to_each_process_of_its_episode(tmp_path: Path, deat
         assert rollout.environments.num_restarts == len(deaths)
         assert made.non_tensor_batch["num_turns"].tolist() == [1, 1, 2, 2, 3, 3, 3, 3]
         # The first turn of each attempt has the task, and no other turn has it.
-        assert {order.turn.place[1] == 0 for order in writing.orders if order.task} == {True}
-        assert all(order.task for order in writing.orders if order.turn.place[1] == 0)
+        assert {order.place[1] == 0 for order in writing.orders if order.task} == {True}
+        assert all(order.task for order in writing.orders if order.place[1] == 0)
         later.append(sorted(len(pickle.dumps(order)) for order in writing.orders if not order.task))
         tasks = [len(pickle.dumps(order)) for order in writing.orders if order.task]
         assert min(tasks) > size
@@ -632,8 +632,12 @@ def test_an_episode_that_ends_while_its_turn_waits_gets_no_environment() -> None
         def task(name: str) -> Task:
             return Task(extra_info={"name": name})
 
-        await server.answer(TurnOrder(2, task("c"), first))
-        orders = [TurnOrder(0, task("a"), first), TurnOrder(1, task("b"), first), TurnOrder(2, None, second)]
+        await server.answer(first._replace(episode=2, task=task("c")))
+        orders = [
+            first._replace(episode=0, task=task("a")),
+            first._replace(episode=1, task=task("b")),
+            second._replace(episode=2),
+        ]
         answers = [asyncio.ensure_future(server.answer(order)) for order in orders]
         await asyncio.sleep(0)  # the first has the slot, and the others wait
         await asyncio.gather(server.close(1), server.close(2))

@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from megarl.models.families import FAMILIES  # noqa: E402
 from megarl.models.fp8 import scale_name  # noqa: E402
-from megarl.rollout.derived_tensors import DerivedTensors, refresh_derived  # noqa: E402
+from megarl.rollout.derived_tensors import derived_tensors, refresh_derived  # noqa: E402
 from megarl.rollout.destinations import DestinationPlan, record_plan, storage_of  # noqa: E402
 from megarl.rollout.sglang.cpu_fp8 import dequantize_in_products  # noqa: E402
 from megarl.weights.tensors import TensorMeta  # noqa: E402
@@ -160,9 +160,9 @@ def pushed_and_loaded(model: Any, manifest: dict[str, TensorMeta]) -> dict[str, 
     Returns:
         The names that the loader derives by what it writes and by value, and those that differ after a push.
     """
-    with DerivedTensors(model) as derived:
+    with derived_tensors(model) as derived:
         plan = record_plan(model, manifest)
-    with DerivedTensors(model) as refreshed:
+    with derived_tensors(model) as refreshed:
         refresh_derived(model)
     with torch.no_grad():
         model.load_weights(iter(random_weights(manifest, 2).items()))
@@ -173,9 +173,9 @@ def pushed_and_loaded(model: Any, manifest: dict[str, TensorMeta]) -> dict[str, 
         cache_scales = empty_cache_scales(model)
         refresh_derived(model)
     return {
-        "derived": sorted(name.partition(" of ")[0] for name in derived.written),
+        "derived": sorted(name.partition(" of ")[0] for name in derived),
         "derived_by_value": by_value,
-        "stale": sorted(derived.written - refreshed.written),
+        "stale": sorted(derived - refreshed),
         "stale_by_value": differing(model, expected),
         "cache_scales": [float(scale) for scale in cache_scales],
     }

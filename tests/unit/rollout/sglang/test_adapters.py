@@ -114,7 +114,7 @@ def test_requests_in_flight_continue_with_the_new_adapter(server: SGLangEngine) 
         while not samples:
             samples = server.collect(5.0)
 
-    [sample] = [finished.sample for finished in samples]
+    [(_, sample)] = samples
     assert sample.weight_versions[-1] == 2
     tokens = sample.token_ids.tolist()
     start = sample.spans[0].end if len(sample.spans) > 1 else 0

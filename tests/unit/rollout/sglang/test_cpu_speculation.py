@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megarl.agents.trajectory import Sample
 from megarl.config.schema import SGLangConfig, SGLangMode
-from megarl.rollout.interface import Sample, SamplingParameters, plan_requests
+from megarl.rollout.interface import SamplingParameters, plan_requests
 from megarl.rollout.sglang.cpu_speculation import (
     accept_chain,
     build_chain,

@@ -15,8 +15,9 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
+from megarl.agents.trajectory import Sample
 from megarl.machine.errors import EngineDeadError
-from megarl.rollout.interface import Sample, SamplingParameters, plan_requests
+from megarl.rollout.interface import SamplingParameters, plan_requests
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.weights.tensors import WeightTransferError
