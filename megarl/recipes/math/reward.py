@@ -13,32 +13,18 @@ of CPU time. It requires `pip install math-verify` (in requirements/gpu.txt).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
-import signal
-import threading
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
-
-from megarl.recipes.math.equality import normal_form, same
-from megarl.recipes.math.reading import Answer, Items, Words, readings
+from megarl.recipes.math.equality import normal_form, parsed, same, within_limit
+from megarl.recipes.math.reading import Answer, Words, readings
 from megarl.rewards.encodable import refuse_unencodable
 from megarl.rewards.thinking import outside_thinking
 
-LIMIT_S = 2.0  # CPU time of one comparison by Math-Verify
-# Maximum characters of an answer that is parsed.
-_LONGEST = 2000
-_LONGEST_FOR_MATH_VERIFY = 500
-# Formulas that Math-Verify would compute for minutes, partly in C code that no signal interrupts: high
-# powers, factorials of large numbers, long sums.
-_HUGE = re.compile(
-    r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}"
-    r"|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)",
-    re.DOTALL,
-)
+_LONGEST = 2000  # maximum characters of an answer that is parsed
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOSEN = re.compile(
     r"(?:(?:(?:[Tt]he )?(?:[Cc]orrect )?[Aa]nswer(?: is|:| is:)|[Oo]ption|[Cc]hoice) )?"
@@ -76,14 +62,10 @@ def compute_score(
     if choice is not None:
         return {"score": float(choice[0] == choice[1]), "answer": choice[1]}
     answers = readings(given)
-    verdicts = [(same(truth, answer), answer) for truth in truths for answer in answers]
-    meant = next((answer for verdict, answer in verdicts if verdict), answers[0])
-    is_right = any(verdict for verdict, _ in verdicts)
-    # Math-Verify is slow, so it only decides cases that the parser cannot.
-    if not is_right and any(verdict is None for verdict, _ in verdicts):
-        is_right = _verified(text, given)
+    pairs = itertools.product(truths, answers)
+    meant = within_limit(lambda: next((answer for truth, answer in pairs if same(truth, answer)), None))
 
-    return {"score": float(is_right), "answer": normal_form(meant)[:_LONGEST]}
+    return {"score": float(meant is not None), "answer": normal_form(meant or answers[0])[:_LONGEST]}
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
@@ -104,12 +86,13 @@ def check_truth(ground_truth: Any) -> None:
 def _read_truth(text: str) -> tuple[Answer, ...]:
     boxed = final_answer(text) if "\\boxed" in text else None
     truths = readings(boxed or text)
-    unread = _unread(truths[0])
+    is_unread = isinstance(truths[0], Words) and not truths[0].is_read
 
     if (
         not text.strip()
         or text.strip().lower() in ("nan", "null")
-        or any(not _parsed(each) for each in unread)
+        or is_unread
+        and not within_limit(lambda: parsed(truths[0].latex))
     ):
         raise ValueError(
             f"the ground truth {text[:100]!r} is not a mathematical expression; write only the answer, such "
@@ -133,15 +116,6 @@ def _truth(ground_truth: Any) -> tuple[str, tuple[Answer, ...]]:
 
     text = str(ground_truth).strip()
     return text, _read_truth(text)
-
-
-def _unread(answer: Answer) -> list[str]:
-    match answer:
-        case Words(text, is_read=False):
-            return [text]
-        case Items(items=items):
-            return [text for item in items for text in _unread(item)]
-    return []
 
 
 def _chosen(truth: str, given: str) -> tuple[str, str] | None:
@@ -170,58 +144,6 @@ def _unwrapped(text: str) -> str:
         .strip()
         .strip("*$.\\ ")
     )
-
-
-# ---- Math-Verify
-
-
-class _TooSlow(BaseException):
-    """Interrupts Math-Verify, which would catch a subclass of Exception."""
-
-
-def _verified(truth: str, answer: str) -> bool:
-    left = _parsed(truth)
-    right = _parsed(answer)
-    if not left or not right:
-        return False
-
-    return bool(
-        _within_limit(lambda: verify(left, right, timeout_seconds=None, allow_set_relation_comp=True))
-    )
-
-
-def _parsed(text: str) -> list[Any]:
-    if len(text) > _LONGEST_FOR_MATH_VERIFY or _HUGE.search(text):
-        return []
-    # Without this configuration, Math-Verify may take the last number of a text for its value.
-    only_latex = [LatexExtractionConfig()]
-    # pyrefly: ignore[bad-argument-type]  # None turns the limit off
-    return _within_limit(lambda: parse(f"\\boxed{{{text}}}", only_latex, parsing_timeout=None)) or []
-
-
-def _within_limit(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, or None if it takes more than LIMIT_S of CPU time.
-
-    Only the main thread receives signals; reward processes score in it. In other threads
-    `reward.time_limit_s` is the only limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return call()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise _TooSlow
-
-    # The timer counts CPU time, so that a busy machine does not change the verdict.
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
-
-    try:
-        return call()
-    except _TooSlow:
-        return None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 # ---- the final answer of a response
