@@ -1,6 +1,7 @@
 """Decides whether two answers are equal, and returns the same text for equal answers.
 
-Math-Verify compares what only it can parse, such as matrices and integrals, and equations that may be equivalent.
+Math-Verify compares what only it can parse, such as matrices and integrals, and equations that may be
+equivalent.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from math_verify import LatexExtractionConfig, verify
 from math_verify import parse as parse_latex
 
 from megarl.recipes.math.formula import Formula, Number, context, is_real, is_rounded, over, same_value
-from megarl.recipes.math.notation import is_asked_for, is_name, sides_of
-from megarl.recipes.math.reading import Answer, Items, Relation, Words, as_union
+from megarl.recipes.math.notation import ASKED_FOR, RELATIONS, is_name, split
+from megarl.recipes.math.reading import Answer, Items, Relation, Words, as_union, is_unread
 
 LIMIT_S = 2.0  # CPU time of one comparison
 _LONGEST_FOR_MATH_VERIFY = 500  # characters
@@ -43,14 +44,13 @@ def same(truth: Answer, answer: Answer) -> bool:
     # `x = 5` answers a question whose truth is `5`, and vice versa.
     if isinstance(answer, Relation) and not isinstance(truth, Relation):
         return any(same(truth, value) for value in stated_values(answer, lenient=True))
-    unread = [each.text for each in (truth, answer) if isinstance(each, Words) and not each.is_read]
     if isinstance(truth, Relation) and not isinstance(answer, Relation):
-        if unread and len(sides_of(answer.latex)[0]) > 1:
+        if is_unread(answer) and len(split(answer.latex, RELATIONS)[0]) > 1:
             return _verified(truth.latex, answer.latex)
         return any(same(value, answer) for value in stated_values(truth, lenient=False))
-    if unread:
-        texts = {"".join(text.split()).replace('"', "") for text in unread}
-        return len(unread) == 2 and len(texts) == 1 or _verified(truth.latex, answer.latex)
+    if is_unread(truth) or is_unread(answer):
+        texts = {re.sub(r'[\s"]', "", each.latex) for each in (truth, answer)}
+        return len(texts) == 1 or _verified(truth.latex, answer.latex)
 
     match truth, answer:
         case Formula(), Formula():
@@ -100,24 +100,15 @@ def _same_items(truth: Items, answer: Items) -> bool:
     # The order of elements matters in tuples, intervals, and lists of values for different names.
     if brackets <= {"set"} and (len(_names(truths)) < 2 or len(_names(answers)) == len(answers)):
         return _match(truths, answers)
-    return all(map(same, _values(truths), _values(answers)))
+    return all(map(same, truths, answers))
 
 
 def _distinct(items: Sequence[Answer]) -> list[Answer]:
-    kept: list[Answer] = []
-    for item in items:
-        if not any(same(other, item) for other in kept):
-            kept.append(item)
-    return kept
+    return [item for at, item in enumerate(items) if not any(same(other, item) for other in items[:at])]
 
 
 def _names(items: Sequence[Answer]) -> set[str]:
     return {item.left for item in items if isinstance(item, Relation) and is_name(item.left)}
-
-
-def _values(items: Sequence[Answer]) -> list[Answer]:
-    values = [stated_values(item, lenient=False) if isinstance(item, Relation) else [] for item in items]
-    return [found[0] if found else item for item, found in zip(items, values, strict=True)]
 
 
 def _match(truths: Sequence[Answer], answers: Sequence[Answer]) -> bool:
@@ -168,13 +159,9 @@ def stated_values(relation: Relation, lenient: bool) -> list[Answer]:
 
 def _is_asked_for(relation: Relation) -> bool:
     """Whether the left side is no equation to solve: a quantity such as `m + n`, or one that is not read."""
-    has_digits = any(character.isdigit() for character in relation.left)
-    match relation.sides[0]:
-        case Words(is_read=False):
-            return True
-        case Formula(names=names) if len(names) > 1 and not has_digits:
-            return True
-    return is_asked_for(relation.left)
+    first = relation.sides[0]
+    is_sum = isinstance(first, Formula) and len(first.names) > 1 and not re.search(r"\d", relation.left)
+    return is_sum or is_unread(first) or ASKED_FOR.fullmatch(relation.left) is not None
 
 
 def _without_steps(relation: Relation) -> list[Relation]:
@@ -229,15 +216,13 @@ def normal_form(answer: Answer) -> str:
     match answer:
         case Formula():
             return _formula_text(answer)
-        case Relation(_, sides, signs):
+        case Relation(sides, signs):
             values = stated_values(answer, lenient=False)
             if values:
                 return normal_form(values[-1])
-            parts = [
-                text for pair in zip(map(normal_form, sides), [*signs, ""], strict=True) for text in pair
-            ]
             scaled = _scaled(answer)
-            return f"0 {signs[0]} {_formula_text(scaled, 1)}" if scaled else " ".join(parts).strip()
+            texts = [*signs, *map(normal_form, sides)]
+            return f"0 {signs[0]} {_formula_text(scaled, 1)}" if scaled else " ".join(texts)
         case Items(kind=kind, items=items):
             texts = list(map(normal_form, items))
             if kind == "union":
@@ -260,19 +245,10 @@ def _formula_text(formula: Formula, at: int = 0) -> str:
 
 
 def _number_text(value: Number) -> str:
-    if not context.isfinite(value):
-        return "infinity" if value > 0 else "-infinity"
-    # A root or a logarithm may be rational.
-    if is_real(value) and 1e-9 < abs(value) < 1e15:
-        exact = value if isinstance(value, Fraction) else Fraction(str(context.nstr(value.real, 60)))
-        near = exact.limit_denominator(10**9)
-        if abs(near - exact) < Fraction(1, 10**30):
-            return str(near)
-    return (
-        str(value)
-        if isinstance(value, Fraction) and value.denominator == 1
-        else str(context.nstr(context.convert(value), 20))
-    )
+    if isinstance(value, Fraction) and value.denominator == 1:
+        return str(value)
+    real = context.convert(value.real if is_real(value) else value)
+    return context.nstr(real, 20).removesuffix(".0")
 
 
 # ---- Math-Verify

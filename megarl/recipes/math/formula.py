@@ -57,7 +57,8 @@ class Formula(NamedTuple):
         return Formula(_at_each(operator.mul, self.values, (factor,)), self.names, place, unit)
 
     def minus(self, other: Formula) -> Formula:
-        return Formula(_at_each(_subtract, self.values, other.values), self.names | other.names)
+        values = _at_each(lambda left, right: _add(left, -right), self.values, other.values)
+        return Formula(values, self.names | other.names)
 
 
 # ---- arithmetic
@@ -97,10 +98,6 @@ def _add(left: Number, right: Number) -> Number:
     return Fraction(0) if is_rounding else total
 
 
-def _subtract(left: Number, right: Number) -> Number:
-    return _add(left, -right)
-
-
 def over(above: Number, below: Number) -> Number:
     return above * (1 / below if isinstance(below, Fraction) else context.mpf(1) / below)
 
@@ -122,9 +119,8 @@ def _counted(exact: Callable[..., int], near: Callable[..., Any], *operands: Num
     """Return a factorial or a binomial coefficient, exactly if its operands are small whole numbers."""
     if max(map(_size, operands)) >= _LARGEST:
         raise ValueError("the operand is too large")
-    wholes = [each for each in operands if isinstance(each, Fraction) and each.denominator == 1]
-    if len(wholes) == len(operands) and all(0 <= each <= _LARGEST_EXACT for each in wholes):
-        return Fraction(exact(*(each.numerator for each in wholes)))
+    if all(isinstance(each, Fraction) and each in range(_LARGEST_EXACT + 1) for each in operands):
+        return Fraction(exact(*map(int, operands)))
     return near(*map(context.convert, operands))
 
 
@@ -387,49 +383,51 @@ def is_real(value: Number) -> bool:
 def same_number(left: Number, right: Number) -> bool:
     if isinstance(left, Fraction) and isinstance(right, Fraction) or not context.isfinite(left + right):
         return left == right
-    return bool(_size(_subtract(left, right)) <= _SAME * max(_size(left), _size(right)))
+    return bool(_size(_add(left, -right)) <= _SAME * max(_size(left), _size(right)))
 
 
 def same_value(left: Formula, right: Formula) -> bool:
+    """Whether two constants are equal, or two formulas with variables agree at enough points."""
     if not left.names and not right.names:
         return _same_constant(left, right)
-    agreed = 0
-    # Formulas with variables are equal if they agree at enough points.
     both = (itertools.cycle(left.values), itertools.cycle(right.values))
-    for pair in itertools.islice(zip(*both, strict=True), _NUM_POINTS):
-        # A root of a negative number may be another one of several complex numbers.
-        if None in pair or agreed >= _FEWEST_POINTS and not all(map(is_real, pair)):
-            continue
-        if not same_number(*pair):
-            return False
-        agreed += 1
-
-    return agreed >= _FEWEST_POINTS
+    points = itertools.islice(zip(*both, strict=True), _NUM_POINTS)
+    pairs = [pair for pair in points if None not in pair]
+    # A root of a negative number may be another one of several complex numbers.
+    others = [pair for pair in pairs[_FEWEST_POINTS:] if all(map(is_real, pair))]
+    is_known = len(pairs) >= _FEWEST_POINTS
+    return is_known and all(same_number(*pair) for pair in (*pairs[:_FEWEST_POINTS], *others))
 
 
 def _same_constant(left: Formula, right: Formula) -> bool:
     pair = (left.values[0], right.values[0])
-    if pair[0] is None or pair[1] is None or same_number(*pair):
+    if None in pair or same_number(*pair):
         return None not in pair
     # A decimal agrees up to its last place, at least six digits: 0.333333 is 1/3.
     places = [place for place in (left.last_place, right.last_place) if place is not None]
-    if not places or not all(map(is_real, pair)):
+    distance = _distance(left, right)
+    if not places or distance is None:
         return False
-    difference = _size(_subtract(*pair))
-    return bool(difference < context.convert(max(places)) and difference <= 2e-6 * max(map(_size, pair)))
+    return bool(
+        abs(distance) < context.convert(max(places)) and abs(distance) <= 2e-6 * max(map(_size, pair))
+    )
+
+
+def _distance(left: Formula, right: Formula) -> Any:
+    """Return the difference of two real constants; None for other formulas."""
+    value = left.minus(right).values[0]
+    is_known = not left.names | right.names and value is not None and is_real(value)
+    return context.convert(value).real if is_known else None
 
 
 def is_below(left: Formula, right: Formula) -> bool:
     """Whether a constant is less than another one; true if it is not known."""
-    difference = right.minus(left)
-    value = difference.values[0]
-    return bool(difference.names or value is None or not is_real(value) or value.real > 0)
+    distance = _distance(left, right)
+    return distance is None or bool(distance < 0)
 
 
 def is_rounded(exact: Formula, rounded: Formula) -> bool:
     """Whether a number is the other one rounded to its last place, or to an integer."""
-    difference = exact.minus(rounded)
-    value = difference.values[0]
-    if difference.names or value is None or not is_real(value):
-        return False
-    return bool(_size(value) <= context.convert(rounded.last_place or Fraction(1, 2)))
+    distance = _distance(exact, rounded)
+    place = context.convert(rounded.last_place or Fraction(1, 2))
+    return distance is not None and bool(abs(distance) <= place)

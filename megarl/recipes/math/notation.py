@@ -6,6 +6,7 @@ A name is only the left side of a value: `x = 5` is an answer, 5. The right side
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -66,6 +67,9 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\(?:leq|leqslant|leqq)(?![A-Za-z])", r"\\le"),
     (r"\\(?:geq|geqslant|geqq)(?![A-Za-z])", r"\\ge"),
     (r"\\(?:neq|not\s*=)(?![A-Za-z])", r"\\ne"),
+    ("<=", r"\\le "),
+    (">=", r"\\ge "),
+    ("!=", r"\\ne "),
     (r"\\lt(?![A-Za-z])", "<"),
     (r"\\gt(?![A-Za-z])", ">"),
     (r"\\(?:varnothing|O)(?![A-Za-z])", r"\\emptyset"),
@@ -87,7 +91,7 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\Bbb\s*\{?([A-Z])\}?|\\mathbb\s+([A-Z])", r"\\mathbb{\1\2}"),
     (r"\\mathbb\{R\}|\\R(?![A-Za-z])|\\Re(?![A-Za-z])", r"\\mathbb{R}"),
     # Currencies.
-    (r"^(\s*-?\s*)\\?\$\s*(-?[\d.,]+[^$]*)$", r'\1\2 "dollars"'),
+    (r"^(\s*-?\s*)\\?\$\s*(-?[\d.,]+[^$]*?)[\s.;]*$", r'\1\2 "dollars"'),
     (r"(?<!\\)\$|(?<!\\)\\[()\[\]]|[€£]|^USD(?= ?\d)", ""),
     # Words remain as quoted text; single letters and numbers in them are formulas.
     (
@@ -115,10 +119,10 @@ def plain_latex(text: str) -> str:
 # ---- the parts of an answer
 
 
-_RELATIONS = re.compile(
-    r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)"
+# The signs between the sides of a relation; `P(X = 1)` is one side.
+RELATIONS = re.compile(
+    r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<|>|=)"
 )
-_SAME_SIGNS = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}
 SEMICOLONS = re.compile("(;)")
 # Commas, but not those of numbers such as 1,000.
 _COMMAS = re.compile(r"((?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)|,)")
@@ -136,9 +140,9 @@ def split(text: str, separator: re.Pattern[str] = _COMMAS) -> tuple[list[str], l
     for at, piece in enumerate(separator.split(text)):
         if at % 2 == 0 or piece[0].isdigit() or depth:
             parts[-1] += piece
-            depth = _depth(piece, depth)
+            depth = depth_after(piece, depth)
         else:
-            found.append(_SAME_SIGNS.get(piece, piece))
+            found.append(piece)
             parts.append("")
 
     return [part.strip() for part in parts], found
@@ -158,26 +162,16 @@ def listed(text: str) -> list[str]:
     return parts if all(parts) else [text]
 
 
-def sides_of(text: str) -> tuple[list[str], list[str]]:
-    """Split text at the signs of relations; `P(X = 1)` is one side."""
-    return split(text, _RELATIONS)
-
-
-def is_balanced(text: str) -> bool:
-    return _depth(text) == 0
-
-
-def _depth(text: str, depth: float = 0.0) -> float:
+def depth_after(text: str, depth: float = 0.0) -> float:
     """Return the number of open brackets after a text; minus infinity if one was closed that was not open."""
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            return -math.inf
-    return depth
+    steps = ((character in "([{") - (character in ")]}") for character in text)
+    depths = list(itertools.accumulate(steps, initial=depth))
+    return depths[-1] if min(depths) >= 0 else -math.inf
 
 
 # ---- names
 
+_SHORT = r"(?=.{1,100}\Z)"  # longer texts, which could take long, are no names
 _GREEK = "|".join(sorted(GREEK_NAMES, key=len, reverse=True))
 _LETTER = rf"(?:[A-Za-z]|(?:\\(?:{_GREEK}|ell|hbar)|\b(?:{_GREEK}))(?![A-Za-z]))"
 _BELOW = r"(?:_\s*(?:\{[^{}]*\}|\\[a-z]+|\w))"
@@ -189,11 +183,13 @@ _ACCENTED = (
     r"(?![A-Za-z])\s*"
     rf"(?:\{{\s*(?:{_POINTS}|{_LETTER}{_MARKS})\s*\}}|{_LETTER}){_MARKS}"
 )
+# A geometric object or a marked letter, which is not a product of its letters.
 _LABEL = (
     rf"(?:\\(?:measured|spherical)?angle\s*(?:[A-Z]{_MARKS}\s*)+"
     rf"|\\(?:tri|square)angle\s*{_POINTS}|{_ACCENTED})"
 )
-_VARIABLE = re.compile(rf"{_LETTER}{_MARKS}")
+VARIABLE = re.compile(rf"{_LETTER}{_MARKS}")  # a single letter with an optional index
+LABEL = re.compile(rf"{_SHORT}{_LABEL}")
 # The arguments of a function are values and events: `f(x+1) = ...` is an equation for f.
 _ARGUMENT = r"-?(?:[\w\s{}|'.]|\\(?:frac|sqrt|pi|cap|cup|mid|infty|theta|alpha|omega|lambda|bar|overline)\b)+"
 _CALL = rf"\s*(?:\(\s*{_ARGUMENT}(?:,\s*{_ARGUMENT})*\)|\[\s*[A-Z]\w*\s*\])"
@@ -224,14 +220,11 @@ _WORDS = re.compile(
     rf"(?:{_POINTS}|{_LETTER}{_MARKS}|[(\[][^()=\[\]]*[)\]])?\s*(?:\"[^\"\d=]*\")?"
 )
 _ANGLE = rf"(?:\\angle\s*[A-Z]+|[A-Z]|(?:2\s*)?\\(?:{_GREEK}))"
-_ASKED_FOR = re.compile(
-    rf"\\?(?:sin|cos|tan|cot|sec|csc)\s*(?:{_ANGLE}|\(\s*{_ANGLE}\s*\))|\|\s*{_LETTER}{_MARKS}\s*\|"
+# A quantity that a problem asks for, such as `\sin A` or `|z|`.
+ASKED_FOR = re.compile(
+    rf"{_SHORT}(?:\\?(?:sin|cos|tan|cot|sec|csc)\s*(?:{_ANGLE}|\(\s*{_ANGLE}\s*\))"
+    rf"|\|\s*{_LETTER}{_MARKS}\s*\|)"
 )
-
-
-def is_variable(text: str) -> bool:
-    """Whether the text is a single letter with an optional index."""
-    return _VARIABLE.fullmatch(text) is not None
 
 
 def is_name(text: str) -> bool:
@@ -243,16 +236,6 @@ def is_name(text: str) -> bool:
 
     words = text.split()
     return all(map(str.isalpha, words)) and any(map(is_prose, words)) and not FUNCTION_NAMES & set(words)
-
-
-def is_label(text: str) -> bool:
-    """Whether the text denotes a geometric object or a marked letter, not a product of its letters."""
-    return len(text) <= 100 and re.fullmatch(_LABEL, text) is not None
-
-
-def is_asked_for(text: str) -> bool:
-    """Whether the text is a quantity that a problem asks for, such as `\\sin A` or `|z|`."""
-    return len(text) <= 100 and _ASKED_FOR.fullmatch(text) is not None
 
 
 # ---- units

@@ -11,17 +11,17 @@ from megarl.recipes.math.formula import Formula, context, is_below, parse, same_
 from megarl.recipes.math.notation import (
     AND,
     APPROXIMATELY,
+    LABEL,
     OR,
+    RELATIONS,
     SCALES,
     SEMICOLONS,
-    is_balanced,
-    is_label,
+    VARIABLE,
+    depth_after,
     is_name,
-    is_variable,
     listed,
     plain_latex,
     readings_of_units,
-    sides_of,
     split,
     with_wide_commas,
 )
@@ -112,8 +112,13 @@ def readings(text: str) -> tuple[Answer, ...]:
         return (Words(text, is_read=False, latex=text),)
 
 
+def is_unread(answer: Answer) -> bool:
+    return isinstance(answer, Words) and not answer.is_read
+
+
 def _read(text: str) -> Answer:
-    return _without_text(text)._replace(latex=text)
+    answer = _without_text(text)
+    return answer._replace(latex=answer.latex or text)
 
 
 def _without_text(text: str) -> Answer:
@@ -137,7 +142,7 @@ def _without_text(text: str) -> Answer:
     if shorter != words and re.search(r"[\d\\]", shorter):
         return _read(plain_latex(shorter))
 
-    if is_label(text) or _DERIVATIVE.search(text):
+    if LABEL.fullmatch(text) or _DERIVATIVE.search(text):
         return Words(re.sub(r"\s+", "", text))
     if _DOTS.fullmatch(text):
         return Words("...")
@@ -159,10 +164,9 @@ def _several(text: str) -> Answer | None:
 
     # Alternatives of several named values are groups: `x = 1, y = 2 or x = 3, y = 4` are two points.
     alternatives = OR.split(text)
-    word = "or"
-    if len(alternatives) == 1 and text[:1] not in "([":
+    word = "or" if len(alternatives) > 1 else ","
+    if word == "," and text[:1] not in "([":
         alternatives = split(text, SEMICOLONS)[0]
-        word = ","
     if len(alternatives) > 1 and all(part.strip() for part in alternatives):
         groups = [[_read(part.strip()) for part in listed(each)] for each in alternatives]
         if all(len({item.left for item in group if isinstance(item, Relation)}) > 1 for group in groups):
@@ -229,7 +233,7 @@ def _brackets(text: str) -> Answer | None:
     # In a tuple or set such as (1,234) a comma is a separator, unless others separate the items.
     ways = (split(inner)[0], split(with_wide_commas(inner))[0], split(inner, SEMICOLONS)[0])
     items = next((way for way in ways if len(way) > 1), ways[0])
-    if not is_balanced(inner) or (len(items) == 1 and not (is_set and opening == "\\{")):
+    if depth_after(inner) or (len(items) == 1 and not (is_set and opening == "\\{")):
         return None
 
     builder = re.fullmatch(r"\s*\w+\s*(?:\\in\s*\\mathbb\{R\})?\s*[|:](.*)", inner) if is_set else None
@@ -257,7 +261,7 @@ def as_union(answer: Answer) -> Items | None:
 
 
 def _relation(text: str) -> Answer | None:
-    sides, signs = sides_of(text)
+    sides, signs = split(text, RELATIONS)
     if not signs or text.startswith("\\{"):
         return None
     # Answers such as `= 5` and `> 5` have no left side.
@@ -295,8 +299,8 @@ def _relation(text: str) -> Answer | None:
 def _side(text: str) -> Answer:
     side = _read(text)
     # A function is not a product with its argument.
-    is_function = is_name(text) and not is_variable(text) and ("(" in text or '"' in text)
-    is_formula = isinstance(side, Formula) or isinstance(side, Words) and not side.is_read
+    is_function = is_name(text) and not VARIABLE.fullmatch(text) and ("(" in text or '"' in text)
+    is_formula = isinstance(side, Formula) or is_unread(side)
     return Words(re.sub(r'[\s"]+', "", text), latex=text) if is_function and is_formula else side
 
 

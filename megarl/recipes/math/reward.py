@@ -6,8 +6,8 @@
 The answer is in the last \\boxed{}; see `final_answer` for responses without one. Exact numbers are compared
 exactly; a decimal equals any number that agrees with all of its digits, at least six (`0.333333` and `1/3`).
 Formulas are compared by their values at several points, and lists, sets, tuples, intervals, inequalities and
-equations by their parts. Math-Verify compares everything else, such as matrices and integrals, within LIMIT_S
-of CPU time. It requires `pip install math-verify` (in requirements/gpu.txt).
+equations by their parts. Math-Verify compares everything else, such as matrices and integrals. A comparison
+takes at most two seconds of CPU time. It requires `pip install math-verify` (in requirements/gpu.txt).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.recipes.math.equality import normal_form, parsed, same, within_limit
-from megarl.recipes.math.reading import Answer, Words, readings
+from megarl.recipes.math.reading import Answer, is_unread, readings
 from megarl.rewards.encodable import refuse_unencodable
 from megarl.rewards.thinking import outside_thinking
 
-_LONGEST = 2000  # maximum characters of an answer that is parsed
+_LONGEST = 2000  # maximum characters of an answer, or of a line without a box, that is parsed
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOSEN = re.compile(
     r"(?:(?:(?:[Tt]he )?(?:[Cc]orrect )?[Aa]nswer(?: is|:| is:)|[Oo]ption|[Cc]hoice) )?"
@@ -64,8 +64,9 @@ def compute_score(
     answers = readings(given)
     pairs = itertools.product(truths, answers)
     meant = within_limit(lambda: next((answer for truth, answer in pairs if same(truth, answer)), None))
+    normal = within_limit(lambda: normal_form(meant or answers[0])) or given
 
-    return {"score": float(meant is not None), "answer": normal_form(meant or answers[0])[:_LONGEST]}
+    return {"score": float(meant is not None), "answer": normal[:_LONGEST]}
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
@@ -86,12 +87,10 @@ def check_truth(ground_truth: Any) -> None:
 def _read_truth(text: str) -> tuple[Answer, ...]:
     boxed = final_answer(text) if "\\boxed" in text else None
     truths = readings(boxed or text)
-    is_unread = isinstance(truths[0], Words) and not truths[0].is_read
-
     if (
         not text.strip()
         or text.strip().lower() in ("nan", "null")
-        or is_unread
+        or is_unread(truths[0])
         and not within_limit(lambda: parsed(truths[0].latex))
     ):
         raise ValueError(
@@ -158,7 +157,6 @@ _QUANTITY = (
 _QUANTITIES = re.compile(
     rf"(?<![\w.,]){_QUANTITY}|(?<=[$€£]){_QUANTITY}|\\frac\s*\{{[^{{}}]*\}}\{{[^{{}}]*\}}"
 )
-_LONGEST_LINE = 2000  # maximum characters that are read of a line without a box
 _SEPARATORS = re.compile(r"\s*(?:,|,?\s*\bor\b|,?\s*\band\b)\s*")
 
 
@@ -176,8 +174,8 @@ def final_answer(response: str) -> str | None:
         return _content(response, boxes[-1].end())
     said = list(_SAYS_SO.finditer(response))
     if not said:
-        return _without_box(response.strip().rpartition("\n")[2][-_LONGEST_LINE:])
-    line = response[said[-1].end() :].strip().partition("\n")[0][:_LONGEST_LINE]
+        return _without_box(response.strip().rpartition("\n")[2][-_LONGEST:])
+    line = response[said[-1].end() :].strip().partition("\n")[0][:_LONGEST]
 
     return line.strip(" .*") if re.search(r"=.*\b(?:or|and)\b.*=", line) else _without_box(line)
 
