@@ -119,7 +119,8 @@ def _counted(exact: Callable[..., int], near: Callable[..., Any], *operands: Num
     """Return a factorial or a binomial coefficient, exactly if its operands are small whole numbers."""
     if max(map(_size, operands)) >= _LARGEST:
         raise ValueError("the operand is too large")
-    if all(isinstance(each, Fraction) and each in range(_LARGEST_EXACT + 1) for each in operands):
+    are_whole = all(isinstance(each, Fraction) and each.denominator == 1 for each in operands)
+    if are_whole and 0 <= min(operands) and max(operands) <= _LARGEST_EXACT:
         return Fraction(exact(*map(int, operands)))
     return near(*map(context.convert, operands))
 
