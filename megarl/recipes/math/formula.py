@@ -120,7 +120,7 @@ def _counted(exact: Callable[..., int], near: Callable[..., Any], *operands: Num
     if max(map(_size, operands)) >= _LARGEST:
         raise ValueError("the operand is too large")
     are_whole = all(isinstance(each, Fraction) and each.denominator == 1 for each in operands)
-    if are_whole and 0 <= min(operands) and max(operands) <= _LARGEST_EXACT:
+    if are_whole and min(operands) >= 0 and max(operands) <= _LARGEST_EXACT:
         return Fraction(exact(*map(int, operands)))
     return near(*map(context.convert, operands))
 
