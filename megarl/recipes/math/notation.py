@@ -242,7 +242,7 @@ def is_name(text: str) -> bool:
 
 
 APPROXIMATELY = re.compile(r"^(?:approximately|approx\.?|about|\\approx|\\sim|=)\s*", re.IGNORECASE)
-_KNOWN_UNITS = (
+_UNITS = [
     "mm",
     "cm",
     "dm",
@@ -265,8 +265,16 @@ _KNOWN_UNITS = (
     "kph",
     "km/h",
     "m/s",
-)
-_UNITS = (*_KNOWN_UNITS, "ft", "in", "yd", "deg", "rad", "N", "J", "W", "Hz")
+    "ft",
+    "in",
+    "yd",
+    "deg",
+    "rad",
+    "N",
+    "J",
+    "W",
+    "Hz",
+]
 # The longest come first, so that no unit matches the beginning of another.
 _ANY_UNIT = "|".join(map(re.escape, sorted(_UNITS, key=len, reverse=True)))
 _CLEAR_UNIT = re.compile(
@@ -296,23 +304,7 @@ _SAME_UNITS = {
     "cubic meter": "m^3",
     "cubic centimeter": "cm^3",
 }
-_NO_UNIT = frozenset(
-    {
-        "unit",
-        "square unit",
-        "cubic unit",
-        "sq unit",
-        "unit^2",
-        "unit^3",
-        "each",
-        "total",
-        "in total",
-        "way",
-        "solution",
-    }
-)
-
-
+_NO_UNIT = re.compile(r"(?:square |cubic |sq )?unit|unit\^[23]|each|(?:in )?total|way|solution")
 # Words after a number that are part of its value, and no unit.
 SCALES = {
     "dozen": 12,
@@ -362,4 +354,4 @@ def _unit(text: str) -> str:
     text = re.sub(r"[{}]", "", re.sub(r"\s+", " ", text.lower().strip(" .,")))
     singular = re.sub(r"(?<=..)(?<!s)s$", "", text)
     unit = _SAME_UNITS.get(singular, _SAME_UNITS.get(text, singular))
-    return "" if unit in _NO_UNIT else unit
+    return "" if _NO_UNIT.fullmatch(unit) else unit
