@@ -242,39 +242,10 @@ def is_name(text: str) -> bool:
 
 
 APPROXIMATELY = re.compile(r"^(?:approximately|approx\.?|about|\\approx|\\sim|=)\s*", re.IGNORECASE)
-_UNITS = [
-    "mm",
-    "cm",
-    "dm",
-    "km",
-    "m",
-    "mg",
-    "kg",
-    "g",
-    "lb",
-    "oz",
-    "ml",
-    "l",
-    "s",
-    "ms",
-    "min",
-    "h",
-    "hr",
-    "hrs",
-    "mph",
-    "kph",
-    "km/h",
-    "m/s",
-    "ft",
-    "in",
-    "yd",
-    "deg",
-    "rad",
-    "N",
-    "J",
-    "W",
-    "Hz",
-]
+_UNITS = (
+    "mm", "cm", "dm", "km", "m", "mg", "kg", "g", "lb", "oz", "ml", "l", "s", "ms", "min", "h", "hr", "hrs",
+    "mph", "kph", "km/h", "m/s", "ft", "in", "yd", "deg", "rad", "N", "J", "W", "Hz",
+)  # fmt: skip
 # The longest come first, so that no unit matches the beginning of another.
 _ANY_UNIT = "|".join(map(re.escape, sorted(_UNITS, key=len, reverse=True)))
 _CLEAR_UNIT = re.compile(

@@ -210,13 +210,11 @@ def _without_box(line: str) -> str | None:
     numbers = list(_QUANTITIES.finditer(equal))
     if not numbers:
         return line.strip().rstrip(".") or None
-    if len(numbers) == 1:
-        return numbers[0].group() if _stands_alone(equal, numbers[0]) else equal.strip(" .*")
-    if _is_list(equal, numbers):
+    if _is_list(equal, numbers) or len(numbers) == 1 and _stands_alone(equal, numbers[0]):
         return ", ".join(number.group() for number in numbers)
     # A calculation, such as 2 + 3.
     is_calculation = re.fullmatch(r"(?!.*[A-Za-z]{3})(?=.*[+*/^-])[\d\s.+*/^()!=\\{}A-Za-z-]*", equal)
-    return equal.strip(" .") if is_calculation else None
+    return equal.strip(" .*") if is_calculation or len(numbers) == 1 else None
 
 
 def _is_list(text: str, found: Sequence[re.Match[str]]) -> bool:
@@ -229,6 +227,4 @@ def _stands_alone(text: str, number: re.Match[str]) -> bool:
     """Whether a number is not part of a formula, such as 2 in "2x+" or "2^n"."""
     before = text[: number.start()].strip()
     after = text[number.end() :].strip(" .*")
-    if re.match(r"[\\(^+*/!_-]", after):
-        return False
-    return re.search(r"[\d\\)(^+*/_-]$", before) is None
+    return not re.match(r"[\\(^+*/!_-]", after) and not re.search(r"[\d\\)(^+*/_-]$", before)
