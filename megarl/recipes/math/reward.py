@@ -189,14 +189,11 @@ def _content(text: str, start: int) -> str | None:
         unbraced = re.match(r"-?\d+(?:\.\d+)?|\\?[A-Za-z]+|\\", text[start:])
         return unbraced.group() if unbraced else None
 
-    depth = 0
     # Escaped braces are characters of the formula, not its structure.
-    for found in re.finditer(r"(?s)\\.|[{}]", text[start:]):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return text[start + 1 : start + found.start()].strip() or None
-
-    return None
+    braces = list(re.finditer(r"(?s)\\.|[{}]", text[start:]))
+    depths = itertools.accumulate((found[0] == "{") - (found[0] == "}") for found in braces)
+    ends = [found.start() for found, depth in zip(braces, depths, strict=True) if depth == 0]
+    return text[start + 1 : start + ends[0]].strip() or None if ends else None
 
 
 def _without_box(line: str) -> str | None:
