@@ -264,11 +264,10 @@ def _relation(text: str) -> Answer | None:
     sides, signs = split(text, RELATIONS)
     if not signs or text.startswith("\\{"):
         return None
-    # Answers such as `= 5` and `> 5` have no left side.
-    if not sides[0] and len(sides) == 2 and sides[1]:
-        return _read(sides[1]) if signs[0] in ("=", "\\approx") else _relation(f"x {signs[0]} {sides[1]}")
+    # An answer such as `> 5` has no left side.
     if not all(sides):
-        return None
+        is_bound = signs[0] not in ("=", "\\approx") and all(sides[1:])
+        return _relation(f"x {text}") if is_bound else None
 
     if signs == ["\\in"] and is_name(sides[0]):
         inner = _read(sides[1])

@@ -61,12 +61,15 @@ def compute_score(
     choice = _chosen(_unwrapped(text), _unwrapped(given))
     if choice is not None:
         return {"score": float(choice[0] == choice[1]), "answer": choice[1]}
-    answers = readings(given)
-    pairs = itertools.product(truths, answers)
-    meant = within_limit(lambda: next((answer for truth, answer in pairs if same(truth, answer)), None))
-    normal = within_limit(lambda: normal_form(meant or answers[0])) or given
 
-    return {"score": float(meant is not None), "answer": normal[:_LONGEST]}
+    def judged() -> tuple[bool, str]:
+        answers = readings(given)
+        pairs = itertools.product(truths, answers)
+        meant = next((answer for truth, answer in pairs if same(truth, answer)), None)
+        return meant is not None, normal_form(meant or answers[0])
+
+    is_right, normal = within_limit(judged) or (False, given)
+    return {"score": float(is_right), "answer": normal[:_LONGEST]}
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
