@@ -48,9 +48,9 @@ def same(truth: Answer, answer: Answer) -> bool:
         if is_unread(answer) and len(split(answer.latex, RELATIONS)[0]) > 1:
             return _verified(truth.latex, answer.latex)
         return any(same(value, answer) for value in stated_values(truth, lenient=False))
-    if is_unread(truth) or is_unread(answer):
-        texts = {re.sub(r'[\s"]', "", each.latex) for each in (truth, answer)}
-        return len(texts) == 1 or _verified(truth.latex, answer.latex)
+    unread = [re.sub(r'[\s"]', "", each.latex) for each in (truth, answer) if is_unread(each)]
+    if unread:
+        return len(unread) == 2 and unread[0] == unread[1] or _verified(truth.latex, answer.latex)
 
     match truth, answer:
         case Formula(), Formula():
