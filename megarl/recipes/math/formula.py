@@ -71,11 +71,9 @@ def _at_each(function: Callable[..., Number], *operands: Values) -> Values:
 
 
 def _checked(function: Callable[..., Number], *operands: Number) -> Number | None:
-    if None in operands:
-        return None
     try:
         value = function(*operands)
-    # mpmath raises these at a pole, or when complex numbers are ordered.
+    # mpmath raises these at a pole, when complex numbers are ordered, or for an operand that is None.
     except (ArithmeticError, TypeError, ValueError):
         return None
     if not isinstance(value, Fraction):

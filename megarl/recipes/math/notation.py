@@ -155,10 +155,7 @@ def with_wide_commas(text: str) -> str:
 
 def listed(text: str) -> list[str]:
     """Split text at "and" and at commas; return it whole if a part would be empty."""
-    joined = AND.split(text)
-    parts = [part for each in joined for part in split(each)[0]]
-    if len(joined) > 1 and all(joined):
-        return list(filter(None, parts))
+    parts = [part for each in AND.split(text) for part in split(each)[0]]
     return parts if all(parts) else [text]
 
 
