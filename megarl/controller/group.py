@@ -175,7 +175,7 @@ class RoleGroup:
 
     def _record_spans(self, role: str, rank: int, record: CallRecord) -> None:
         pool = self._actors.pool_name
-        self._spans += [Span(pool, role, rank, span.name, span.start_s, span.end_s) for span in record.spans]
+        self._spans += [Span(pool, role, rank, *span) for span in record.spans]
 
     def drain_spans(self) -> list[Span]:
         """Return the spans of calls completed since the last time: each call, then its phases."""
@@ -204,7 +204,7 @@ class RayWorkerGroup(RoleGroup):
         at_work: role -> method -> the number of processes that compute on a node while it runs. They share
             its cores if there is no GPU and the user has not set OMP_NUM_THREADS. Other methods keep the
             thread count of the previous one.
-        ranks_per_relay: A larger group is called by relays, one for this number of ranks (relay.py).
+        ranks_per_relay: A larger group is called by relays, one for this number of ranks (see `Relay`).
         learned_limits: The limits that are learned from earlier calls, in addition to `phase_time_limit_s`.
     """
 

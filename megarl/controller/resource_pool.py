@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import ray
 from ray.util.placement_group import (
@@ -51,12 +50,8 @@ class InsufficientResourcesError(HintedError, ValueError):
     hint = hints.NO_RESOURCES
 
 
-class PoolBundle(NamedTuple):
-    """One process's share of a pool. `local_rank` counts within its node."""
-
-    placement_group: PlacementGroup
-    number: int
-    local_rank: int
+# One process's share of a pool: its placement group, its number in that, and its number on its node.
+PoolBundle = tuple[PlacementGroup, int, int]
 
 
 class RayResourcePool:
@@ -147,7 +142,7 @@ class RayResourcePool:
                 placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups
             ]
         return [
-            PoolBundle(group, index, index)
+            (group, index, index)
             for group, count in zip(self._groups, self.process_on_nodes, strict=True)
             for index in range(count)
         ]
@@ -320,7 +315,7 @@ class _PoolPart(RayResourcePool):
     def bundles(self) -> list[PoolBundle]:
         whole = self._whole.bundles()
         return [
-            whole[rank]._replace(local_rank=local_rank)
+            (*whole[rank][:2], local_rank)
             for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)
         ]
 

@@ -15,7 +15,8 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 from megarl.batch.data_proto import DataProto
-from megarl.controller.dispatch import RULES, Dispatch, Mesh, MeshCoordinate, Rule
+from megarl.config.schema import RankCoordinate
+from megarl.controller.dispatch import RULES, Dispatch, Mesh, Rule
 from megarl.controller.messages import Activity, WorkerContext
 
 if TYPE_CHECKING:  # worker classes are imported without Ray
@@ -176,7 +177,7 @@ class Worker:
 
         The driver calls this without a worker. By default, every rank is a replica of its own.
         """
-        return tuple(MeshCoordinate(dp=rank) for rank in range(world_size))
+        return tuple(RankCoordinate(dp=rank) for rank in range(world_size))
 
     @register()
     def visible_gpus(self) -> str:

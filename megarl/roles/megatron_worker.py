@@ -21,7 +21,7 @@ from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import first_with_prompt, image_places
 from megarl.config.schema import OnNonFinite, ParallelConfig
-from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
+from megarl.controller.dispatch import Dispatch, Mesh
 from megarl.controller.worker import register
 from megarl.data.images import ImageProcessor, grids_of_micro_batches, with_patches
 from megarl.engine import flash_attention, platform
@@ -77,7 +77,7 @@ def _on_host(scores: Mapping[str, RaggedTensor]) -> DataProto:
 
 def megatron_mesh(parallel: ParallelConfig) -> Mesh:
     """Return the mesh of Megatron's ranks."""
-    return tuple(MeshCoordinate(**parallel.coordinate(rank)._asdict()) for rank in range(parallel.world_size))
+    return tuple(map(parallel.coordinate, range(parallel.world_size)))
 
 
 def speed_metrics(
