@@ -34,7 +34,6 @@ from megarl.controller.messages import (
     Location,
     Outcome,
     RankActivity,
-    WorkerContext,
     qualified_name,
 )
 from megarl.machine.errors import hint_of
@@ -134,16 +133,14 @@ class WorkerHost:
         # Start the reaper first: a constructor may start processes that have to end with this one.
         start_reaper(owner, whole_group=True)
         for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
-            # Set the context before __init__ runs, which may use it.
+            # Set the attributes before __init__ runs, which may use them.
             worker = cls.__new__(cls)
-            worker.context = WorkerContext(
-                role,
-                launch["RANK"],
-                launch["WORLD_SIZE"],
-                launch["LOCAL_RANK"],
-                self._location.node,
-                self._activity,
-            )
+            worker.role = role
+            worker.rank = launch["RANK"]
+            worker.world_size = launch["WORLD_SIZE"]
+            worker.local_rank = launch["LOCAL_RANK"]
+            worker.node = self._location.node
+            worker.activity = self._activity
             worker.__init__(*arguments, **named_arguments)
             self._workers[role] = worker
 

@@ -161,12 +161,3 @@ class Activity:
         ]
 
         return "".join(traceback.format_list(entries[calls[-1] + 1 if calls else 0 :]))
-
-
-class WorkerContext(NamedTuple):
-    role: str
-    rank: int
-    world_size: int
-    local_rank: int
-    node: str
-    activity: Activity

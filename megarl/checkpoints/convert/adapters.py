@@ -12,7 +12,7 @@ import torch
 
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, refuse_nonfinite
-from megarl.checkpoints.convert.streaming import Progress, Written, new_folder, no_progress
+from megarl.checkpoints.convert.streaming import Progress, new_folder, no_progress
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import read_json_object
 from megarl.machine.wording import counted
@@ -109,13 +109,16 @@ def whole_tensors(source: ModelSource, dtype: torch.dtype | None = None) -> dict
 
 def write_peft(
     source: ModelSource, folder: Path, dtype: torch.dtype | None = None, progress: Progress = no_progress
-) -> Written:
+) -> tuple[int, int]:
     """Write an adapter in PEFT's format.
 
     Args:
         folder: Must not exist or be empty.
         dtype: None: the dtype of the source.
         progress: Is told the written bytes.
+
+    Returns:
+        The number of weight files, and their bytes.
 
     Raises:
         CheckpointError: The source is damaged or the disk cannot store the result. No files remain.
@@ -128,7 +131,7 @@ def write_peft(
         value_class = REWARD_CLASS if fields.get("task_type") == SEQUENCE_TASK else None
         write_adapter(unfinished, tensors, source.architecture, base, source.head, value_class)
     progress(nbytes, nbytes)
-    return Written(folder=folder, num_files=1, nbytes=nbytes)
+    return 1, nbytes
 
 
 def _adapter_fields(source: ModelSource) -> dict[str, Any]:

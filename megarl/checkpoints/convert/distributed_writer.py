@@ -23,7 +23,6 @@ from megarl.checkpoints.convert.streaming import (
     Progress,
     Room,
     Workers,
-    Written,
     bytes_of,
     new_folder,
     no_progress,
@@ -72,12 +71,15 @@ def write_distributed(
     dtype: torch.dtype | None = None,
     progress: Progress = no_progress,
     max_item_bytes: int = MAX_ITEM_BYTES,
-) -> Written:
+) -> tuple[int, int]:
     """Write a model to `folder`, which becomes a role folder without training state.
 
     Args:
         folder: Must not exist or be empty.
         dtype: None: the dtype of the source.
+
+    Returns:
+        The number of weight files, and their bytes.
 
     Raises:
         ValueError: The layout cannot divide the model.
@@ -105,7 +107,7 @@ def write_distributed(
         copy_companions(source.companions, companions, dtype, source.head)
         nbytes = sum((unfinished / name).stat().st_size for name, _, _ in files)
 
-    return Written(folder=folder, num_files=len(files), nbytes=nbytes)
+    return len(files), nbytes
 
 
 class _Writer:

@@ -12,7 +12,7 @@ round.
       join_...          -----> Sender.join                 ------> WeightReceiver.join
     push
       send_weights      -----> Sender.open, Transfer.run
-      receive_weights   -----------------------------------------> Receiver.open, Transfer.run
+      receive_weights   -----------------------------------------> WeightReceiver.begin, receive
       continue_weights  -----> Transfer.run, as long as peers are silent
       checksums         -----> of shards                   ------> of the engine's parameters
 """

@@ -1,7 +1,7 @@
-"""The interface of a transport: the sender of a trainer rank and the receiver of an engine rank.
+"""The interface of a transport: the sender of a trainer rank, and where an engine rank puts what it receives.
 
-Both are opened for each pass, and return a `Transfer` that is run until it is complete. A pass consists of
-rounds. A receiver knows where its model stores each part, and checks that everything arrives.
+Both sides open each pass (see receiver.py for the engine's), and run a `Transfer` until it is complete. A
+pass consists of rounds. A receiver knows where its model stores each part, and checks that everything arrives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EngineLink:
     It is sent as JSON to the ranks of engines in other processes than their worker.
 
     Attributes:
-        transport: A key of `RECEIVERS` in receiver.py.
+        transport: How the messages travel. delta: only what changed since the engine's last weights.
         peers: What the rank sends or receives, by the numbers of its peers.
         dtype: The dtype of the messages.
         address: The group of the engine, or the IPC buffers of its rank. None: there are files.
@@ -139,22 +139,6 @@ class Sender(ABC):
             self._buffers = torch.empty(2, 0)  # freed before the new ones are allocated
             self._buffers = torch.empty(2, numel, dtype=dtype, device=device)
         return self._buffers
-
-
-class Receiver(ABC):
-    """The engine-rank side of a transport. Methods raise WeightTransferError if the trainers are gone."""
-
-    @abstractmethod
-    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
-        """Start a pass that receives all weights while the trainers send them.
-
-        Args:
-            folder: The folder that the trainers have written, if the pass goes through files.
-        """
-
-    @abstractmethod
-    def close(self, is_under_way: bool) -> None:
-        """Disconnect from the trainers, even if a pass is under way."""
 
 
 class DestinationViews:
