@@ -35,7 +35,7 @@ from megarl.weights.sync.worker import WeightExport
 if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to be active
     from torch import Tensor
 
-    from megarl.checkpoints.snapshot_resharding import WantedTensor
+    from megarl.checkpoints.snapshot_file import WantedTensor
     from megarl.engine.checkpoint import PendingSave
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
+from megarl.checkpoints.object_storage import Uploads
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
 from megarl.config.load import dump_config
@@ -42,7 +43,6 @@ from megarl.trainers.best_so_far import BestSoFar, patience_is_over
 from megarl.trainers.driver_states import STATE_FILE, DriverStates
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery
-from megarl.trainers.uploads import Uploads
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,15 @@ from megarl.models.architecture import Architecture
 from megarl.models.fp8 import scale_name
 from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight, stored_weights
 from megarl.weights.block_scaling import ScaledMatrix
-from megarl.weights.checkpoint_index import CheckpointIndex, Packing, TensorInFile, read_checkpoint_index
+from megarl.weights.checkpoint_index import (
+    BLOCKS,
+    SCALES,
+    CheckpointIndex,
+    Packing,
+    TensorInFile,
+    read_checkpoint_index,
+    read_unpacked,
+)
 from megarl.weights.manifest import (
     check_index,
     check_tied_head,
@@ -28,7 +36,6 @@ from megarl.weights.manifest import (
     is_harmless_extra,
     stored_manifest,
 )
-from megarl.weights.mxfp4 import BLOCKS, SCALES, read_unpacked
 from megarl.weights.peft_folder import open_adapter
 from megarl.weights.piece import Piece, enclosing_slice
 from megarl.weights.safetensors_file import OpenFiles, check_finite

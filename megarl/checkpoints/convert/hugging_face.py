@@ -25,12 +25,16 @@ from megarl.models.tensor_table import (
 )
 from megarl.weights.block_scaling import Elements, ScaledMatrix
 from megarl.weights.checkpoint_index import (
+    BLOCK,
+    BLOCKS,
     SCALE_DTYPES,
+    SCALES,
     TORCH_DTYPES,
     CheckpointIndex,
     Packing,
     TensorInFile,
     read_checkpoint_index,
+    unpack,
 )
 from megarl.weights.kept_tensors import kept_format_fault
 from megarl.weights.manifest import (
@@ -41,7 +45,6 @@ from megarl.weights.manifest import (
     is_kept,
     stored_manifest,
 )
-from megarl.weights.mxfp4 import BLOCK, BLOCKS, SCALES, unpack
 from megarl.weights.piece import Piece
 from megarl.weights.shard_layout import numbered_pieces, whole_layout
 from megarl.weights.shard_layout import pieces as shard_pieces

@@ -47,9 +47,9 @@ from megarl.rehearse.rehearsal.record import (
     RehearsalError,
 )
 from megarl.rehearse.rehearsal.rows import RehearsedBatch, even_routes, make_rows, uneven_routes, with_loss
+from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.load import check_parameters
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import merged_shards

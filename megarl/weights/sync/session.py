@@ -13,9 +13,8 @@ from typing import Literal
 from megarl.config.schema import Transport
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
-from megarl.controller.group import RoleGroup
+from megarl.controller.group import RoleGroup, is_dead_or_failed_start, results_of
 from megarl.controller.messages import qualified_name
-from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
 from megarl.machine.wording import counted
 from megarl.models.tensor_table import trained_tensors
 from megarl.weights.ipc import IPCAddress

@@ -31,8 +31,7 @@ from weakref import WeakSet
 from megarl.config.schema import Transport, Verify
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather, wait_for_any
-from megarl.controller.group import RoleGroup
-from megarl.controller.replica_calls import results_of
+from megarl.controller.group import RoleGroup, results_of
 from megarl.machine.errors import RunError
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
 from megarl.weights.manifest import manifest_name

@@ -1,7 +1,8 @@
 """The interface of a transport: the sender of a trainer rank, and where an engine rank puts what it receives.
 
 Both sides open each pass (see receiver.py for the engine's), and run a `Transfer` until it is complete. A
-pass consists of rounds. A receiver knows where its model stores each part, and checks that everything arrives.
+pass consists of rounds. A receiver knows where its model stores each part, and checks that everything
+arrives.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any, Literal
 import torch
 
 from megarl.machine.wording import counted
+from megarl.weights.block_scaling import QuantizedShards
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import Places, WordCounts
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.patch import Change, apply_change
-from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault

@@ -19,8 +19,8 @@ from megarl.weights.acknowledged import (
     patch_chunks,
     read_message,
 )
+from megarl.weights.block_scaling import QuantizedShards
 from megarl.weights.message_words import byte_counts, pushed_shapes, slices_in_words, with_all_scales
-from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards, held_slices, merged_shards
