@@ -1,8 +1,8 @@
 """Copies of checkpoints in object storage or another file system, at a URL such as `s3://bucket/run`.
 
 A copy is complete if it has its manifest, `upload.json`, with the size and the checksum of each file. It is
-written last. `latest` names the checkpoint that was copied last. A run makes its copies in the background, one
-after another (`Uploads`).
+written last. `latest` names the checkpoint that was copied last. A run makes its copies in the background,
+one after another (`Uploads`).
 """
 
 from __future__ import annotations

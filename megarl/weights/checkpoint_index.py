@@ -1,9 +1,9 @@
 """Read the headers of the safetensors files in a folder: which tensors they store, and in which format.
 
 Experts may be in MXFP4, the format of gpt-oss: 32 numbers of four bits share a scale (OCP 2023, MX 1.0). A
-matrix of R rows and C columns is stored as `_blocks` (..., R, C / 32, 16), two numbers in a byte, the first in
-the low bits, and `_scales` (..., R, C / 32), exponents of two with a bias of 127. The model's tensor is its
-transpose (..., C, R), in bfloat16. Slices of it are converted when they are read.
+matrix of R rows and C columns is stored as `_blocks` (..., R, C / 32, 16), two numbers in a byte, the first
+in the low bits, and `_scales` (..., R, C / 32), exponents of two with a bias of 127. The model's tensor is
+its transpose (..., C, R), in bfloat16. Slices of it are converted when they are read.
 """
 
 from __future__ import annotations

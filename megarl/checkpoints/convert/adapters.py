@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
-from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, refuse_nonfinite
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor, refuse_nonfinite
 from megarl.checkpoints.convert.streaming import Progress, new_folder, no_progress
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import read_json_object
@@ -87,9 +87,7 @@ def open_adapter_folder(folder: Path, base: Path, trust_remote_code: bool = Fals
             hf.name: SourceTensor(
                 hf=hf,
                 dtype=stored[hf.name].dtype,
-                pieces=(
-                    StoredPiece(place=TensorSlice.whole(hf.view), open=partial(stored.__getitem__, hf.name)),
-                ),
+                pieces=((TensorSlice.whole(hf.view), partial(stored.__getitem__, hf.name)),),
             )
             for hf in hf_tensors(architecture, head)
             if hf.name in stored

@@ -268,7 +268,7 @@ def _stored_pieces(
                     rows = first_row, first_row + num_rows
                     inside = shard.relative_to(region.starts)
                     opened = partial(_open, index.folder, place, chunk, rows, region.shape, inside, part, hf)
-                    yield part.hf_name, StoredPiece(place=hf, open=opened)
+                    yield part.hf_name, (hf, opened)
             first_row += num_rows
 
 

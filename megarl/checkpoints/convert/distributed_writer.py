@@ -142,11 +142,11 @@ class _Writer:
             elements = self._elements(item, room)
             # torch.save writes the whole storage of a tensor, even for a view of a part of it.
             data = torch.frombuffer(bytes_of(elements), dtype=elements.dtype).view(item.chunk)
-            yield ItemToWrite(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
+            yield item.key, data, item.shape, item.offsets
         for key in objects:
             self._workers.check()
             # Megatron requires these entries, which may be empty.
-            yield ItemToWrite(key=key, data=[None])
+            yield key, [None], (), ()
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
         """Return the slice of the rank's shard, contiguous. Padding rows of the vocabulary are zero."""

@@ -26,16 +26,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HEADS = {"lm": "language model", "value": "value head (critic or reward model)"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredPiece:
-    """The elements `place` of a tensor in the view `HFTensor.view`.
-
-    `open` memory-maps them, so only accessed elements are read. Those of packed tensors are converted when
-    they are accessed.
-    """
-
-    place: TensorSlice
-    open: Callable[[], Elements]
+# Elements of a tensor: their place in the view `HFTensor.view`, and what opens them. They are memory-mapped,
+# so only accessed elements are read. Those of packed tensors are converted when they are accessed.
+StoredPiece = tuple[TensorSlice, Callable[[], Elements]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +48,9 @@ class SourceTensor:
 
         Raises CheckpointError if the dtype cannot represent them.
         """
-        for piece in self.pieces:
-            if (common := piece.place.intersect(place)) is not None:
-                source = piece.open()[common.relative_to(piece.place.starts).index]
+        for held, open_elements in self.pieces:
+            if (common := held.intersect(place)) is not None:
+                source = open_elements()[common.relative_to(held.starts).index]
                 target[common.relative_to(place.starts).index].copy_(source)
         # A cast to float16 silently turns large elements into infinity.
         if target.dtype == torch.float16 and self.dtype != torch.float16 and bool(target.isinf().any()):
@@ -86,9 +79,9 @@ class SourceTensor:
         Raises:
             CheckpointError: See `fill`.
         """
-        for piece in self.pieces:
-            if self.dtype == dtype and piece.place.intersect(place) == place:
-                stored = piece.open()[place.relative_to(piece.place.starts).index]
+        for held, open_elements in self.pieces:
+            if self.dtype == dtype and held.intersect(place) == place:
+                stored = open_elements()[place.relative_to(held.starts).index]
                 if stored.dtype == dtype and stored.is_contiguous():
                     return stored
 
@@ -178,7 +171,7 @@ def checked_tensors(
         if stored is not None and hf.name not in stored:
             continue
         found = pieces.get(hf.name, [])
-        if (fault := chunks_fault(hf.view, [piece.place for piece in found])) is not None:
+        if (fault := chunks_fault(hf.view, [place for place, _ in found])) is not None:
             raise CheckpointError(f"{folder}: {hf.name} is not stored exactly once: {fault}")
         tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
 

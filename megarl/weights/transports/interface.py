@@ -209,7 +209,7 @@ class DestinationViews:
         Raises:
             WeightTransferError: The model does not have the elements that did not change.
         """
-        if not self.is_whole and (change is None or change.positions is not None):
+        if not self.is_whole and (change is None or change[0] is not None):
             raise WeightTransferError(
                 "only what changed since the last weights was sent, but the engine's parameters no longer "
                 "have them: restart the engine"
