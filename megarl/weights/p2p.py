@@ -33,6 +33,9 @@ _LONGEST_POLL_S = 2e-3
 
 # the peer's rank, and a contiguous tensor: what is sent, or where it is received
 Message = tuple[int, torch.Tensor]
+# Messages in flight: a function that waits for at most N seconds and returns whether all have arrived, or raises
+# WeightTransferError if a peer is gone. It keeps the tensors that are sent alive, which nothing else may hold.
+PendingMessages = Callable[[float], bool]
 
 
 class P2PAddress(NamedTuple):
@@ -53,27 +56,6 @@ class P2PAddress(NamedTuple):
     world_size: int
     backend: str
     time_limit_s: float
-
-
-class PendingMessages:
-    """Messages in flight. They keep the tensors that are sent alive, which nothing else may hold.
-
-    Args:
-        wait: Returns whether all messages have arrived, and waits for at most N seconds. None: they have.
-        sends: What is sent.
-    """
-
-    def __init__(self, wait: Callable[[float], bool] | None = None, sends: Sequence[Message] = ()) -> None:
-        self._wait = wait
-        self._sends = sends
-
-    def is_done(self, patience_s: float) -> bool:
-        """Return whether all messages have arrived. Waits for at most `patience_s` seconds.
-
-        Raises:
-            WeightTransferError: A peer is gone.
-        """
-        return self._wait is None or self._wait(patience_s)
 
 
 class P2PGroup:
@@ -152,17 +134,17 @@ class P2PGroup:
                 works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
                 arrival = Future[None]()
                 self._waiting.put((works, arrival))
-                return PendingMessages(partial(self._has_heard, arrival), sends)
+                return partial(self._has_heard, arrival, sends)
             self._backend._start_coalescing()  # the backend's own method needs no device
             for peer, tensor in receives:
                 self._backend.recv([tensor], peer, tag)
             for peer, tensor in sends:
                 self._backend.send([tensor], peer, tag)
-            return PendingMessages(partial(self._has_polled, self._backend._end_coalescing()), sends)
+            return partial(self._has_polled, self._backend._end_coalescing(), sends)
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _has_polled(self, work: dist.Work, patience_s: float) -> bool:
+    def _has_polled(self, work: dist.Work, sends: Sequence[Message], patience_s: float) -> bool:
         deadline_s = time.monotonic() + patience_s
         nap_s = _POLL_S
 
@@ -177,7 +159,7 @@ class P2PGroup:
             raise self._lost(failure)
         return True
 
-    def _has_heard(self, arrival: Future[None], patience_s: float) -> bool:
+    def _has_heard(self, arrival: Future[None], sends: Sequence[Message], patience_s: float) -> bool:
         try:
             failure = arrival.exception(patience_s)
         except TimeoutError:

@@ -350,7 +350,7 @@ class _RecordedGroup(P2PGroup):
             self._ledger.communicates(
                 Collective("send", "weights", ranks, dtype, tensor.numel(), tensor.nbytes, place())
             )
-        return PendingMessages()
+        return lambda patience_s: True
 
 
 def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: int) -> None:

@@ -67,7 +67,7 @@ class PatchFiles(P2PGroup):
             received = torch.frombuffer(self._read(source, tensor.nbytes), dtype=torch.uint8)
             tensor.view(torch.uint8).copy_(received)
 
-        return PendingMessages()
+        return lambda patience_s: True  # they are in the files
 
     def _read(self, source: int, num_bytes: int) -> bytearray:
         path = patch_file(self._folder, source, self._rank)
