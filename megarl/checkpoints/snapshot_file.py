@@ -217,22 +217,10 @@ def open_snapshot(path: str) -> SnapshotFile:
 # ---- slices of several snapshots
 
 
-class WantedTensor(NamedTuple):
-    """A slice of a checkpoint tensor that a rank needs.
-
-    Attributes:
-        key: The name of the checkpoint tensor.
-        shape: The shape of the whole checkpoint tensor in this layout.
-        is_padded: Whether rows at the end may only pad the vocabulary, so that their number depends on the
-            layout.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    place: TensorSlice
-    is_padded: bool
-
-
+# A slice of a checkpoint tensor that a rank needs: the name of the tensor; the shape of the whole tensor in
+# this layout; the slice; and whether rows at the end may only pad the vocabulary, so that their number
+# depends on the layout.
+WantedTensor = tuple[str, tuple[int, ...], TensorSlice, bool]
 # Places of a slice in the snapshots of several ranks: (name of the file, number in its index).
 _Copies = list[tuple[str, int]]
 
@@ -301,16 +289,16 @@ class SnapshotSlices:
             The numbers of tensors in the index of each file, in order.
         """
         chosen: dict[str, set[int]] = defaultdict(set)
-        for each in wanted:
-            self._check_shape(each)
-            for copies in self._tensors[each.key].meeting(each.place):
+        for key, shape, place, is_padded in wanted:
+            self._check_shape(key, shape, is_padded)
+            for copies in self._tensors[key].meeting(place):
                 name, number = min(copies, key=lambda entry: entry[0] not in near)
                 chosen[name].add(number)
         return {name: sorted(numbers) for name, numbers in chosen.items()}
 
-    def _check_shape(self, wanted: WantedTensor) -> None:
-        assert wanted.key in self._tensors, f"the snapshots have no tensor {wanted.key}"
-        stored = self._tensors[wanted.key].shape
-        assert stored[wanted.is_padded :] == wanted.shape[wanted.is_padded :], (
-            f"{wanted.key} has shape {stored} in the snapshots, but this model needs {wanted.shape}"
+    def _check_shape(self, key: str, shape: tuple[int, ...], is_padded: bool) -> None:
+        assert key in self._tensors, f"the snapshots have no tensor {key}"
+        stored = self._tensors[key].shape
+        assert stored[is_padded:] == shape[is_padded:], (
+            f"{key} has shape {stored} in the snapshots, but this model needs {shape}"
         )

@@ -188,7 +188,7 @@ def load_snapshot(engine: MegatronEngine, path: str) -> None:
 def wanted_tensors(engine: MegatronEngine) -> list[WantedTensor]:
     """Return what a snapshot of this rank restores, to find it in snapshots of another layout."""
     return [
-        WantedTensor(shard.key, shard.shape, shard.place, shard.is_padded)
+        (shard.key, shard.shape, shard.place, shard.is_padded)
         for shard in trained_shards(engine.training_state())
     ]
 

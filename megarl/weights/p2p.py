@@ -12,9 +12,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.machine.gloo import device_of
+from megarl.machine.replaced import replaced
 from megarl.weights.tensors import WeightTransferError
 
 # 0: no error handling; 3, torch's default: the watchdog ends the process
@@ -33,8 +33,9 @@ _LONGEST_POLL_S = 2e-3
 
 # the peer's rank, and a contiguous tensor: what is sent, or where it is received
 Message = tuple[int, torch.Tensor]
-# Messages in flight: a function that waits for at most N seconds and returns whether all have arrived, or raises
-# WeightTransferError if a peer is gone. It keeps the tensors that are sent alive, which nothing else may hold.
+# Messages in flight: a function that waits for at most N seconds and returns whether all have arrived, or
+# raises WeightTransferError if a peer is gone. It keeps the tensors that are sent alive, which nothing else
+# may hold.
 PendingMessages = Callable[[float], bool]
 
 
@@ -100,7 +101,10 @@ class P2PGroup:
             # limit, or with one that cannot be configured here.
             store.set(f"here/{rank}", "")
             store.wait([f"here/{each}" for each in range(address.world_size)], min(limit, _MEETING_LIMIT))
-            with _without_watchdog():
+            # NCCL groups report errors and timeouts to the caller. By default, the watchdog thread of a group
+            # ends the process when a peer dies or an operation exceeds its time limit: the death of one
+            # engine would end all of its trainers. ProcessGroupNCCL reads the variable in its constructor.
+            with replaced(os.environ, {ASYNC_ERROR_HANDLING: "0"}):
                 backend = BACKENDS[address.backend](
                     store, rank, address.world_size, limit, address.host, address.port
                 )
@@ -240,26 +244,6 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def _without_watchdog() -> Generator[None]:
-    """Make NCCL groups that are created in this block report errors and timeouts to the caller.
-
-    By default, the watchdog thread of a group ends the process when a peer dies or an operation exceeds its
-    time limit. In a group of trainers and engines, the death of one engine would then end all of its
-    trainers. ProcessGroupNCCL reads the variable in its constructor only.
-    """
-    before = os.environ.get(ASYNC_ERROR_HANDLING)
-    os.environ[ASYNC_ERROR_HANDLING] = "0"
-
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ASYNC_ERROR_HANDLING]
-        else:
-            os.environ[ASYNC_ERROR_HANDLING] = before
 
 
 # Name -> function that creates a bare backend from (store, rank, size, time limit, host and port of rank 0).

@@ -33,7 +33,7 @@ INDEXES = {
 
 
 def wanted(key: str, place: TensorSlice) -> WantedTensor:
-    return WantedTensor(key, (8, 2), place, is_padded=False)
+    return (key, (8, 2), place, False)
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def test_slices_are_found_by_layer_and_row() -> None:
         for row in range(4)
     }
     slices = SnapshotSlices(rows)
-    of_layer = WantedTensor("weight", (2, 4, 2), TensorSlice((1, 1, 1), (2, 3, 2)), is_padded=False)
-    of_both = of_layer._replace(place=TensorSlice((0, 3, 0), (2, 4, 1)))
-    scale = WantedTensor("scale", (2,), TensorSlice((1,), (2,)), is_padded=False)
+    of_layer = ("weight", (2, 4, 2), TensorSlice((1, 1, 1), (2, 3, 2)), False)
+    of_both = ("weight", (2, 4, 2), TensorSlice((0, 3, 0), (2, 4, 1)), False)
+    scale = ("scale", (2,), TensorSlice((1,), (2,)), False)
     assert slices.sources([of_layer], ()) == {"rank-1-1": [0], "rank-1-2": [0]}
     assert slices.sources([of_both, scale], ()) == {"rank-0-3": [0], "rank-1-3": [0], "rank-1-0": [1]}
 
 
 def test_padding_of_the_vocabulary_may_differ() -> None:
     slices = SnapshotSlices({"rank": index(("embedding", slice_of(0, 6), True))})
-    padded = WantedTensor("embedding", (8, 2), slice_of(4, 8), is_padded=True)
+    padded = ("embedding", (8, 2), slice_of(4, 8), True)
     assert slices.sources([padded], ()) == {"rank": [0]}
-    assert slices.sources([padded._replace(place=slice_of(6, 8))], ()) == {}
+    assert slices.sources([("embedding", (8, 2), slice_of(6, 8), True)], ()) == {}
