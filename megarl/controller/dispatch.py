@@ -44,13 +44,13 @@ class Collect(NamedTuple):
 
     Attributes:
         kind: The rule.
-        num_rows: The rows of the split batch before padding. None if nothing was split, or the caller did.
+        num_rows: The rows of the split batch before padding. 0 if nothing was split, or the caller did.
         padding: The number of padding rows.
         presplit: Whether the caller passed parts, and gets parts.
     """
 
     kind: CollectKind
-    num_rows: int | None = None
+    num_rows: int = 0
     padding: int = 0
     presplit: bool = False
 
@@ -112,7 +112,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
         raise ValueError(
             "the batches of one call must be split the same way; here: "
             + ", ".join(
-                "parts from the caller" if split.num_rows is None else counted(split.num_rows, "row")
+                "parts from the caller" if split.presplit else counted(split.num_rows, "row")
                 for split in splits
             )
         )
@@ -136,7 +136,6 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
     ):
         # A list has no rows to remove, so padding rows would silently count as results.
         if how.padding:
-            assert how.num_rows is not None
             raise ValueError(
                 f"a batch of {counted(how.num_rows, 'row')} was padded by {how.padding} to be split into "
                 f"{len(results)} equal parts, but the method returns {type(results[0]).__name__}, in which "
@@ -148,7 +147,6 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
     joined = DataProto.concat(list(results))
     if not how.padding:
         return joined
-    assert how.num_rows is not None
 
     # A method may return several rows per input row; only a whole multiple can be unpadded.
     if len(joined) % (how.num_rows + how.padding):

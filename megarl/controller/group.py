@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.controller.actors import ActorSet
-from megarl.controller.call_limits import NOTHING_LEARNED, LearnedLimits
+from megarl.controller.call_limits import NOTHING_LEARNED, GroupLimits, LearnedLimits
 from megarl.controller.dispatch import (
     RULES,
     Collect,
@@ -69,13 +69,9 @@ class RoleGroup:
         return WorkerFuture(self._actors.construction, (), Collect(CollectKind.listed))
 
     @property
-    def phase_time_limit_s(self) -> float:
-        """How long a call may run, in seconds. A new value also applies to calls in progress."""
-        return self._actors.limits.fixed_s
-
-    @phase_time_limit_s.setter
-    def phase_time_limit_s(self, seconds: float) -> None:
-        self._actors.limits.fixed_s = seconds
+    def limits(self) -> GroupLimits:
+        """The time limits of its calls."""
+        return self._actors.limits
 
     @property
     def processes(self) -> RayWorkerGroup:

@@ -102,7 +102,7 @@ class RayResourcePool:
         self.nodes = None if nodes is None else tuple(nodes)
         self.excluded: set[str] = set() if excluded is None else excluded
         self._before = tuple(before)
-        self._node_ids: list[str] | None = None  # Ray's ids of `nodes`
+        self._node_ids: list[str] = []  # Ray's ids of `nodes`, if they are chosen
         self._groups: list[PlacementGroup] = []
         self._reserved_on: list[str] = []  # Ray's ids of the nodes of `_groups`
 
@@ -166,7 +166,7 @@ class RayResourcePool:
         node with free resources.
         """
         # A pool that is not pinned can move, so nothing is lost while other nodes have free resources.
-        if self._node_ids is None and fits(node_demands([self]), living_nodes()):
+        if not self._node_ids and fits(node_demands([self]), living_nodes()):
             return {}
         gone = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"]}
         return {rank: gone[node] for rank, node in enumerate(self.node_ids()) if node in gone}
@@ -187,14 +187,14 @@ class RayResourcePool:
         Returns:
             The ranks that no other node can hold, with the address of their node; see `lost_nodes`.
         """
-        if not (lost := self.lost_nodes()) or self._node_ids is None:
+        if not (lost := self.lost_nodes()) or not self._node_ids:
             return lost
         # If another run takes the node in the meantime, the ranks stay lost.
         return {} if self._move(self._lost_indices()) else lost
 
     def _lost_indices(self) -> list[int]:
         """Return the indices of `process_on_nodes` that have to move, because their node is lost."""
-        if self._node_ids is None:
+        if not self._node_ids:
             return []
         living = {node.identity for node in living_nodes()}
         return [index for index, node in enumerate(self._reserved_on) if node not in living]
@@ -211,11 +211,10 @@ class RayResourcePool:
         """
         excluded = {node.identity for node in living_nodes() if node.node in self.excluded}
         indices = [index for index, node in enumerate(self._reserved_on) if node in excluded]
-        return self._node_ids is not None and self._move(indices)
+        return bool(self._node_ids) and self._move(indices)
 
     def _move(self, indices: Sequence[int]) -> bool:
         """Reserve some of `process_on_nodes` on other nodes. Returns whether it is done."""
-        assert self._node_ids is not None
         # Pools move one after the other, so that each sees what the others have taken.
         with _moving:
             free = free_nodes()
@@ -248,7 +247,6 @@ class RayResourcePool:
         Returns:
             Ray's id of the node by index. None if not all of them fit.
         """
-        assert self._node_ids is not None
         spare = [
             node for node in nodes if node.identity not in self._node_ids and node.node not in self.excluded
         ]
@@ -261,7 +259,6 @@ class RayResourcePool:
 
     def _move_to(self, places: Mapping[int, str]) -> bool:
         """Reserve some of `process_on_nodes` on these nodes. Returns whether it is done."""
-        assert self._node_ids is not None
         new = {
             index: _group_on_node(self.resources_per_process(), self.process_on_nodes[index], node_id)
             for index, node_id in places.items()
