@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,25 +139,22 @@ def _adapter_fields(source: ModelSource) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergedTensor(SourceTensor):
-    """A tensor of the base model, to which an adapter is added slice by slice."""
+class _Merged:
+    """A tensor of the base model with an adapter added to the slices that are read."""
 
-    add: Callable[[TensorSlice, torch.Tensor], torch.Tensor]
+    def __init__(self, tensor: SourceTensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        name = tensor.hf.name
+        view = TensorSlice.whole(tensor.hf.view)
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        self._tensor = tensor
+        self._piece = Piece(name, tensor.hf.view, view, tensor.hf.view, view, is_source=True)
+        self._adapters = MergedAdapters({f"x.lora.{module}.a": a, f"x.lora.{module}.b": b}, scale)
 
-    def fill(self, target: torch.Tensor, place: TensorSlice) -> None:
-        """Copy the merged elements `place` into `target`, converting them to its dtype."""
-        base = torch.empty(place.shape, dtype=self.dtype)
-        super().fill(base, place)
-        target.copy_(self.add(place, base))
-
-    def block(
-        self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty
-    ) -> torch.Tensor:
-        """Return the merged elements `place`, contiguous."""
-        block = room(place.shape, dtype=dtype)
-        self.fill(block, place)
-        return block
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        place = TensorSlice(tuple(each.start for each in index), tuple(each.stop for each in index))
+        base = torch.empty(place.shape, dtype=self._tensor.dtype)
+        self._tensor.fill(base, place)
+        return self._adapters.apply("x.weight", self._piece, index, base)
 
 
 def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
@@ -178,12 +174,8 @@ def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
     for name, tensor in base.tensors.items():
         a, b = adapter_names(name)
         if a in matrices:
-            tensors[name] = MergedTensor(
-                hf=tensor.hf,
-                dtype=tensor.dtype,
-                pieces=tensor.pieces,
-                add=partial(_merge, tensor, matrices[a], matrices[b], scale),
-            )
+            merged = partial(_Merged, tensor, matrices[a], matrices[b], scale)
+            tensors[name] = replace(tensor, pieces=((TensorSlice.whole(tensor.hf.view), merged),))
         elif name in adapter.tensors:
             # A module that trained in full replaces the base model's, in the dtype of the latter.
             tensors[name] = replace(adapter.tensors[name], dtype=tensor.dtype)
@@ -231,18 +223,3 @@ def _base_model(folder: Path, fields: dict[str, Any]) -> Path:
             "give MERGED_DIR"
         )
     return Path(name)
-
-
-def _merge(
-    tensor: SourceTensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-    place: TensorSlice,
-    base: torch.Tensor,
-) -> torch.Tensor:
-    view = TensorSlice.whole(tensor.hf.view)
-    piece = Piece(tensor.hf.name, tensor.hf.view, view, tensor.hf.view, view, is_source=True)
-    module = tensor.hf.name.removesuffix(".weight").rpartition(".")[2]
-    merged = MergedAdapters({f"x.lora.{module}.a": a, f"x.lora.{module}.b": b}, scale)
-    return merged.apply("x.weight", piece, place.index, base)
