@@ -312,7 +312,7 @@ class MegatronWorker(WeightExport):
         if every and self._num_updates % every == 0:
             from megarl.engine.replica_check import check_replicas
 
-            check_replicas(self._engine, f"rank {self.context.rank} (node {self.context.node})")
+            check_replicas(self._engine, f"rank {self.rank} (node {self.node})")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
