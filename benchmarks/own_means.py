@@ -25,20 +25,20 @@ def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) 
         message = [(1 - rank, buffers[number % 2][:length])]
         return p2p.start(*((message, []) if rank == 0 else ([], message)), number)
 
-    while not start(0, 1).is_done(1.0):  # all are there
+    while not start(0, 1)(1.0):  # all are there
         pass
     start_s = time.perf_counter()
     under_way: list[PendingMessages] = []
 
     for number, position in enumerate(range(0, nbytes, message_bytes), start=1):
         if len(under_way) == 2:
-            while not under_way[0].is_done(1.0):
+            while not under_way[0](1.0):
                 pass
             del under_way[0]
         under_way.append(start(number, min(message_bytes, nbytes - position)))
 
     for messages in under_way:
-        while not messages.is_done(1.0):
+        while not messages(1.0):
             pass
 
     return time.perf_counter() - start_s

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from megarl.agents.trajectory import Sample
 from megarl.config.schema import Transport, Verify
-from megarl.controller.group import RoleGroup
-from megarl.controller.replica_calls import results_of
+from megarl.controller.group import RoleGroup, results_of
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,25 +127,21 @@ def write_manifest(folder: str | Path, description: Description, checksums: Mapp
             raise CheckpointError(f"{folder}: no checksum was computed for {name}")
         return checksums[name]
 
-    # Add the checksum that its writer computed to each chunk, object and whole file.
-    content: dict[str, Any] = {"format": FORMAT, **asdict(description), **_entries(index)}
-    for tensor in content["tensors"].values():
-        for chunk in tensor["chunks"]:
-            chunk["checksum"] = checksum(f"{chunk['file']}@{chunk['position']}")
-
-    for entry in content["objects"].values():
-        entry["checksum"] = checksum(f"{entry['file']}@{entry['position']}")
-    for name, entry in content["files"].items():
-        entry["checksum"] = checksum(name)
+    # Each chunk, object and whole file has the checksum that its writer computed.
+    content = {"format": FORMAT, **asdict(description), **_entries(index, checksum)}
     # Write the manifest last: a folder without one is not a complete checkpoint.
     write_whole(folder / MANIFEST_FILE, json.dumps(content) + "\n")
 
 
-def _entries(index: TorchDistIndex) -> dict[str, Any]:
-    """Return the contents of the manifest that follow from `.metadata`, without checksums."""
+def _entries(index: TorchDistIndex, checksum: Callable[[str], str] | None = None) -> dict[str, Any]:
+    """Return the contents of the manifest that follow from `.metadata`, with checksums by name if given."""
 
     def place(item: StoredItem) -> dict[str, Any]:
-        return {"file": item.file, "position": item.position, "nbytes": item.nbytes}
+        entry = {"file": item.file, "position": item.position, "nbytes": item.nbytes}
+        return summed(entry, item_name(item))
+
+    def summed(entry: dict[str, Any], name: str) -> dict[str, Any]:
+        return entry if checksum is None else {**entry, "checksum": checksum(name)}
 
     return {
         "tensors": {
@@ -165,7 +161,7 @@ def _entries(index: TorchDistIndex) -> dict[str, Any]:
         },
         "objects": {key: place(item) for key, item in index.objects.items()},
         "files": {
-            name: {"nbytes": (index.folder / name).stat().st_size}
+            name: summed({"nbytes": (index.folder / name).stat().st_size}, name)
             for name in WHOLE_FILES
             if (index.folder / name).is_file()
         },

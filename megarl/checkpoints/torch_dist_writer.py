@@ -10,7 +10,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,20 +38,9 @@ _ALIGNMENT = 64
 _PART_BYTES = 2**20  # small enough to stay in a core's cache while it is hashed and written
 
 
-@dataclass(frozen=True, kw_only=True)
-class ItemToWrite:
-    """An item to write.
-
-    Attributes:
-        data: A tensor that owns its memory, or an object.
-        shape: The shape of the whole tensor.
-        offsets: The position of `data` in the whole tensor.
-    """
-
-    key: str
-    data: Any
-    shape: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
+# An item to write: its key, a tensor that owns its memory or an object, the shape of the whole tensor, and
+# the position in it.
+ItemToWrite = tuple[str, Any, tuple[int, ...], tuple[int, ...]]
 
 
 class _HashedFile(io.RawIOBase):
@@ -95,22 +84,19 @@ def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[Stor
 
 
 def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> StoredItem:
+    key, data, whole_shape, offsets = item
     # The padding belongs to no item, so neither the checksum nor the size includes it.
     file.write(bytes(-file.tell() % _ALIGNMENT))
     position = file.tell()
     hashed = _HashedFile(file)
-    torch.save(item.data, hashed)  # pyrefly: ignore[bad-argument-type]  # torch only needs `write`
+    torch.save(data, hashed)  # pyrefly: ignore[bad-argument-type]  # torch only needs `write`
     stored = StoredItem(
-        key=item.key, file=name, position=position, nbytes=hashed.nbytes, checksum=hashed.hash.hexdigest()
+        key=key, file=name, position=position, nbytes=hashed.nbytes, checksum=hashed.hash.hexdigest()
     )
-    if not isinstance(item.data, Tensor):
+    if not isinstance(data, Tensor):
         return stored
     return replace(
-        stored,
-        offsets=item.offsets,
-        shape=tuple(item.data.shape),
-        whole_shape=item.shape,
-        dtype=item.data.dtype,
+        stored, offsets=offsets, shape=tuple(data.shape), whole_shape=whole_shape, dtype=data.dtype
     )
 
 

@@ -22,15 +22,13 @@ from megarl.controller.cluster import worker_owner
 from megarl.controller.dispatch import Arguments, CallPlan
 from megarl.controller.errors import UNKNOWN_NODE, PhaseTimeoutError, RankReport
 from megarl.controller.futures import NODE_LOOK_S, WorkerFuture
-from megarl.controller.host import WorkerHost
+from megarl.controller.host import Relay, WorkerHost
 from megarl.controller.messages import (
     CONSTRUCTION,
     Location,
     OnRecord,
     RankActivity,
-    RelayedCall,
 )
-from megarl.controller.relay import Relay
 from megarl.controller.resource_pool import PoolBundle, RayResourcePool
 from megarl.controller.silence import ProcessSilence
 from megarl.controller.worker import RayClassWithInitArgs
@@ -83,11 +81,11 @@ class ActorSet:
                 if resource_pool.use_gpu
                 else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    bundle.placement_group, placement_group_bundle_index=bundle.number
+                    placement_group, placement_group_bundle_index=number
                 ),
                 max_restarts=0,
             ).remote()
-            for bundle in bundles
+            for placement_group, number, _ in bundles
         ]
 
         # Ray's errors name an actor by its id.
@@ -98,7 +96,7 @@ class ActorSet:
             {role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()}
         )
         self.construction = self._construct(
-            ray.put(workers), [bundle.local_rank for bundle in bundles], environments, on_record, at_work
+            ray.put(workers), [local_rank for _, _, local_rank in bundles], environments, on_record, at_work
         )
 
         self._relays = (
@@ -142,19 +140,17 @@ class ActorSet:
         """
         if not self.alive:
             raise self._ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
-        route = plan.route
         # Store values that several ranks read, then submit to all ranks before waiting for any.
-        shared = _share(plan.parts, route.parts, stores_all=self._relays is not None)
+        shared = _share(plan.parts, plan.part_of_ranks, stores_all=self._relays is not None)
         if self._relays is not None:
             calls = self._relays.start(self, role, method, plan, shared, on_record)
-            return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
+            return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.results], plan.collect)
         calls = {}
 
-        for rank, part in zip(route.ranks, route.parts, strict=True):
+        for rank, part in zip(plan.ranks, plan.part_of_ranks, strict=True):
             execute = self._handles[rank].execute.options(num_returns=2)
-            result, record = execute.remote(
-                role, method, rank in route.results, *shared[part].positional, **shared[part].named
-            )
+            positional, named = shared[part]
+            result, record = execute.remote(role, method, rank in plan.results, *positional, **named)
             end = CallEnd(record)
             calls[rank] = Call(
                 self,
@@ -170,7 +166,7 @@ class ActorSet:
             )
             self._last[rank] = end
 
-        return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
+        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.results], plan.collect)
 
     def start_beside(self, role: str, method: str) -> None:
         """Run a method without arguments on all ranks, concurrently with their calls. Ignores the outcome."""
@@ -268,7 +264,7 @@ class ActorSet:
 
 
 class Relays:
-    """The relays of a large group (relay.py). Each has some consecutive ranks.
+    """The relays of a large group (see `Relay`). Each has some consecutive ranks.
 
     A call of an actor takes the driver half a millisecond of processor time, so the driver calls one relay
     for many ranks.
@@ -312,9 +308,8 @@ class Relays:
             shared: The arguments of each part, with references of all that is not small.
             on_record: What is called when a rank has ended.
         """
-        route = plan.route
         part_of: dict[int, dict[int, int]] = {}  # by relay and rank
-        for rank, part in zip(route.ranks, route.parts, strict=True):
+        for rank, part in zip(plan.ranks, plan.part_of_ranks, strict=True):
             part_of.setdefault(rank // self._ranks_per_relay, {})[rank] = part
 
         calls = {}
@@ -323,14 +318,9 @@ class Relays:
             number = next(self._numbers[index])  # one step, so that two threads never get the same
             # Send only the parts that ranks of this relay receive.
             parts = list(dict.fromkeys(own.values()))
-            call = RelayedCall(
-                number,
-                role,
-                method,
-                tuple((rank, rank in route.results, parts.index(part)) for rank, part in own.items()),
-                tuple(tuple(shared[part]) for part in parts),
-            )
-            relayed = RelayedCalls(processes, actor, number, actor.run.remote(call), self._ranks[index])
+            tasks = [(rank, rank in plan.results, parts.index(part)) for rank, part in own.items()]
+            answer = actor.run.remote(number, role, method, tasks, [shared[part] for part in parts])
+            relayed = RelayedCalls(processes, actor, number, answer, self._ranks[index])
             for rank, part in own.items():
                 uids = _uids_of(plan.parts[part])
                 relayed.running[rank] = Call(
@@ -350,12 +340,13 @@ def _start_relay(
 ) -> Any:
     """Start a relay on the node of its first rank."""
     records = [construction[rank].reference for rank in ranks]
+    placement_group, number, _ = bundle
     actor_class = ray.remote(Relay)
     return actor_class.options(
         # The CPU of the bundle is that of its rank.
         num_cpus=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            bundle.placement_group, placement_group_bundle_index=bundle.number
+            placement_group, placement_group_bundle_index=number
         ),
         max_restarts=0,
     ).remote({rank: handles[rank] for rank in ranks}, records)
@@ -366,7 +357,8 @@ def _start_relay(
 
 def _uids_of(arguments: Arguments) -> np.ndarray | None:
     """Return the uids (B,) of the first batch among a call's arguments that has them."""
-    batches = (value for value in arguments.values if isinstance(value, DataProto))
+    positional, named = arguments
+    batches = (value for value in (*positional, *named.values()) if isinstance(value, DataProto))
     return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
 
 
@@ -378,7 +370,8 @@ def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int], *, stores_al
         stores_all: Whether values that a single rank receives are put there too, so that no relay loads them.
     """
     # Count by identity: the same object for several ranks is one value.
-    readers = Counter(id(value) for part in part_of_rank for value in parts[part].values)
+    values = [(*positional, *named.values()) for positional, named in parts]
+    readers = Counter(id(value) for part in part_of_rank for value in values[part])
     stored: dict[int, Any] = {}
 
     def sent(value: Any) -> Any:
@@ -391,8 +384,6 @@ def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int], *, stores_al
         return stored[id(value)]
 
     return [
-        Arguments(
-            tuple(map(sent, part.positional)), {name: sent(value) for name, value in part.named.items()}
-        )
-        for part in parts
+        (tuple(map(sent, positional)), {name: sent(value) for name, value in named.items()})
+        for positional, named in parts
     ]

@@ -28,13 +28,12 @@ from megarl.controller.lost_process import LOST, node_lost, relay_lost, why_lost
 from megarl.controller.messages import (
     CallFailure,
     CallRecord,
-    Ended,
     FailureKind,
     Location,
     OnRecord,
     Outcome,
-    Rows,
 )
+from megarl.machine.wording import counted
 
 _LOG_LINES = 30
 _SHOWN_UIDS = 4
@@ -86,8 +85,8 @@ class Call:
     """A call on one rank.
 
     The result stays in the object store until it is fetched. `uids` (B,) are those of the rows of the call's
-    batch, if any. A call that goes through a relay (relay.py) ends with the answer of the relay. `end` is its
-    end and `earlier` that of the call before it on the rank; None if it is not known.
+    batch, if any. A call that goes through a relay (see `Relay`) ends with the answer of the relay. `end` is
+    its end and `earlier` that of the call before it on the rank; None if it is not known.
     """
 
     processes: Processes
@@ -101,7 +100,7 @@ class Call:
     relayed: RelayedCalls | None = None
     end: CallEnd | None = None
     earlier: CallEnd | None = None
-    answer: Ended | None = None
+    answer: bytes | list[Any] | None = None
     submitted_s: float = field(default_factory=time.monotonic)
     record: CallRecord | None = None
     failure: RankFailure | None = None
@@ -118,11 +117,13 @@ class Call:
         return reference
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> str | None:
+        """The rows of the call's batch in words, to help find the one that it failed on."""
         if self.uids is None:
             return None
         distinct = tuple(dict.fromkeys(str(uid) for uid in self.uids))
-        return Rows(distinct[:_SHOWN_UIDS], len(distinct), len(self.uids))
+        more = f" and {len(distinct) - _SHOWN_UIDS} more" if len(distinct) > _SHOWN_UIDS else ""
+        return f"uid {', '.join(distinct[:_SHOWN_UIDS])}{more} ({counted(len(self.uids), 'row')})"
 
     def fetch(self, record: CallRecord | None = None) -> None:
         """Read the record, which must be available, or determine why there will be none.
@@ -141,8 +142,8 @@ class Call:
         # Keep the location: it identifies the node and log of the process if it dies in a later call.
         self.processes.locations[self.rank] = self.record.location
         self.on_record(self.role, self.rank, self.record)
-        for span in self.record.spans[:1]:  # the whole call
-            self.processes.limits.learn(self.method, span.end_s - span.start_s)
+        for _, start_s, end_s in self.record.spans[:1]:  # the whole call
+            self.processes.limits.learn(self.method, end_s - start_s)
 
         if self.record.failure is not None:
             location = self.record.location
@@ -159,16 +160,15 @@ class Call:
 
     def fetch_relayed(self, outcome: Outcome) -> None:
         """Read how the call ended from the answer of a relay."""
-        if isinstance(outcome, Ended):
-            self.answer = outcome
-        else:
+        if isinstance(outcome, list):
             # The rank's own answer has an error, which has to be read from its reference.
             try:
-                self.answer = ray.get(outcome[0])
+                outcome = ray.get(outcome[0])
             except RayError as error:
                 self.failure = self._failure_outside(error)
                 return
-        self.fetch(self.answer.record)
+        record, self.answer = outcome
+        self.fetch(record)
 
     def fetch_result(self) -> Any:
         """Return the result of the call.
@@ -179,9 +179,9 @@ class Call:
         reference = self.result
         if self.answer is not None:
             # A small result comes with the answer of the relay.
-            if isinstance(self.answer.result, bytes):
-                return pickle.loads(self.answer.result)
-            (reference,) = self.answer.result
+            if isinstance(self.answer, bytes):
+                return pickle.loads(self.answer)
+            (reference,) = self.answer
         assert reference is not None
         try:
             return ray.get(reference)

@@ -39,6 +39,7 @@ from megarl.machine.reaper import (
     name_of,
     start_reaper,
 )
+from megarl.machine.replaced import replaced
 
 _ANSWER_S = 10.0
 _END_S = 5.0  # how long a raylet may take to end after a process that it needs
@@ -97,7 +98,9 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
     read_key()
     # Child processes that appear during the start are Ray's daemons.
     before = set(descendants(os.getpid()))
-    with loopback_only(), small_nodes(), without_job_server(), _marked_as_ray():
+    # Ray's daemons, and so its workers, have a separate mark.
+    mark = {OWNER: process_owner() + _RAY}
+    with loopback_only(), small_nodes(), without_job_server(), replaced(os.environ, mark):
         start_patiently(lambda: _start_here(num_cpus, num_gpus, object_store_mb), _log.warning)
     daemons = [pid for pid in descendants(os.getpid()) if pid not in before]
     start_reaper(process_owner(), whole_group=False, named=daemons)
@@ -218,16 +221,6 @@ def _check_answers(named: str, host: str, port: int) -> None:
         raise ValueError(
             f"{named} does not answer ({error}); start the cluster, or unset {VARIABLE} to run here"
         ) from error
-
-
-@contextmanager
-def _marked_as_ray() -> Generator[None]:
-    """Give Ray's daemons, and so its workers, a separate mark."""
-    os.environ[OWNER] = process_owner() + _RAY
-    try:
-        yield
-    finally:
-        os.environ[OWNER] = process_owner()
 
 
 def shutdown() -> list[int]:

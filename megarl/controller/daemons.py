@@ -8,7 +8,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Generator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ray._raylet import AuthenticationTokenLoader, Config
 from megarl.machine.errors import RunError
 from megarl.machine.ports import hold_lasting_ports
 from megarl.machine.reaper import descendants, end_held, hold
+from megarl.machine.replaced import replaced
 
 LOOPBACK = "127."  # Ray would replace such addresses by that of a network card
 OBJECT_STORE_MB = 512
@@ -112,8 +113,7 @@ class SmallNode(node.Node):
         """Start no log monitor: the driver reads the workers' log files itself if needed."""
 
 
-@contextmanager
-def _with_raylet_options(*options: str) -> Generator[None]:
+def _with_raylet_options(*options: str) -> AbstractContextManager[None]:
     """Add options to the raylet's command line, for which Ray's Python API has no parameter."""
     start: Callable[..., Any] = services.start_ray_process
 
@@ -123,43 +123,22 @@ def _with_raylet_options(*options: str) -> Generator[None]:
             [*command, *options] if command[0] == services.RAYLET_EXECUTABLE else command, *args, **kwargs
         )
 
-    services.start_ray_process = start_with_options
-    try:
-        yield
-    finally:
-        services.start_ray_process = start
+    return replaced(vars(services), {"start_ray_process": start_with_options})
 
 
-@contextmanager
-def small_nodes() -> Generator[None]:
+def small_nodes() -> AbstractContextManager[None]:
     """Make `ray.init` start a `SmallNode`."""
-    full = node.Node
-    node.Node = SmallNode
-
-    try:
-        yield
-    finally:
-        node.Node = full
+    return replaced(vars(node), {"Node": SmallNode})
 
 
-@contextmanager
-def without_job_server() -> Generator[None]:
+def without_job_server() -> AbstractContextManager[None]:
     """Start the minimal agent, which does not accept jobs.
 
     If the packages of ray[default] are installed, the agent of each node accepts jobs from anyone who can
     reach its port, even without a dashboard, and needs seconds to start. Ray detects these packages with this
     import.
     """
-    name = "ray.dashboard.optional_deps"
-    before = sys.modules.get(name)
-    sys.modules[name] = None  # pyrefly: ignore[unsupported-operation]  # importing it raises ImportError
-
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-        if before is not None:
-            sys.modules[name] = before
+    return replaced(sys.modules, {"ray.dashboard.optional_deps": None})  # importing it raises ImportError
 
 
 @contextmanager
@@ -169,14 +148,9 @@ def loopback_only() -> Generator[None]:
     With any other address they listen on all interfaces. The switch was made for laptops with other operating
     systems. It is read when ray is imported, and by the daemons from the environment.
     """
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-
-    try:
+    variables = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+    with replaced(os.environ, variables), replaced(vars(ray_constants), {"ENABLE_RAY_CLUSTER": False}):
         yield
-    finally:
-        del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
-        ray_constants.ENABLE_RAY_CLUSTER = True
 
 
 # ---- start

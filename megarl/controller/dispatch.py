@@ -15,6 +15,7 @@ import numpy as np
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.future import DataProtoFuture
+from megarl.config.schema import RankCoordinate
 from megarl.machine.wording import counted
 
 
@@ -25,37 +26,11 @@ class Dispatch(Enum):
     MEGATRON_MESH = "megatron_mesh"
 
 
-class MeshCoordinate(NamedTuple):
-    """The coordinate of a rank in its role's parallel layout.
-
-    Ranks with the same `dp` form one replica and work on the same rows.
-    """
-
-    dp: int
-    tp: int = 0
-    pp: int = 0
-    cp: int = 0
-
-
-Mesh = tuple[MeshCoordinate, ...]  # the coordinates of a group's ranks, in order
-
-
-class CallRoute(NamedTuple):
-    """The ranks that run a call, and the part of the arguments that each of them receives.
-
-    Attributes:
-        ranks: The ranks that run the call.
-        parts: The part that each of `ranks` receives.
-        results: The ranks whose results are kept, in order.
-    """
-
-    ranks: tuple[int, ...]
-    parts: tuple[int, ...]
-    results: tuple[int, ...]
-
-    @property
-    def num_parts(self) -> int:
-        return max(self.parts) + 1
+Mesh = tuple[RankCoordinate, ...]  # the coordinates of a group's ranks, in order
+# The ranks that run a call, the part of the arguments that each of them receives, and the ranks whose results
+# are kept, in order.
+Route = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional and named ones of one method call
 
 
 class CollectKind(Enum):
@@ -69,38 +44,31 @@ class Collect(NamedTuple):
 
     Attributes:
         kind: The rule.
-        num_rows: The rows of the split batch before padding. None if nothing was split, or the caller did.
+        num_rows: The rows of the split batch before padding. 0 if nothing was split, or the caller did.
         padding: The number of padding rows.
         presplit: Whether the caller passed parts, and gets parts.
     """
 
     kind: CollectKind
-    num_rows: int | None = None
+    num_rows: int = 0
     padding: int = 0
     presplit: bool = False
-
-
-class Arguments(NamedTuple):
-    """The arguments of one method call."""
-
-    positional: tuple[Any, ...]
-    named: Mapping[str, Any]
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        return (*self.positional, *self.named.values())
 
 
 class CallPlan(NamedTuple):
     """A planned call.
 
     Attributes:
-        route: Who receives which part.
+        ranks: The ranks that run the call.
+        part_of_ranks: The part that each of `ranks` receives.
+        results: The ranks whose results are kept, in order.
         parts: The arguments of each part.
         collect: How results are combined.
     """
 
-    route: CallRoute
+    ranks: tuple[int, ...]
+    part_of_ranks: tuple[int, ...]
+    results: tuple[int, ...]
     parts: tuple[Arguments, ...]
     collect: Collect
 
@@ -111,7 +79,7 @@ Arranged = tuple[tuple[Any, ...], Collect | None]
 
 
 class Rule(NamedTuple):
-    route: Callable[[Mesh], CallRoute]
+    route: Callable[[Mesh], Route]
     arrange: Callable[[Any, int], Arranged]
     collect: CollectKind
 
@@ -125,15 +93,16 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
     if any(isinstance(value, DataProtoFuture) for value in (*positional, *named.values())):
         raise ValueError("a future cannot be an argument of a call: pass future.get()")
     # Divide each argument into one value per part, then regroup the values by part.
-    route = rule.route(mesh)
-    values = [rule.arrange(value, route.num_parts) for value in positional]
-    by_name = {name: rule.arrange(value, route.num_parts) for name, value in named.items()}
+    ranks, part_of_ranks, kept = rule.route(mesh)
+    num_parts = max(part_of_ranks) + 1
+    values = [rule.arrange(value, num_parts) for value in positional]
+    by_name = {name: rule.arrange(value, num_parts) for name, value in named.items()}
     parts = tuple(
-        Arguments(
+        (
             tuple(parts[number] for parts, _ in values),
             {name: parts[number] for name, (parts, _) in by_name.items()},
         )
-        for number in range(route.num_parts)
+        for number in range(num_parts)
     )
     # All batches of a call must be split the same way, or the results could not be combined.
     arranged = (*values, *by_name.values())
@@ -143,12 +112,13 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
         raise ValueError(
             "the batches of one call must be split the same way; here: "
             + ", ".join(
-                "parts from the caller" if split.num_rows is None else counted(split.num_rows, "row")
+                "parts from the caller" if split.presplit else counted(split.num_rows, "row")
                 for split in splits
             )
         )
 
-    return CallPlan(route, parts, splits[0] if splits else Collect(rule.collect))
+    how = splits[0] if splits else Collect(rule.collect)
+    return CallPlan(ranks, part_of_ranks, kept, parts, how)
 
 
 def collect(results: Sequence[Any], how: Collect) -> Any:
@@ -166,7 +136,6 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
     ):
         # A list has no rows to remove, so padding rows would silently count as results.
         if how.padding:
-            assert how.num_rows is not None
             raise ValueError(
                 f"a batch of {counted(how.num_rows, 'row')} was padded by {how.padding} to be split into "
                 f"{len(results)} equal parts, but the method returns {type(results[0]).__name__}, in which "
@@ -178,7 +147,6 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
     joined = DataProto.concat(list(results))
     if not how.padding:
         return joined
-    assert how.num_rows is not None
 
     # A method may return several rows per input row; only a whole multiple can be unpadded.
     if len(joined) % (how.num_rows + how.padding):
@@ -194,16 +162,16 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
 # ---- routes
 
 
-def route_rank(rank: int) -> Callable[[Mesh], CallRoute]:
-    return lambda mesh: CallRoute((rank,), (0,), (rank,))
+def route_rank(rank: int) -> Callable[[Mesh], Route]:
+    return lambda mesh: ((rank,), (0,), (rank,))
 
 
-def route_same_to_all(mesh: Mesh) -> CallRoute:
+def route_same_to_all(mesh: Mesh) -> Route:
     ranks = tuple(range(len(mesh)))
-    return CallRoute(ranks, (0,) * len(mesh), ranks)
+    return ranks, (0,) * len(mesh), ranks
 
 
-def route_mesh(mesh: Mesh) -> CallRoute:
+def route_mesh(mesh: Mesh) -> Route:
     """Send part d to every rank of replica d.
 
     Raises:
@@ -222,7 +190,7 @@ def route_mesh(mesh: Mesh) -> CallRoute:
     speaker = {
         coordinate.dp: rank for rank, coordinate in enumerate(mesh) if coordinate[1:] == (0, last_stage, 0)
     }
-    return CallRoute(
+    return (
         tuple(range(len(mesh))),
         tuple(coordinate.dp for coordinate in mesh),
         tuple(speaker[replica] for replica in range(sizes[0])),

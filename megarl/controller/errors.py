@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.controller import hints
-from megarl.controller.messages import CONSTRUCTION, CallFailure, RankActivity, Rows
+from megarl.controller.messages import CONSTRUCTION, CallFailure, RankActivity
 from megarl.machine.errors import RunError
 from megarl.machine.wording import counted
 
@@ -20,7 +20,7 @@ class RankFailure(NamedTuple):
     pid: int | None  # None: the process ended before it could report it
     method: str
     failure: CallFailure
-    rows: Rows | None = None  # None: no batch, or one that the driver does not have
+    rows: str | None = None  # None: no batch, or one that the driver does not have
     log_path: str = ""  # the log of the process on its node; empty if not known
 
     def describe(self) -> str:
@@ -123,7 +123,7 @@ class PhaseTimeoutError(RunError, TimeoutError):
         method: str,
         limit_s: float,
         reports: Sequence[RankReport],
-        rows: Rows | None = None,
+        rows: str | None = None,
         rank: int = 0,
         *,
         is_learned: bool = False,

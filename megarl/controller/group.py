@@ -5,12 +5,12 @@ Methods of the workers are called with `group.call(ActorWorker.update, ...)`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from megarl.controller.actors import ActorSet
-from megarl.controller.call_limits import NOTHING_LEARNED, LearnedLimits
+from megarl.controller.call_limits import NOTHING_LEARNED, GroupLimits, LearnedLimits
 from megarl.controller.dispatch import (
     RULES,
     Collect,
@@ -22,9 +22,9 @@ from megarl.controller.dispatch import (
     rule_for_rank,
 )
 from megarl.controller.environment import users_settings
-from megarl.controller.errors import RankReport
+from megarl.controller.errors import PhaseTimeoutError, RankReport, WorkerError
 from megarl.controller.futures import WorkerFuture
-from megarl.controller.messages import CallRecord
+from megarl.controller.messages import CallRecord, FailureKind, qualified_name
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import (
     ColocatedWorkerClass,
@@ -32,6 +32,7 @@ from megarl.controller.worker import (
     RemoteMethod,
     Worker,
 )
+from megarl.machine.errors import EngineDeadError
 from megarl.machine.wording import counted
 from megarl.tracking.timeline import Span
 
@@ -68,13 +69,9 @@ class RoleGroup:
         return WorkerFuture(self._actors.construction, (), Collect(CollectKind.listed))
 
     @property
-    def phase_time_limit_s(self) -> float:
-        """How long a call may run, in seconds. A new value also applies to calls in progress."""
-        return self._actors.limits.fixed_s
-
-    @phase_time_limit_s.setter
-    def phase_time_limit_s(self, seconds: float) -> None:
-        self._actors.limits.fixed_s = seconds
+    def limits(self) -> GroupLimits:
+        """The time limits of its calls."""
+        return self._actors.limits
 
     @property
     def processes(self) -> RayWorkerGroup:
@@ -175,7 +172,7 @@ class RoleGroup:
 
     def _record_spans(self, role: str, rank: int, record: CallRecord) -> None:
         pool = self._actors.pool_name
-        self._spans += [Span(pool, role, rank, span.name, span.start_s, span.end_s) for span in record.spans]
+        self._spans += [Span(pool, role, rank, *span) for span in record.spans]
 
     def drain_spans(self) -> list[Span]:
         """Return the spans of calls completed since the last time: each call, then its phases."""
@@ -204,7 +201,7 @@ class RayWorkerGroup(RoleGroup):
         at_work: role -> method -> the number of processes that compute on a node while it runs. They share
             its cores if there is no GPU and the user has not set OMP_NUM_THREADS. Other methods keep the
             thread count of the previous one.
-        ranks_per_relay: A larger group is called by relays, one for this number of ranks (relay.py).
+        ranks_per_relay: A larger group is called by relays, one for this number of ranks (see `Relay`).
         learned_limits: The limits that are learned from earlier calls, in addition to `phase_time_limit_s`.
     """
 
@@ -299,3 +296,55 @@ def _check_layout(role: str, worker: RayClassWithInitArgs, pool: RayResourcePool
             f"role {role!r} has a layout of {counted(num_ranks, 'rank')}, but its pool {pool.name!r} has "
             f"{counted(pool.world_size, 'process')}"
         )
+
+
+# ---- results of several replicas, some of which may be lost
+
+
+def results_of[T](
+    futures: Mapping[int, WorkerFuture[T]],
+    lost: dict[int, Exception],
+    is_lost: Callable[[WorkerError | PhaseTimeoutError], bool],
+) -> dict[int, T]:
+    """Returns the results by replica.
+
+    Failures of lost replicas go into `lost`. Any other failure is raised after all calls have ended.
+    """
+    results: dict[int, T] = {}
+    failure: WorkerError | PhaseTimeoutError | None = None
+
+    # Wait for all calls even after a failure: a replica must not have a call in progress afterwards.
+    for number, future in futures.items():
+        try:
+            results[number] = future.get()
+        except (WorkerError, PhaseTimeoutError) as error:
+            if is_lost(error):
+                lost[number] = error
+            else:
+                failure = failure or error
+
+    if failure is not None:
+        raise failure
+    return results
+
+
+def is_dead_or_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
+    return is_dead(error) or is_failed_start(error)
+
+
+def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:
+    """Whether the process, its engine or its GPU is gone or stuck. Others come from the call itself."""
+    # The group is killed when a call exceeds its limit, so a timeout is a death.
+    if isinstance(error, PhaseTimeoutError):
+        return True
+    return error.kind.is_loss or error.error_type == qualified_name(EngineDeadError)
+
+
+def is_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
+    """Whether a replica failed to start."""
+    return (
+        isinstance(error, WorkerError)
+        and error.role == "rollout"
+        and error.method == "__init__"
+        and error.kind is FailureKind.exception
+    )

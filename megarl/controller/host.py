@@ -1,10 +1,12 @@
-"""A Ray actor that holds the workers of one rank, runs their methods, and reports what it is doing.
+"""The Ray actors of a group: one for each rank, and those that pass calls on to the ranks of a large group.
 
-Imports neither torch nor a worker class: the environment is set before either is loaded.
+The actor of a rank holds its workers, runs their methods, and reports what it is doing. Imports neither torch
+nor a worker class: the environment is set before either is loaded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -13,12 +15,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import ray
 from ray import cloudpickle
+from ray.exceptions import RayError
 
 from megarl.controller.environment import fill_in
 from megarl.controller.messages import (
@@ -29,8 +32,8 @@ from megarl.controller.messages import (
     Ended,
     FailureKind,
     Location,
+    Outcome,
     RankActivity,
-    WorkerContext,
     qualified_name,
 )
 from megarl.machine.errors import hint_of
@@ -64,6 +67,10 @@ _NOT_LOST = re.compile(
 
 # The largest result that passes a relay, in bytes; Ray sends values of this size within its own messages.
 _MOST_RELAYED = 64 * 1024
+# The wait of a relay after a failure for others on their way, in seconds.
+_GATHER_S = 0.05
+
+type _Answer = asyncio.Task[tuple[int, Outcome]]
 
 
 class WorkerHost:
@@ -126,16 +133,14 @@ class WorkerHost:
         # Start the reaper first: a constructor may start processes that have to end with this one.
         start_reaper(owner, whole_group=True)
         for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
-            # Set the context before __init__ runs, which may use it.
+            # Set the attributes before __init__ runs, which may use them.
             worker = cls.__new__(cls)
-            worker.context = WorkerContext(
-                role,
-                launch["RANK"],
-                launch["WORLD_SIZE"],
-                launch["LOCAL_RANK"],
-                self._location.node,
-                self._activity,
-            )
+            worker.role = role
+            worker.rank = launch["RANK"]
+            worker.world_size = launch["WORLD_SIZE"]
+            worker.local_rank = launch["LOCAL_RANK"]
+            worker.node = self._location.node
+            worker.activity = self._activity
             worker.__init__(*arguments, **named_arguments)
             self._workers[role] = worker
 
@@ -153,8 +158,8 @@ class WorkerHost:
         """Run a method for a relay. A large result stays in the object store, and does not pass the relay."""
         result, record = self.execute(role, method, keep_result, *args, **kwargs)
         if _num_bytes(result) <= _MOST_RELAYED:
-            return Ended(record, cloudpickle.dumps(result))
-        return Ended(record, [ray.put(result)])
+            return record, cloudpickle.dumps(result)
+        return record, [ray.put(result)]
 
     def _take_cores(self, processes: int | None) -> None:
         """Limit this process to its share of the node's cores, divided among `processes` processes."""
@@ -266,3 +271,96 @@ def _stderr_path() -> str:
         return os.readlink("/proc/self/fd/2")
     except OSError:
         return ""
+
+
+class Relay:
+    """An actor that passes calls on to a part of a large group's ranks, and tells how they ended.
+
+    The driver then sends one call for all of these ranks. Arguments and large results pass as references, and
+    are read only by the ranks and the driver.
+
+    Args:
+        handles: The processes by rank.
+        construction: What becomes available when each of them is constructed.
+    """
+
+    def __init__(self, handles: Mapping[int, Any], construction: Sequence[ray.ObjectRef]) -> None:
+        self._handles = handles
+        self._construction = list(construction)
+        self._running: dict[int, set[_Answer]] = {}
+        self._turn = asyncio.Condition()
+        self._next = 0
+
+    async def run(
+        self,
+        number: int,
+        role: str,
+        method: str,
+        tasks: Sequence[tuple[int, bool, int]],
+        parts: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
+    ) -> list[tuple[int, Outcome]]:
+        """Start a call on its ranks, after all calls with smaller numbers, and return how it ended.
+
+        Returns early if a rank fails. `rest` then tells about the others.
+
+        Args:
+            tasks: The ranks, each with whether its result counts, and the number of its arguments in `parts`.
+            parts: Positional and named arguments. References in them are resolved by the ranks.
+        """
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._next == number)
+            # Ray keeps the order of one caller only, and the driver constructs the ranks itself.
+            await asyncio.gather(*map(_ended, self._construction))
+            self._construction.clear()
+            self._running[number] = {
+                self._start(rank, role, method, keep_result, parts[part]) for rank, keep_result, part in tasks
+            }
+            self._next += 1
+            self._turn.notify_all()
+        return await self.rest(number)
+
+    def _start(
+        self,
+        rank: int,
+        role: str,
+        method: str,
+        keep_result: bool,
+        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    ) -> _Answer:
+        positional, named = arguments
+        execute = self._handles[rank].execute_relayed
+        reference = execute.remote(role, method, keep_result, *positional, **named)
+        return asyncio.ensure_future(_outcome(rank, reference))
+
+    async def rest(self, number: int) -> list[tuple[int, Outcome]]:
+        """Return the outcomes that were not returned before, once all ranks have ended or one has failed."""
+        running = self._running.pop(number)
+        outcomes: list[tuple[int, Outcome]] = []
+        timeout = None
+
+        while running:
+            ended, running = await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            outcomes += [answer.result() for answer in ended]
+            if not ended:
+                self._running[number] = running
+                break
+            if any(_has_failed(outcome) for _, outcome in outcomes):
+                timeout = _GATHER_S
+
+        return outcomes
+
+
+async def _outcome(rank: int, reference: ray.ObjectRef) -> tuple[int, Outcome]:
+    try:
+        return rank, await reference
+    except RayError:
+        # The driver reads the error itself, since errors of Ray cannot always be sent again.
+        return rank, [reference]
+
+
+async def _ended(reference: ray.ObjectRef) -> None:
+    await asyncio.wait([asyncio.ensure_future(_outcome(0, reference))])
+
+
+def _has_failed(outcome: Outcome) -> bool:
+    return isinstance(outcome, list) or outcome[0].failure is not None

@@ -20,42 +20,28 @@ from megarl.controller.node_resources import NodeResources, free_nodes, living_n
 _PINGS = 5
 
 
-class Software(NamedTuple):
-    python: str
-    ray: str
-    megarl: str
-
-
-class Limits(NamedTuple):
-    """Limits of a worker on the node: the size of /dev/shm in bytes, and the number of open files."""
-
-    shared_memory: int
-    shared_memory_free: int
-    open_files: int
-    open_files_hard: int
-
-
 class NodeReport(NamedTuple):
     """One node.
 
     Attributes:
         address: The address.
         resources: Its resources by kind.
-        software: Versions. None if no worker could be started.
+        software: Versions by name. None if no worker could be started.
         clock_offset_s: Its clock minus the driver's, in seconds.
         clock_uncertainty_s: The maximum error of the offset, in seconds.
         error: Why no worker could be started.
-        limits: Limits of a worker. None if no worker could be started.
+        limits: The size and the free bytes of /dev/shm, and the soft and hard limit of a worker's open files.
+            None if no worker could be started.
         unseen: The requested paths that do not exist on the node.
     """
 
     address: str
     resources: Mapping[str, float]
-    software: Software | None = None
+    software: Mapping[str, str] | None = None
     clock_offset_s: float = 0.0
     clock_uncertainty_s: float = 0.0
     error: str | None = None
-    limits: Limits | None = None
+    limits: tuple[tuple[int, int], tuple[int, int]] | None = None
     unseen: tuple[str, ...] = ()
 
 
@@ -78,12 +64,12 @@ class ClusterReport(NamedTuple):
 class _Witness:
     """A process on the node. Once it runs, it answers within milliseconds, so that clocks can be compared."""
 
-    def software(self) -> Software:
+    def software(self) -> dict[str, str]:
         return here()
 
-    def limits(self) -> Limits:
+    def limits(self) -> tuple[tuple[int, int], tuple[int, int]]:
         memory = shutil.disk_usage("/dev/shm")
-        return Limits(memory.total, memory.free, *resource.getrlimit(resource.RLIMIT_NOFILE))
+        return (memory.total, memory.free), resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def unseen(self, paths: Sequence[str]) -> tuple[str, ...]:
         return tuple(path for path in paths if not Path(path).exists())
@@ -92,8 +78,8 @@ class _Witness:
         return time.time()
 
 
-def here() -> Software:
-    return Software(platform.python_version(), ray.__version__, __version__)
+def here() -> dict[str, str]:
+    return {"python": platform.python_version(), "ray": ray.__version__, "megarl": __version__}
 
 
 def inspect_cluster(limit_s: float, paths: Sequence[str] = ()) -> ClusterReport:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from megarl.machine.clock import Began
-from megarl.machine.wording import counted
 
 CONSTRUCTION = "__init__"  # the method of a rank's first call
 
@@ -47,22 +46,7 @@ class CallFailure(NamedTuple):
     hint: tuple[str, ...] = ()  # see HintedError
 
 
-class Rows(NamedTuple):
-    """The rows of a call's batch, to help find the one that it failed on."""
-
-    uids: tuple[str, ...]  # the first distinct ones
-    num_uids: int
-    num_rows: int
-
-    def describe(self) -> str:
-        more = f" and {self.num_uids - len(self.uids)} more" if self.num_uids > len(self.uids) else ""
-        return f"uid {', '.join(self.uids)}{more} ({counted(self.num_rows, 'row')})"
-
-
-class PhaseSpan(NamedTuple):
-    name: str
-    start_s: float
-    end_s: float
+PhaseSpan = tuple[str, float, float]  # the name of a call or phase, its start and its end
 
 
 class Location(NamedTuple):
@@ -87,38 +71,11 @@ class CallRecord(NamedTuple):
     failure: CallFailure | None
 
 
-class Ended(NamedTuple):
-    """The answer of a rank to a relay.
-
-    Attributes:
-        record: How the call ended.
-        result: The pickled result, which only the driver loads; if it is large, its reference in a list.
-    """
-
-    record: CallRecord
-    result: bytes | list[Any]
-
-
+# The answer of a rank to a relay: how the call ended, and the pickled result, which only the driver loads; if
+# it is large, its reference in a list.
+Ended = tuple[CallRecord, bytes | list[Any]]
 # What a relay knows of a rank's call: the answer, or in a list the reference whose value is an error.
 Outcome = Ended | list[Any]
-
-
-class RelayedCall(NamedTuple):
-    """A call on the ranks of one relay.
-
-    Attributes:
-        number: The number of the call. A relay starts calls in the order of their numbers.
-        tasks: The ranks, each with whether its result counts, and the number of its arguments in `parts`.
-        parts: Positional and named arguments. References in them are resolved by the ranks.
-    """
-
-    number: int
-    role: str
-    method: str
-    tasks: tuple[tuple[int, bool, int], ...]
-    parts: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...]
-
-
 OnRecord = Callable[[str, int, CallRecord], None]  # called with role, rank and record
 
 
@@ -158,7 +115,7 @@ class Activity:
             yield
         finally:
             # The call comes first, although its phases ended before it.
-            self._spans.insert(0, PhaseSpan(method, self._began.start_s, self._began.now_s()))
+            self._spans.insert(0, (method, self._began.start_s, self._began.now_s()))
             self._method = None
 
     @contextmanager
@@ -170,7 +127,7 @@ class Activity:
             yield
         finally:
             self._phases.pop()
-            self._spans.append(PhaseSpan(name, began.start_s, began.now_s()))
+            self._spans.append((name, began.start_s, began.now_s()))
 
     def spans(self) -> tuple[PhaseSpan, ...]:
         """Return the spans of the last call: the whole call, then its phases in the order of their end."""
@@ -204,12 +161,3 @@ class Activity:
         ]
 
         return "".join(traceback.format_list(entries[calls[-1] + 1 if calls else 0 :]))
-
-
-class WorkerContext(NamedTuple):
-    role: str
-    rank: int
-    world_size: int
-    local_rank: int
-    node: str
-    activity: Activity

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import ray
 from ray.util.placement_group import (
@@ -51,12 +50,8 @@ class InsufficientResourcesError(HintedError, ValueError):
     hint = hints.NO_RESOURCES
 
 
-class PoolBundle(NamedTuple):
-    """One process's share of a pool. `local_rank` counts within its node."""
-
-    placement_group: PlacementGroup
-    number: int
-    local_rank: int
+# One process's share of a pool: its placement group, its number in that, and its number on its node.
+PoolBundle = tuple[PlacementGroup, int, int]
 
 
 class RayResourcePool:
@@ -107,7 +102,7 @@ class RayResourcePool:
         self.nodes = None if nodes is None else tuple(nodes)
         self.excluded: set[str] = set() if excluded is None else excluded
         self._before = tuple(before)
-        self._node_ids: list[str] | None = None  # Ray's ids of `nodes`
+        self._node_ids: list[str] = []  # Ray's ids of `nodes`, if they are chosen
         self._groups: list[PlacementGroup] = []
         self._reserved_on: list[str] = []  # Ray's ids of the nodes of `_groups`
 
@@ -147,7 +142,7 @@ class RayResourcePool:
                 placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups
             ]
         return [
-            PoolBundle(group, index, index)
+            (group, index, index)
             for group, count in zip(self._groups, self.process_on_nodes, strict=True)
             for index in range(count)
         ]
@@ -171,7 +166,7 @@ class RayResourcePool:
         node with free resources.
         """
         # A pool that is not pinned can move, so nothing is lost while other nodes have free resources.
-        if self._node_ids is None and fits(node_demands([self]), living_nodes()):
+        if not self._node_ids and fits(node_demands([self]), living_nodes()):
             return {}
         gone = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"]}
         return {rank: gone[node] for rank, node in enumerate(self.node_ids()) if node in gone}
@@ -192,14 +187,14 @@ class RayResourcePool:
         Returns:
             The ranks that no other node can hold, with the address of their node; see `lost_nodes`.
         """
-        if not (lost := self.lost_nodes()) or self._node_ids is None:
+        if not (lost := self.lost_nodes()) or not self._node_ids:
             return lost
         # If another run takes the node in the meantime, the ranks stay lost.
         return {} if self._move(self._lost_indices()) else lost
 
     def _lost_indices(self) -> list[int]:
         """Return the indices of `process_on_nodes` that have to move, because their node is lost."""
-        if self._node_ids is None:
+        if not self._node_ids:
             return []
         living = {node.identity for node in living_nodes()}
         return [index for index, node in enumerate(self._reserved_on) if node not in living]
@@ -216,11 +211,10 @@ class RayResourcePool:
         """
         excluded = {node.identity for node in living_nodes() if node.node in self.excluded}
         indices = [index for index, node in enumerate(self._reserved_on) if node in excluded]
-        return self._node_ids is not None and self._move(indices)
+        return bool(self._node_ids) and self._move(indices)
 
     def _move(self, indices: Sequence[int]) -> bool:
         """Reserve some of `process_on_nodes` on other nodes. Returns whether it is done."""
-        assert self._node_ids is not None
         # Pools move one after the other, so that each sees what the others have taken.
         with _moving:
             free = free_nodes()
@@ -253,7 +247,6 @@ class RayResourcePool:
         Returns:
             Ray's id of the node by index. None if not all of them fit.
         """
-        assert self._node_ids is not None
         spare = [
             node for node in nodes if node.identity not in self._node_ids and node.node not in self.excluded
         ]
@@ -266,7 +259,6 @@ class RayResourcePool:
 
     def _move_to(self, places: Mapping[int, str]) -> bool:
         """Reserve some of `process_on_nodes` on these nodes. Returns whether it is done."""
-        assert self._node_ids is not None
         new = {
             index: _group_on_node(self.resources_per_process(), self.process_on_nodes[index], node_id)
             for index, node_id in places.items()
@@ -320,7 +312,7 @@ class _PoolPart(RayResourcePool):
     def bundles(self) -> list[PoolBundle]:
         whole = self._whole.bundles()
         return [
-            whole[rank]._replace(local_rank=local_rank)
+            (*whole[rank][:2], local_rank)
             for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)
         ]
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,18 @@ class _OtherBuddyError(Exception):
     """The files of a holder are to be copied to another one, or to none, from now on."""
 
 
-class SnapshotHolder:
-    """The actor of one node. Imports no torch, so that it is small and starts quickly.
+class SnapshotHolder(MemoryFiles):
+    """The actor of one node, which holds its files. Imports no torch, so that it is small and starts quickly.
 
     Args:
         kept_s: How long it lives after a driver needed it last. None: until it is ended.
     """
 
     def __init__(self, kept_s: float | None) -> None:
+        super().__init__()
         self._needed_s = time.monotonic()  # when a driver needed it last
         if kept_s is not None:
             threading.Thread(target=self._end_when_left, args=(kept_s,), daemon=True).start()
-        self._files = MemoryFiles()
         self._copied: dict[str, Header] = {}  # the files that the buddy has
         self._buddy: Any = None
         self._names: list[str] = []  # the files that are copied to it
@@ -77,25 +77,13 @@ class SnapshotHolder:
         os._exit(0)  # the files are released with the process
 
     def paths(self, names: Sequence[str]) -> list[str]:
-        return [self._files.path(name) for name in names]
-
-    def complete(self) -> dict[str, Header]:
-        return self._files.complete()
+        return [self.path(name) for name in names]
 
     def copied(self) -> dict[str, Header]:
         """Return the headers of the files of which the buddy has a copy, as they are now."""
-        complete = self._files.complete()
+        complete = self.complete()
         with self._lock:
             return {name: header for name, header in self._copied.items() if complete.get(name) == header}
-
-    def read(self, name: str, start: int, count: int) -> bytes:
-        return self._files.read(name, start, count)
-
-    def write(self, name: str, start: int, data: bytes) -> None:
-        self._files.write(name, start, data)
-
-    def keep(self, names: Collection[str]) -> None:
-        self._files.keep(names)
 
     def copy_to(self, buddy: Any, names: Sequence[str]) -> None:
         """Copy these files to another holder, now and whenever one of them is complete again, in a thread.
@@ -112,7 +100,7 @@ class SnapshotHolder:
     def _copy_forever(self) -> None:
         while True:
             buddy = self._buddy
-            complete = self._files.complete()
+            complete = self.complete()
             for name in self._names:
                 if name in complete and self._copied.get(name) != complete[name]:
                     # If the buddy is lost, the driver gives this holder another one.
@@ -126,11 +114,11 @@ class SnapshotHolder:
             # The old copy is incomplete from here on, until the header is written again.
             self._answer(buddy, buddy.write.remote(name, 0, bytes(HEADER_BYTES)))
             for start in range(HEADER_BYTES, header.nbytes, _PART_BYTES):
-                part = self._files.read(name, start, min(_PART_BYTES, header.nbytes - start))
+                part = self.read(name, start, min(_PART_BYTES, header.nbytes - start))
                 self._answer(buddy, buddy.write.remote(name, start, part))
 
             # A file that was written again in the meantime gave a mixture, which gets no header.
-            if self._files.complete().get(name) != header:
+            if self.complete().get(name) != header:
                 return
             self._answer(buddy, buddy.write.remote(name, 0, header.encode()))
 

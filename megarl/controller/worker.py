@@ -15,8 +15,9 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 from megarl.batch.data_proto import DataProto
-from megarl.controller.dispatch import RULES, Dispatch, Mesh, MeshCoordinate, Rule
-from megarl.controller.messages import Activity, WorkerContext
+from megarl.config.schema import RankCoordinate
+from megarl.controller.dispatch import RULES, Dispatch, Mesh, Rule
+from megarl.controller.messages import Activity
 
 if TYPE_CHECKING:  # worker classes are imported without Ray
     from megarl.controller.futures import WorkerFuture
@@ -133,42 +134,26 @@ def registered_methods(worker_class: type) -> dict[str, RemoteMethod[..., Any, .
 class Worker:
     """The base class of workers. Mark the methods that the driver calls with `@register`.
 
-    Before `__init__` runs, the context and the variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    Before `__init__` runs, the attributes and the variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
     MASTER_PORT are set. Outside a worker group (in a unit test), a worker is rank 0 of 1.
+
+    Attributes:
+        local_rank: The rank among the group's ranks on this node. With GPUs, Ray shows a process only its own
+            ones: the first is always number 0.
+        node: The IP address of the node.
+        activity: What the process is doing.
     """
 
-    context = WorkerContext(
-        role="worker", rank=0, world_size=1, local_rank=0, node="localhost", activity=Activity()
-    )
-
-    @property
-    def role(self) -> str:
-        return self.context.role
-
-    @property
-    def rank(self) -> int:
-        return self.context.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.context.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """The rank among the group's ranks on this node.
-
-        With GPUs, Ray shows a process only its own ones: the first is always number 0.
-        """
-        return self.context.local_rank
-
-    @property
-    def node(self) -> str:
-        """The IP address of the node."""
-        return self.context.node
+    role = "worker"
+    rank = 0
+    world_size = 1
+    local_rank = 0
+    node = "localhost"
+    activity = Activity()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name a part of a call in the timeline and in hang reports: `with self.phase("forward"):`."""
-        return self.context.activity.phase(name)
+        return self.activity.phase(name)
 
     @classmethod
     def mesh(cls, world_size: int, *args: Any, **kwargs: Any) -> Mesh:
@@ -176,7 +161,7 @@ class Worker:
 
         The driver calls this without a worker. By default, every rank is a replica of its own.
         """
-        return tuple(MeshCoordinate(dp=rank) for rank in range(world_size))
+        return tuple(RankCoordinate(dp=rank) for rank in range(world_size))
 
     @register()
     def visible_gpus(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.speculation import draft_of
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.daemons import OBJECT_STORE_MB
-from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
+from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
 from megarl.controller.node_resources import fits
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, node_demands
 from megarl.doctor.examined_run import ExaminedRun
@@ -104,10 +104,9 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
     for node in nodes:
         here_too = f"node {node.address}: "
         if node.limits is not None:
-            memory = judge_shared_memory(
-                "/dev/shm", node.limits.shared_memory, node.limits.shared_memory_free, OBJECT_STORE_MB * 2**20
-            )
-            files = judge_open_files(node.limits.open_files, node.limits.open_files_hard)
+            of_memory, of_files = node.limits
+            memory = judge_shared_memory("/dev/shm", *of_memory, OBJECT_STORE_MB * 2**20)
+            files = judge_open_files(*of_files)
             yield from (
                 replace(each, message=here_too + each.message)
                 for each in (memory, files)
@@ -154,7 +153,7 @@ def _unreachable(where: str, error: Exception, address: str | None) -> Finding:
     return wrong(RAY, f"{where} does not start: {reason}", hint)
 
 
-def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[Finding]:
+def judge_nodes(report: ClusterReport, driver: Mapping[str, str]) -> Iterator[Finding]:
     faults = [finding for node in report.nodes for finding in _node_faults(node, driver)]
     for address in report.dead:
         hint = (
@@ -169,18 +168,17 @@ def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[Finding]:
         yield judge_clocks([node for node in report.nodes if node.software is not None])
 
 
-def _node_faults(node: NodeReport, driver: Software) -> Iterator[Finding]:
+def _node_faults(node: NodeReport, driver: Mapping[str, str]) -> Iterator[Finding]:
     if node.software is None:
         hint = (
-            f"install the same megarl there ({driver.megarl} on Python {driver.python}); the worker's "
+            f"install the same megarl there ({driver['megarl']} on Python {driver['python']}); the worker's "
             "messages are in the Ray logs of that node"
         )
         yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", hint, **_facts(node))
         return
     # Processes exchange pickled objects, so versions must match exactly.
-    for name in Software._fields:
-        there = getattr(node.software, name)
-        mine = getattr(driver, name)
+    for name, mine in driver.items():
+        there = node.software[name]
         if there != mine:
             message = f"node {node.address} has {name} {there}, but this one has {mine}"
             yield wrong(
@@ -205,12 +203,11 @@ def _amount(node: NodeReport, kind: str) -> str:
 
 
 def _facts(node: NodeReport) -> dict[str, object]:
-    software = None if node.software is None else node.software._asdict()
     amounts = {kind: node.resources.get(kind, 0) for kind in ("GPU", "CPU", "object_store_memory")}
     return {
         "node": node.address,
         "resources": amounts,
-        "software": software,
+        "software": node.software,
         "clock_offset_s": round(node.clock_offset_s, 6),
     }
 

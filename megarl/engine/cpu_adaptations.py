@@ -28,6 +28,7 @@ from megarl.engine.cpu_kernels import (
     scatter_unequal,
     unless_alone,
 )
+from megarl.machine.replaced import replaced
 
 CPU = torch.device("cpu")
 
@@ -132,20 +133,17 @@ def _adapt_torch() -> None:
     replace_streams(InertStream, (0, 0), num_processors=1, name="cpu")
 
 
-@contextlib.contextmanager
-def no_compiler() -> Generator[None]:
+def no_compiler() -> contextlib.AbstractContextManager[None]:
     """Prevent `jit_fuser` from starting a C++ compiler at its first call.
 
     It is bound to torch.compile while Megatron is imported.
     """
-    compiler = torch.compile
-    # Called with options only, torch.compile returns a decorator.
-    torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)
 
-    try:
-        yield
-    finally:
-        torch.compile = compiler
+    def compile_nothing(model: Any = None, **options: Any) -> Any:
+        # Called with options only, torch.compile returns a decorator.
+        return model if model is not None else (lambda function: function)
+
+    return replaced(vars(torch), {"compile": compile_nothing})
 
 
 @contextlib.contextmanager

@@ -51,8 +51,7 @@ from megarl.models.layers import reads_images, routes_tokens
 from megarl.models.tensor_table import OUTPUT_LAYER
 from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.load import (
-    fill_adapters,
-    fill_saved_modules,
+    fill_trained,
     load_into_shards,
     split_adapters,
     value_head_of,
@@ -263,9 +262,14 @@ class MegatronEngine:
                 if parameter.requires_grad and name in base
             )
         if adapters:
-            adapted = (self.spec.architecture, self.layout, self.spec.head, self.spec.lora_path)
-            fill_adapters(adapters, *adapted, self.spec.seed)
-            fill_saved_modules(base, *adapted)
+            fill_trained(
+                parameters,
+                self.spec.architecture,
+                self.layout,
+                self.spec.head,
+                self.spec.lora_path,
+                self.spec.seed,
+            )
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's shards by Megatron's names of local layers, numbered over the whole model."""

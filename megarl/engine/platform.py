@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -16,6 +16,7 @@ from megarl.config.layers import has_transformer_engine
 from megarl.config.schema import Device, DType
 from megarl.engine import rotary
 from megarl.machine.gloo import share_device
+from megarl.machine.replaced import replaced
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.machine.usage import keep_freed_memory, trim_heap
 from megarl.models.flops import peak_tflops
@@ -135,19 +136,10 @@ def _hide_flash_mla() -> None:
     sys.modules.setdefault("flash_mla", None)  # pyrefly: ignore[no-matching-overload]
 
 
-@contextmanager
-def without_modules(*modules: str) -> Generator[None]:
+def without_modules(*modules: str) -> AbstractContextManager[None]:
     """Hide modules from imports of Megatron, unless this process has imported them already."""
-    hidden = [module for module in modules if module not in sys.modules]
-    for module in hidden:
-        # Importing it then raises ImportError, which Megatron treats as its absence.
-        sys.modules[module] = None  # pyrefly: ignore[unsupported-operation]
-
-    try:
-        yield
-    finally:
-        for module in hidden:
-            del sys.modules[module]
+    # Importing them then raises ImportError, which Megatron treats as their absence.
+    return replaced(sys.modules, {module: None for module in modules if module not in sys.modules})
 
 
 def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleType | None) -> Platform:

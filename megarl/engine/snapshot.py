@@ -18,10 +18,10 @@ import torch
 from megarl.checkpoints.snapshot_file import (
     SnapshotFile,
     SnapshotTensor,
+    WantedTensor,
     open_snapshot,
     write_snapshot,
 )
-from megarl.checkpoints.snapshot_resharding import WantedTensor
 from megarl.engine import platform
 from megarl.engine.checkpoint import random_state, set_random_state, trained_shards
 from megarl.engine.engine import MegatronEngine, TrainingState

@@ -58,7 +58,11 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder, so that created, renamed and removed names survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)  # `fsync` needs no write access
     try:
         os.fsync(descriptor)
     finally:
@@ -69,13 +73,8 @@ def sync_tree(folder: Path) -> None:
     """Sync everything in `folder`, contents and names."""
     for parent, _, names in os.walk(folder):
         for name in names:
-            # `fsync` needs no write access to the file.
-            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_folder(Path(parent))
+            _sync(Path(parent) / name)
+        _sync(Path(parent))
 
 
 @contextmanager

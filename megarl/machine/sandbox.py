@@ -107,7 +107,7 @@ class StartedProgram:
         try:
             with (
                 theirs,
-                _sealed_file("order", order_for(program, level, limits, theirs.fileno()).encode()) as order,
+                _sealed_file("order", order_for(program, level, limits, theirs.fileno())) as order,
             ):
                 self.process = subprocess.Popen(
                     command_for(level, order.fileno()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import shutil
 import sys
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import megarl
 from megarl.machine import readable_files
-from megarl.machine.sandbox_program import Order
 
 _MAX_THREADS = 128
 WRITABLE = ("/dev/null",)
@@ -68,9 +68,19 @@ class SandboxLimits:
     disk_mb: int = 16
 
 
-def order_for(program: str, level: Level, limits: SandboxLimits, channel: int) -> Order:
+def order_for(program: str, level: Level, limits: SandboxLimits, channel: int) -> bytes:
+    """Return the order to run a program, for `sandbox_program.run`.
+
+    It has the text of the program and these entries:
+    - limits: The arguments of ProcessLimits, in order.
+    - readable, writable: See confine.
+    - is_confined: False to set limits only.
+    - has_own_init: Whether process 1 belongs to the sandbox, as in a process namespace.
+    - temporary_mb: The size of the /tmp to create; 0 for none.
+    - channel: The descriptor of a socket for messages to the caller.
+    """
     has_own_files = level is Level.bubblewrap
-    return Order(
+    order = dict(
         program=program,
         limits=(limits.memory_mb, limits.cpu_s, limits.disk_mb, _MAX_THREADS),
         readable=readable_files.for_programs(),
@@ -80,6 +90,7 @@ def order_for(program: str, level: Level, limits: SandboxLimits, channel: int) -
         temporary_mb=limits.disk_mb if has_own_files else 0,
         channel=channel,
     )
+    return marshal.dumps(order)
 
 
 def command_for(level: Level, order: int) -> list[str]:

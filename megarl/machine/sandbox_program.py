@@ -48,55 +48,18 @@ _SUPERVISION_CPU_S = 10
 _NOSUID_NODEV = 2 | 4
 
 
-class Order:
-    """The program to run, and how to run it.
-
-    Args:
-        program: The text of a Python program.
-        limits: The arguments of ProcessLimits, in order.
-        readable, writable: See confine.
-        is_confined: False to set limits only.
-        has_own_init: Whether process 1 belongs to the sandbox, as in a process namespace.
-        temporary_mb: The size of the /tmp to create; 0 for none.
-        channel: The descriptor of a socket for messages to the caller.
-    """
-
-    def __init__(
-        self,
-        program: str,
-        limits: tuple[int, int, int, int],
-        readable: tuple[str, ...],
-        writable: tuple[str, ...],
-        is_confined: bool,
-        has_own_init: bool,
-        temporary_mb: int,
-        channel: int,
-    ) -> None:
-        self.program = program
-        self.limits = limits
-        self.readable = readable
-        self.writable = writable
-        self.is_confined = is_confined
-        self.has_own_init = has_own_init
-        self.temporary_mb = temporary_mb
-        self.channel = channel
-
-    def encode(self) -> bytes:
-        return marshal.dumps(vars(self))
-
-
 def run(descriptor: int) -> None:
-    """Run the order in the file `descriptor`.
+    """Run the order in the file `descriptor` (see sandbox_levels.order_for).
 
     This returns in the child process, after the program has ended.
     """
     with open(descriptor, "rb") as file:
-        order = Order(**marshal.load(file))
-    channel = _socket.socket(fileno=order.channel)
+        order = marshal.load(file)
+    channel = _socket.socket(fileno=order["channel"])
     end_with(os.getppid())
     # Mount the folder while this process still has the capability.
-    if order.temporary_mb:
-        _make_temporary_folder(order.temporary_mb)
+    if order["temporary_mb"]:
+        _make_temporary_folder(order["temporary_mb"])
 
     # Fork into the supervisor and the process of the program.
     to_child, to_supervisor = _socket.socketpair()
@@ -122,23 +85,23 @@ def run(descriptor: int) -> None:
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     os.environ.clear()
     sys.path_importer_cache.pop(sys.path.pop(0), None)
-    sys.excepthook = _ExceptionPrinter(order.program)
-    exec(compile(order.program, NAME, "exec", dont_inherit=True), {"__name__": "__main__"})
+    sys.excepthook = _ExceptionPrinter(order["program"])
+    exec(compile(order["program"], NAME, "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 def _confine_program(
-    order: Order, channel: _socket.socket, to_supervisor: _socket.socket, supervisor: int
+    order: dict, channel: _socket.socket, to_supervisor: _socket.socket, supervisor: int
 ) -> None:
     """Confine this process, and notify the caller when this is done."""
     # The caller waits on these descriptors, which do not depend on the pid namespace.
-    processes = [os.getpid(), supervisor, *([1] if order.has_own_init else [])]
+    processes = [os.getpid(), supervisor, *([1] if order["has_own_init"] else [])]
     send_descriptors(channel, PROCESSES, [os.pidfd_open(process) for process in processes])
 
-    if order.is_confined:
+    if order["is_confined"]:
         send_thread_calls(to_supervisor)
-        confine(ProcessLimits(*order.limits), order.readable, order.writable)
+        confine(ProcessLimits(*order["limits"]), order["readable"], order["writable"])
     else:
-        limit(ProcessLimits(*order.limits))
+        limit(ProcessLimits(*order["limits"]))
 
     channel.send(BEGUN)
     channel.close()
@@ -167,12 +130,12 @@ def send_thread_calls(to_supervisor: _socket.socket) -> None:
     os.close(listener)
 
 
-def _supervise(child: int, order: Order, channel: _socket.socket, to_child: _socket.socket) -> NoReturn:
+def _supervise(child: int, order: dict, channel: _socket.socket, to_child: _socket.socket) -> NoReturn:
     # The program's streams must close with the program. The supervisor's CPU time is limited too.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nowhere, stream)
-    limits = ProcessLimits(*order.limits)
+    limits = ProcessLimits(*order["limits"])
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     if hard == resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_s + _SUPERVISION_CPU_S, hard))

@@ -43,30 +43,23 @@ def receive_descriptors(of: _socket.socket, limit_bytes: int = 64) -> tuple[byte
     return message, list(struct.unpack(f"{len(data) // 4}i", data))
 
 
-class ThreadLimit:
-    """Decides the calls of a process that start threads.
+def _answer(listener: int, process: int, most: int) -> None:
+    """Decide a call of a process that starts a thread, so that at most `most` of its threads exist at a time.
 
-    At most `most` of its threads may exist at a time.
+    The call waits at `listener`, the descriptor returned by notify_of_threads.
     """
-
-    def __init__(self, process: int, most: int) -> None:
-        self._tasks = f"/proc/{process}/task"
-        self._most = most
-
-    def answer(self, listener: int) -> None:
-        """Answer one call waiting at `listener`, the descriptor returned by notify_of_threads."""
-        notification = bytearray(_NOTIFICATION_BYTES)
-        try:
-            fcntl.ioctl(listener, _RECEIVE, notification)
-            number = struct.unpack_from("Q", notification)[0]
-            # The link count of the task folder is the number of threads plus two.
-            is_allowed = os.stat(self._tasks).st_nlink - 2 < self._most
-            answer = (number, 0, 0, _CONTINUE) if is_allowed else (number, 0, -errno.EAGAIN, 0)
-            fcntl.ioctl(listener, _SEND, struct.pack("QqiI", *answer))
-        except OSError as error:
-            # The thread or the process has ended, or the call was interrupted.
-            if error.errno not in (errno.ENOENT, errno.EINTR):
-                raise
+    notification = bytearray(_NOTIFICATION_BYTES)
+    try:
+        fcntl.ioctl(listener, _RECEIVE, notification)
+        number = struct.unpack_from("Q", notification)[0]
+        # The link count of the task folder is the number of threads plus two.
+        is_allowed = os.stat(f"/proc/{process}/task").st_nlink - 2 < most
+        answer = (number, 0, 0, _CONTINUE) if is_allowed else (number, 0, -errno.EAGAIN, 0)
+        fcntl.ioctl(listener, _SEND, struct.pack("QqiI", *answer))
+    except OSError as error:
+        # The thread or the process has ended, or the call was interrupted.
+        if error.errno not in (errno.ENOENT, errno.EINTR):
+            raise
 
 
 def supervise(
@@ -76,7 +69,7 @@ def supervise(
 
     Args:
         process: A child of this process.
-        most_threads: See ThreadLimit.
+        most_threads: The number of its threads that may exist at a time.
         listener_source: A socket on which the child sends the descriptor from notify_of_threads. It is closed
             here.
         also: Further descriptors, with functions that are called when one is readable or closed at its other
@@ -85,7 +78,6 @@ def supervise(
     Returns:
         The child's status, as from os.waitpid.
     """
-    threads = ThreadLimit(process, most_threads)
     ended = os.pidfd_open(process)
     listeners: list[int] = []  # one, once the child has sent it
     callbacks = dict(also)
@@ -97,7 +89,7 @@ def supervise(
         while True:
             ready = dict(poll.poll())
             if listeners and ready.get(listeners[0], 0) & select.POLLIN:
-                threads.answer(listeners[0])
+                _answer(listeners[0], process, most_threads)
             if listener_source.fileno() in ready:
                 _, listeners = receive_descriptors(listener_source)
                 poll.unregister(listener_source.fileno())

@@ -168,7 +168,7 @@ def refuse_dangerous_calls() -> None:
 
 
 def notify_of_threads() -> int:
-    """Suspend every call that starts a thread until it is answered, see ThreadLimit.
+    """Suspend every call that starts a thread until it is answered (supervisor.py).
 
     Returns:
         The descriptor on which the calls are answered. Pass it to another process and close it before

@@ -21,7 +21,7 @@ from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import first_with_prompt, image_places
 from megarl.config.schema import OnNonFinite, ParallelConfig
-from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
+from megarl.controller.dispatch import Dispatch, Mesh
 from megarl.controller.worker import register
 from megarl.data.images import ImageProcessor, grids_of_micro_batches, with_patches
 from megarl.engine import flash_attention, platform
@@ -35,7 +35,7 @@ from megarl.weights.sync.worker import WeightExport
 if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to be active
     from torch import Tensor
 
-    from megarl.checkpoints.snapshot_resharding import WantedTensor
+    from megarl.checkpoints.snapshot_file import WantedTensor
     from megarl.engine.checkpoint import PendingSave
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
@@ -77,7 +77,7 @@ def _on_host(scores: Mapping[str, RaggedTensor]) -> DataProto:
 
 def megatron_mesh(parallel: ParallelConfig) -> Mesh:
     """Return the mesh of Megatron's ranks."""
-    return tuple(MeshCoordinate(**parallel.coordinate(rank)._asdict()) for rank in range(parallel.world_size))
+    return tuple(map(parallel.coordinate, range(parallel.world_size)))
 
 
 def speed_metrics(
@@ -312,7 +312,7 @@ class MegatronWorker(WeightExport):
         if every and self._num_updates % every == 0:
             from megarl.engine.replica_check import check_replicas
 
-            check_replicas(self._engine, f"rank {self.context.rank} (node {self.context.node})")
+            check_replicas(self._engine, f"rank {self.rank} (node {self.node})")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:

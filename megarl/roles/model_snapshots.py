@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from megarl.checkpoints.snapshot_file import SnapshotIndex, decode_index
-from megarl.checkpoints.snapshot_resharding import SnapshotSlices
+from megarl.checkpoints.snapshot_file import SnapshotIndex, SnapshotSlices, decode_index
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller.futures import WorkerFuture, gather

@@ -34,13 +34,21 @@ class BestSoFar:
     num_since: int = 0
 
     @classmethod
-    def of(cls, config: KeepBestConfig | EarlyStopConfig) -> BestSoFar | None:
-        """Return a tracker for the configured metric, or None if the configuration names none."""
+    def of(
+        cls, config: KeepBestConfig | EarlyStopConfig, state: Mapping[str, Any] | None = None
+    ) -> BestSoFar | None:
+        """Return a tracker for the configured metric, or None if the configuration names none.
+
+        Args:
+            state: Its state in the run that is resumed, if there is one.
+        """
         if config.metric is None:
             return None
-        return cls(
+        best = cls(
             config.metric, config.mode, config.min_delta if isinstance(config, EarlyStopConfig) else 0.0
         )
+        best.load_state_dict(state)
+        return best
 
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record the validation after `step`, and return whether it is the best.
@@ -94,11 +102,8 @@ class BestSoFar:
 
 def ends_early(config: EarlyStopConfig, state: Mapping[str, Any]) -> str | None:
     """Return why a run with this checkpoint state makes no further steps, or None if it continues."""
-    best = BestSoFar.of(config)
-    if best is None:
-        return None
-    best.load_state_dict(state.get("early_stop"))
-    return patience_is_over(config, best)
+    best = BestSoFar.of(config, state.get("early_stop"))
+    return None if best is None else patience_is_over(config, best)
 
 
 def patience_is_over(config: EarlyStopConfig, best: BestSoFar) -> str | None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
+from megarl.checkpoints.object_storage import Uploads
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER
 from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
 from megarl.config.load import dump_config
@@ -42,7 +43,6 @@ from megarl.trainers.best_so_far import BestSoFar, patience_is_over
 from megarl.trainers.driver_states import STATE_FILE, DriverStates
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery
-from megarl.trainers.uploads import Uploads
 
 _log = logging.getLogger(__name__)
 
@@ -125,13 +125,8 @@ class Checkpointer:
         self._started_s = clock() - resumed["seconds"]
         self._saved_s = clock()
         self.last_step: int = resumed["step"]  # last completed step
-        self._best = BestSoFar.of(config.checkpoint.keep_best)
-        self._early_stop = BestSoFar.of(config.trainer.early_stop)
-
-        for each, name in ((self._best, "best"), (self._early_stop, "early_stop")):
-            if each is not None:
-                each.load_state_dict(resumed.get(name))
-
+        self._best = BestSoFar.of(config.checkpoint.keep_best, resumed.get("best"))
+        self._early_stop = BestSoFar.of(config.trainer.early_stop, resumed.get("early_stop"))
         # The best validation whose checkpoint is complete.
         self._best_saved = None if self._best is None else self._best.state_dict()
 
@@ -399,10 +394,7 @@ class Checkpointer:
 
 def best_checkpoint(config: RunConfig, state: Mapping[str, Any]) -> BestCheckpoint | None:
     """Return the best checkpoint recorded in the state of a checkpoint, or None if the run keeps none."""
-    best = BestSoFar.of(config.checkpoint.keep_best)
-    if best is not None:
-        best.load_state_dict(state.get("best"))
-    return _as_checkpoint(best)
+    return _as_checkpoint(BestSoFar.of(config.checkpoint.keep_best, state.get("best")))
 
 
 def _as_checkpoint(best: BestSoFar | None) -> BestCheckpoint | None:

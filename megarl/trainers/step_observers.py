@@ -189,37 +189,29 @@ def _tolerates_losses() -> Generator[None]:
         _log.warning("a rank was lost as its profiler started or ended: %s", str(error).partition("\n")[0])
 
 
-class StepPrediction:
-    """Predicts each step of a run from the mean lengths of its samples."""
+def predicted_metrics(
+    config: PPOConfig,
+    plan: PlacementPlan,
+    architectures: Mapping[str, Architecture],
+    device: DeviceProfile,
+    measured: Mapping[str, float],
+) -> dict[str, float]:
+    """Return `perf/predicted_step_s` and `predicted_s/<phase>` of a step.
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        plan: PlacementPlan,
-        architectures: Mapping[str, Architecture],
-        device: DeviceProfile,
-    ) -> None:
-        self._config = config
-        self._plan = plan
-        self._architectures = architectures
-        self._device = device
+    It is predicted from the mean lengths of its samples.
 
-    def metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Return `perf/predicted_step_s` and `predicted_s/<phase>` of a step.
+    Args:
+        measured: The metrics of the step. Without lengths, because a step trained no samples, nothing is
+            predicted.
+    """
+    if _PROMPT not in measured or _RESPONSE not in measured:
+        return {}
 
-        Args:
-            measured: The metrics of the step. Without lengths, because a step trained no samples, nothing is
-                predicted.
-        """
-        if _PROMPT not in measured or _RESPONSE not in measured:
-            return {}
+    # Episodes of agents may be longer than one response.
+    prompt = min(max(1.0, measured[_PROMPT]), config.longest_prompt)
+    response = min(max(1.0, measured[_RESPONSE]), config.longest_response)
+    costs = PredictedCosts(device, expected_lengths(config, prompt, response))
+    step = costs.predict_step(config, plan, architectures)
 
-        # Episodes of agents may be longer than one response.
-        prompt = min(max(1.0, measured[_PROMPT]), self._config.longest_prompt)
-        response = min(max(1.0, measured[_RESPONSE]), self._config.longest_response)
-
-        costs = PredictedCosts(self._device, expected_lengths(self._config, prompt, response))
-        step = costs.predict_step(self._config, self._plan, self._architectures)
-
-        phases = {f"predicted_s/{name}": seconds for name, seconds in step.driver_s.items()}
-        return {"perf/predicted_step_s": step.seconds, **phases}
+    phases = {f"predicted_s/{name}": seconds for name, seconds in step.driver_s.items()}
+    return {"perf/predicted_step_s": step.seconds, **phases}

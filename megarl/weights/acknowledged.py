@@ -115,15 +115,16 @@ class AcknowledgedWeights:
 
         while not self.is_complete and len(table) < MOST_PATCHES:
             patch = self._made or self._patch(self._next, regions, are_computed, buffer.device)
-            size = patch_bytes(patch.form, patch.count, self.chunks.length(self._next), itemsize)
+            form, count, sections = patch
+            size = patch_bytes(form, count, self.chunks.length(self._next), itemsize)
             # A patch that does not fit is the first of the next message.
             self._made = patch
             if position + size > most:
                 break
-            for section in patch.sections:
+            for section in sections:
                 buffer[position : position + len(section)] = section
                 position += aligned(len(section))
-            table.append((patch.form, patch.count))
+            table.append((form, count))
             self._made = None
             self._next += 1
 
@@ -144,7 +145,7 @@ class AcknowledgedWeights:
             return full_patch(values)
 
         patch = make_patch(self._copy[number].to(device, non_blocking=True), values)
-        if patch.form is not PatchForm.UNCHANGED:
+        if patch[0] is not PatchForm.UNCHANGED:
             self._copy[number].copy_(values)
             self._has_changed = True
         return full_patch(values) if self._sends_all else patch

@@ -20,7 +20,15 @@ from megarl.models.architecture import Architecture
 from megarl.models.fp8 import scale_name
 from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight, stored_weights
 from megarl.weights.block_scaling import ScaledMatrix
-from megarl.weights.checkpoint_index import CheckpointIndex, Packing, TensorInFile, read_checkpoint_index
+from megarl.weights.checkpoint_index import (
+    BLOCKS,
+    SCALES,
+    CheckpointIndex,
+    Packing,
+    TensorInFile,
+    read_checkpoint_index,
+    read_unpacked,
+)
 from megarl.weights.manifest import (
     check_index,
     check_tied_head,
@@ -28,7 +36,6 @@ from megarl.weights.manifest import (
     is_harmless_extra,
     stored_manifest,
 )
-from megarl.weights.mxfp4 import BLOCKS, SCALES, read_unpacked
 from megarl.weights.peft_folder import open_adapter
 from megarl.weights.piece import Piece, enclosing_slice
 from megarl.weights.safetensors_file import OpenFiles, check_finite
@@ -255,63 +262,38 @@ def split_adapters(
     return base, adapters
 
 
-def fill_adapters(
-    adapters: Mapping[str, torch.Tensor],
+def fill_trained(
+    parameters: Mapping[str, torch.Tensor],
     architecture: Architecture,
     layout: ShardLayout,
     head: Head,
     folder: str | None,
     seed: int,
 ) -> None:
-    """Fill every element of the adapters of a rank.
+    """Fill the adapters of a rank, and the modules that train in full next to them.
 
     Args:
-        adapters: Contiguous tensors by Megatron name.
+        parameters: Contiguous tensors by Megatron name. Those of the base model that do not train are not
+            changed.
         architecture: The model with its adapters.
         layout: What the rank holds.
         head: The head of the model.
-        folder: A folder in PEFT's format. None: A is random and B is zero.
+        folder: A folder in PEFT's format. None: A is random, B is zero, and the modules keep the base model's
+            values.
         seed: The seed of initial values, which do not depend on the layout.
 
     Raises:
-        WeightTransferError: The folder does not have the adapters of the model.
-    """
-    check_parameters(adapters, adapter_shapes(architecture, layout, head))
-    read = _initial(seed) if folder is None else open_adapter(Path(folder), architecture, head)
-
-    with torch.no_grad():
-        for weight in held_weights(architecture, layout, head):
-            if weight.megatron_name in adapters:
-                fill_parameter(adapters[weight.megatron_name], weight, layout, read)
-
-
-def fill_saved_modules(
-    parameters: Mapping[str, torch.Tensor],
-    architecture: Architecture,
-    layout: ShardLayout,
-    head: Head,
-    folder: str | None,
-) -> None:
-    """Fill the modules of a rank that train in full next to the adapters.
-
-    Args:
-        parameters: Contiguous tensors by Megatron name. Others are not changed.
-        architecture: The model with its adapters.
-        layout: What the rank holds.
-        head: The head of the model.
-        folder: A folder in PEFT's format. None: the modules keep the base model's values.
-
-    Raises:
-        WeightTransferError: The folder does not have these modules.
+        WeightTransferError: The folder does not have the adapters and modules of the model.
     """
     assert architecture.lora is not None
-    if folder is None or not architecture.lora.modules_to_save:
-        return
+    _, adapters = split_adapters(parameters, architecture, head)
+    check_parameters(adapters, adapter_shapes(architecture, layout, head))
+    read = _initial(seed) if folder is None else open_adapter(Path(folder), architecture, head)
+    saved = () if folder is None else architecture.lora.modules_to_save
 
-    read = open_adapter(Path(folder), architecture, head)
     with torch.no_grad():
         for weight in held_weights(architecture, layout, head):
-            if module_of(weight.tensors[0].name) in architecture.lora.modules_to_save:
+            if weight.megatron_name in adapters or module_of(weight.tensors[0].name) in saved:
                 fill_parameter(parameters[weight.megatron_name], weight, layout, read)
 
 

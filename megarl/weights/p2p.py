@@ -12,9 +12,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.machine.gloo import device_of
+from megarl.machine.replaced import replaced
 from megarl.weights.tensors import WeightTransferError
 
 # 0: no error handling; 3, torch's default: the watchdog ends the process
@@ -33,6 +33,10 @@ _LONGEST_POLL_S = 2e-3
 
 # the peer's rank, and a contiguous tensor: what is sent, or where it is received
 Message = tuple[int, torch.Tensor]
+# Messages in flight: a function that waits for at most N seconds and returns whether all have arrived, or
+# raises WeightTransferError if a peer is gone. It keeps the tensors that are sent alive, which nothing else
+# may hold.
+PendingMessages = Callable[[float], bool]
 
 
 class P2PAddress(NamedTuple):
@@ -53,27 +57,6 @@ class P2PAddress(NamedTuple):
     world_size: int
     backend: str
     time_limit_s: float
-
-
-class PendingMessages:
-    """Messages in flight. They keep the tensors that are sent alive, which nothing else may hold.
-
-    Args:
-        wait: Returns whether all messages have arrived, and waits for at most N seconds. None: they have.
-        sends: What is sent.
-    """
-
-    def __init__(self, wait: Callable[[float], bool] | None = None, sends: Sequence[Message] = ()) -> None:
-        self._wait = wait
-        self._sends = sends
-
-    def is_done(self, patience_s: float) -> bool:
-        """Return whether all messages have arrived. Waits for at most `patience_s` seconds.
-
-        Raises:
-            WeightTransferError: A peer is gone.
-        """
-        return self._wait is None or self._wait(patience_s)
 
 
 class P2PGroup:
@@ -118,7 +101,10 @@ class P2PGroup:
             # limit, or with one that cannot be configured here.
             store.set(f"here/{rank}", "")
             store.wait([f"here/{each}" for each in range(address.world_size)], min(limit, _MEETING_LIMIT))
-            with _without_watchdog():
+            # NCCL groups report errors and timeouts to the caller. By default, the watchdog thread of a group
+            # ends the process when a peer dies or an operation exceeds its time limit: the death of one
+            # engine would end all of its trainers. ProcessGroupNCCL reads the variable in its constructor.
+            with replaced(os.environ, {ASYNC_ERROR_HANDLING: "0"}):
                 backend = BACKENDS[address.backend](
                     store, rank, address.world_size, limit, address.host, address.port
                 )
@@ -152,17 +138,17 @@ class P2PGroup:
                 works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
                 arrival = Future[None]()
                 self._waiting.put((works, arrival))
-                return PendingMessages(partial(self._has_heard, arrival), sends)
+                return partial(self._has_heard, arrival, sends)
             self._backend._start_coalescing()  # the backend's own method needs no device
             for peer, tensor in receives:
                 self._backend.recv([tensor], peer, tag)
             for peer, tensor in sends:
                 self._backend.send([tensor], peer, tag)
-            return PendingMessages(partial(self._has_polled, self._backend._end_coalescing()), sends)
+            return partial(self._has_polled, self._backend._end_coalescing(), sends)
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _has_polled(self, work: dist.Work, patience_s: float) -> bool:
+    def _has_polled(self, work: dist.Work, sends: Sequence[Message], patience_s: float) -> bool:
         deadline_s = time.monotonic() + patience_s
         nap_s = _POLL_S
 
@@ -177,7 +163,7 @@ class P2PGroup:
             raise self._lost(failure)
         return True
 
-    def _has_heard(self, arrival: Future[None], patience_s: float) -> bool:
+    def _has_heard(self, arrival: Future[None], sends: Sequence[Message], patience_s: float) -> bool:
         try:
             failure = arrival.exception(patience_s)
         except TimeoutError:
@@ -258,26 +244,6 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def _without_watchdog() -> Generator[None]:
-    """Make NCCL groups that are created in this block report errors and timeouts to the caller.
-
-    By default, the watchdog thread of a group ends the process when a peer dies or an operation exceeds its
-    time limit. In a group of trainers and engines, the death of one engine would then end all of its
-    trainers. ProcessGroupNCCL reads the variable in its constructor only.
-    """
-    before = os.environ.get(ASYNC_ERROR_HANDLING)
-    os.environ[ASYNC_ERROR_HANDLING] = "0"
-
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ASYNC_ERROR_HANDLING]
-        else:
-            os.environ[ASYNC_ERROR_HANDLING] = before
 
 
 # Name -> function that creates a bare backend from (store, rank, size, time limit, host and port of rank 0).

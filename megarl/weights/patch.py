@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
@@ -37,30 +36,11 @@ class PatchForm(IntEnum):
     FULL = 3  # the values of all elements
 
 
-class Patch(NamedTuple):
-    """Describes what changed in a chunk.
-
-    Attributes:
-        form: How it is described.
-        count: The number of values.
-        sections: Flat bytes: the positions, if there are some, and the values.
-    """
-
-    form: PatchForm
-    count: int
-    sections: tuple[torch.Tensor, ...] = ()
-
-
-class Change(NamedTuple):
-    """The changed elements of a chunk.
-
-    Attributes:
-        positions: Ascending positions in the chunk, int64. None: all elements.
-        values: Flat values of these elements.
-    """
-
-    positions: torch.Tensor | None
-    values: torch.Tensor
+# What changed in a chunk: how it is described, the number of values, and the sections, which are flat bytes:
+# the positions, if there are some, and the values.
+Patch = tuple[PatchForm, int, tuple[torch.Tensor, ...]]
+# The changed elements of a chunk: their ascending positions, int64 (None: all elements), and their values.
+Change = tuple[torch.Tensor | None, torch.Tensor]
 
 
 def aligned(nbytes: int) -> int:
@@ -98,7 +78,7 @@ def smallest_form(count: int, numel: int, itemsize: int) -> PatchForm:
 
 def full_patch(values: torch.Tensor) -> Patch:
     """Return the patch that replaces all elements of a chunk by `values` (flat, contiguous)."""
-    return Patch(PatchForm.FULL, len(values), (values.view(torch.uint8),))
+    return PatchForm.FULL, len(values), (values.view(torch.uint8),)
 
 
 def make_patch(old: torch.Tensor, new: torch.Tensor) -> Patch:
@@ -109,12 +89,12 @@ def make_patch(old: torch.Tensor, new: torch.Tensor) -> Patch:
     form = smallest_form(count, len(new), new.dtype.itemsize)
 
     if form is PatchForm.UNCHANGED:
-        return Patch(form, 0)
+        return form, 0, ()
     if form is PatchForm.FULL:
         return full_patch(new)
     positions = changed.nonzero().view(-1)
     where = encode_positions(positions, len(new)) if form is PatchForm.POSITIONS else pack_bits(changed)
-    return Patch(form, count, (where, new[positions].view(torch.uint8)))
+    return form, count, (where, new[positions].view(torch.uint8))
 
 
 def read_patch(
@@ -151,7 +131,7 @@ def read_patch(
         raise WeightTransferError(
             f"a patch of {count} values in the form {form.name} does not describe a chunk of {numel} elements"
         )
-    return Change(positions, values.view(dtype))
+    return positions, values.view(dtype)
 
 
 def apply_change(change: Change, places: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
@@ -162,9 +142,10 @@ def apply_change(change: Change, places: Sequence[tuple[int, Sequence[torch.Tens
         places: For each part of the chunk, its number of elements, and the views that contain them.
     """
     ends = list(accumulate((volume for volume, _ in places), initial=0))
-    if change.positions is None:
+    positions, values = change
+    if positions is None:
         pairs = [
-            (target, change.values[start : start + volume].view(target.shape))
+            (target, values[start : start + volume].view(target.shape))
             for start, (volume, targets) in zip(ends, places, strict=False)
             for target in targets
         ]
@@ -172,14 +153,12 @@ def apply_change(change: Change, places: Sequence[tuple[int, Sequence[torch.Tens
         return
 
     # The changed elements of each part, by one search for the ends of all parts.
-    bounds = torch.tensor(ends, device=change.positions.device)
-    cuts = (
-        torch.searchsorted(change.positions, bounds).tolist() if len(places) > 1 else [0, len(change.values)]
-    )
+    bounds = torch.tensor(ends, device=positions.device)
+    cuts = torch.searchsorted(positions, bounds).tolist() if len(places) > 1 else [0, len(values)]
     for (_, targets), first, start, stop in zip(places, ends, cuts, cuts[1:], strict=False):
         if start < stop:
             for target in targets:
-                _write(target, change.positions[start:stop] - first, change.values[start:stop])
+                _write(target, positions[start:stop] - first, values[start:stop])
 
 
 def _write(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:

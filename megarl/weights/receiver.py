@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from megarl.weights.ipc import IPCAddress, IPCReader
 from megarl.weights.message_words import Places, places_in_words, slices_in_words
+from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import TensorSlices
 from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transfer import Transfer
-from megarl.weights.transports.delta import DeltaReceiver, PatchFolderReceiver
-from megarl.weights.transports.device import DeviceReceiver
-from megarl.weights.transports.group import GroupReceiver
-from megarl.weights.transports.interface import DestinationViews, EngineLink, Receiver
-
-RECEIVERS: dict[str, Callable[[EngineLink, torch.device], Receiver]] = {
-    "device": DeviceReceiver,
-    "group": GroupReceiver,
-    "delta": DeltaReceiver,  # what changed since the engine's last weights
-    "patch_folder": PatchFolderReceiver,
-}
+from megarl.weights.transports.delta import PatchFiles, PatchReceives
+from megarl.weights.transports.device import IPCReads
+from megarl.weights.transports.group import receive_from_group
+from megarl.weights.transports.interface import DestinationViews, EngineLink
 
 
 class WeightReceiver:
@@ -37,7 +32,8 @@ class WeightReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._receiver: Receiver | None = None
+        self._link: EngineLink | None = None
+        self._connection: IPCReader | P2PGroup | None = None  # None: the trainers write files
         self._destinations: DestinationViews | None = None
         self._transfer: Transfer | None = None  # of the update that is under way
 
@@ -55,7 +51,11 @@ class WeightReceiver:
             link.dtype,
             places_in_words(places, link.words, link.dtype),
         )
-        self._receiver = RECEIVERS[link.transport](link, self._device)
+        if isinstance(link.address, IPCAddress):
+            self._connection = IPCReader(link.address, self._device, link.device)
+        elif link.address is not None:
+            self._connection = P2PGroup.join(link.address, link.rank, self._device)
+        self._link = link
 
     def begin(self, has_moved: bool = False, first_round: int = 0, folder: str | None = None) -> None:
         """Prepare for the first `receive` of an update.
@@ -68,7 +68,7 @@ class WeightReceiver:
         Raises:
             WeightTransferError: No trainer was joined, or the previous update was aborted halfway.
         """
-        if self._receiver is None or self._destinations is None:
+        if self._link is None or self._destinations is None:
             raise WeightTransferError("the engine has joined no trainer")
         if self._transfer is not None:
             raise WeightTransferError(
@@ -78,7 +78,18 @@ class WeightReceiver:
         if has_moved:
             self._destinations.forget()
         self._destinations.begin(first_round)
-        self._transfer = self._receiver.open(self._destinations, Path(folder) if folder else None)
+        self._transfer = self._open(self._link, self._destinations, folder)
+
+    def _open(self, link: EngineLink, destinations: DestinationViews, folder: str | None) -> Transfer:
+        if isinstance(self._connection, IPCReader):
+            return IPCReads(self._connection, destinations, self._device)
+        if self._connection is None:
+            assert folder is not None
+            files = PatchFiles(Path(folder), link.rank)
+            return PatchReceives(files, destinations, self._device, torch.device("cpu"))
+        if link.transport == "delta":
+            return PatchReceives(self._connection, destinations, self._device, self._device)
+        return receive_from_group(self._connection, destinations, self._device)
 
     def receive(self) -> bool:
         """Return whether everything has arrived. After False, call the method again to continue."""
@@ -93,9 +104,12 @@ class WeightReceiver:
         return 0 if self._destinations is None else self._destinations.received_bytes
 
     def leave(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close(is_under_way=self._transfer is not None)
-        self._receiver = self._destinations = self._transfer = None
+        """Disconnect from the trainers, even if a pass is under way."""
+        if isinstance(self._connection, P2PGroup) and self._transfer is not None:
+            self._connection.abort()  # messages may be in flight
+        elif self._connection is not None:
+            self._connection.close()
+        self._link = self._connection = self._destinations = self._transfer = None
 
 
 class ReceivingEngine(ABC):

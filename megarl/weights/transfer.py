@@ -174,7 +174,7 @@ class Transfer(ABC):
             return True
 
         try:
-            if not transfer.is_done(PATIENCE_S):
+            if not transfer(PATIENCE_S):
                 return False
         except WeightTransferError as error:
             self._lose(channel.replica, error)

@@ -111,7 +111,7 @@ def check_killed_worker(group: RayWorkerGroup) -> None:
 def test_a_hang_in_a_collective_is_shown_with_every_stack_and_ended(make_group: MakeGroup) -> None:
     spec = RayClassWithInitArgs(CollectiveWorker)
     group = make_group(spec, 2, "actor", phase_time_limit_s=60, environment={"GLOO_SOCKET_IFNAME": "lo"})
-    group.phase_time_limit_s = 2.0  # the start-up above may take longer on a busy machine
+    group.limits.fixed_s = 2.0  # the start-up above may take longer on a busy machine
     processes = [psutil.Process(pid) for pid in group.pids]
     started_s = time.monotonic()
     with pytest.raises(PhaseTimeoutError) as caught:
@@ -139,7 +139,7 @@ def test_a_construction_that_takes_too_long_is_named_by_it_and_by_every_later_ca
             for report in group.reports()
         ] != made:
             time.sleep(0.2)
-        group.phase_time_limit_s = 1.0
+        group.limits.fixed_s = 1.0
         with pytest.raises(
             PhaseTimeoutError,
             match=r"the construction of actor rank 1 .* took longer than phase_time_limit_s=1",
@@ -163,7 +163,7 @@ def test_a_construction_that_takes_too_long_is_named_by_it_and_by_every_later_ca
 
 def test_calls_that_wait_in_a_queue_have_the_limit_for_themselves(make_group: MakeGroup) -> None:
     group = make_group(RayClassWithInitArgs(EchoWorker), 1, "actor", phase_time_limit_s=60)
-    group.phase_time_limit_s = 3.0
+    group.limits.fixed_s = 3.0
     assert gather(*[group.call(EchoWorker.sleep, 1.6) for _ in range(3)]) == [[0], [0], [0]]
 
 

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megarl.checkpoints.object_storage import ObjectStorage
+from megarl.checkpoints.object_storage import ObjectStorage, Uploads
 from megarl.cli.run.session import Session
 from megarl.cli.run.termination import Termination
 from megarl.cli.run.train import build_ppo, read_inputs
@@ -75,11 +75,9 @@ from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor, Position
 from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
-from megarl.trainers.reference import compute_reference, read_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.step_observers import StepProfiler, Stragglers
-from megarl.trainers.supervised import PreferenceTrainer, SFTTrainer
-from megarl.trainers.uploads import Uploads
+from megarl.trainers.supervised import PreferenceTrainer, SFTTrainer, compute_reference, read_reference
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
 CHAT_TEMPLATE = (

@@ -33,7 +33,7 @@ from megarl.agents.trajectory import Sample
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, RolloutEngineKind
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.errors import WorkerError
-from megarl.controller.replica_calls import is_dead
+from megarl.controller.group import is_dead
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import GenerationRequest, RolloutEngine, RolloutEngineSpec, SamplingParameters

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
-from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, refuse_nonfinite
-from megarl.checkpoints.convert.streaming import Progress, Written, new_folder, no_progress
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor, refuse_nonfinite
+from megarl.checkpoints.convert.streaming import Progress, new_folder, no_progress
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import read_json_object
 from megarl.machine.wording import counted
@@ -87,9 +86,7 @@ def open_adapter_folder(folder: Path, base: Path, trust_remote_code: bool = Fals
             hf.name: SourceTensor(
                 hf=hf,
                 dtype=stored[hf.name].dtype,
-                pieces=(
-                    StoredPiece(place=TensorSlice.whole(hf.view), open=partial(stored.__getitem__, hf.name)),
-                ),
+                pieces=((TensorSlice.whole(hf.view), partial(stored.__getitem__, hf.name)),),
             )
             for hf in hf_tensors(architecture, head)
             if hf.name in stored
@@ -109,13 +106,16 @@ def whole_tensors(source: ModelSource, dtype: torch.dtype | None = None) -> dict
 
 def write_peft(
     source: ModelSource, folder: Path, dtype: torch.dtype | None = None, progress: Progress = no_progress
-) -> Written:
+) -> tuple[int, int]:
     """Write an adapter in PEFT's format.
 
     Args:
         folder: Must not exist or be empty.
         dtype: None: the dtype of the source.
         progress: Is told the written bytes.
+
+    Returns:
+        The number of weight files, and their bytes.
 
     Raises:
         CheckpointError: The source is damaged or the disk cannot store the result. No files remain.
@@ -128,7 +128,7 @@ def write_peft(
         value_class = REWARD_CLASS if fields.get("task_type") == SEQUENCE_TASK else None
         write_adapter(unfinished, tensors, source.architecture, base, source.head, value_class)
     progress(nbytes, nbytes)
-    return Written(folder=folder, num_files=1, nbytes=nbytes)
+    return 1, nbytes
 
 
 def _adapter_fields(source: ModelSource) -> dict[str, Any]:
@@ -139,25 +139,22 @@ def _adapter_fields(source: ModelSource) -> dict[str, Any]:
     return {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergedTensor(SourceTensor):
-    """A tensor of the base model, to which an adapter is added slice by slice."""
+class _Merged:
+    """A tensor of the base model with an adapter added to the slices that are read."""
 
-    add: Callable[[TensorSlice, torch.Tensor], torch.Tensor]
+    def __init__(self, tensor: SourceTensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        name = tensor.hf.name
+        view = TensorSlice.whole(tensor.hf.view)
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        self._tensor = tensor
+        self._piece = Piece(name, tensor.hf.view, view, tensor.hf.view, view, is_source=True)
+        self._adapters = MergedAdapters({f"x.lora.{module}.a": a, f"x.lora.{module}.b": b}, scale)
 
-    def fill(self, target: torch.Tensor, place: TensorSlice) -> None:
-        """Copy the merged elements `place` into `target`, converting them to its dtype."""
-        base = torch.empty(place.shape, dtype=self.dtype)
-        super().fill(base, place)
-        target.copy_(self.add(place, base))
-
-    def block(
-        self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty
-    ) -> torch.Tensor:
-        """Return the merged elements `place`, contiguous."""
-        block = room(place.shape, dtype=dtype)
-        self.fill(block, place)
-        return block
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        place = TensorSlice(tuple(each.start for each in index), tuple(each.stop for each in index))
+        base = torch.empty(place.shape, dtype=self._tensor.dtype)
+        self._tensor.fill(base, place)
+        return self._adapters.apply("x.weight", self._piece, index, base)
 
 
 def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
@@ -177,12 +174,8 @@ def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
     for name, tensor in base.tensors.items():
         a, b = adapter_names(name)
         if a in matrices:
-            tensors[name] = MergedTensor(
-                hf=tensor.hf,
-                dtype=tensor.dtype,
-                pieces=tensor.pieces,
-                add=partial(_merge, tensor, matrices[a], matrices[b], scale),
-            )
+            merged = partial(_Merged, tensor, matrices[a], matrices[b], scale)
+            tensors[name] = replace(tensor, pieces=((TensorSlice.whole(tensor.hf.view), merged),))
         elif name in adapter.tensors:
             # A module that trained in full replaces the base model's, in the dtype of the latter.
             tensors[name] = replace(adapter.tensors[name], dtype=tensor.dtype)
@@ -230,18 +223,3 @@ def _base_model(folder: Path, fields: dict[str, Any]) -> Path:
             "give MERGED_DIR"
         )
     return Path(name)
-
-
-def _merge(
-    tensor: SourceTensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-    place: TensorSlice,
-    base: torch.Tensor,
-) -> torch.Tensor:
-    view = TensorSlice.whole(tensor.hf.view)
-    piece = Piece(tensor.hf.name, tensor.hf.view, view, tensor.hf.view, view, is_source=True)
-    module = tensor.hf.name.removesuffix(".weight").rpartition(".")[2]
-    merged = MergedAdapters({f"x.lora.{module}.a": a, f"x.lora.{module}.b": b}, scale)
-    return merged.apply("x.weight", piece, place.index, base)

@@ -324,7 +324,7 @@ def _stored_pieces(stage: _Stage, weight: Weight) -> Iterator[tuple[str, torch.d
     dtype = stage.file.chunks[stage.chunk][stage.names[weight.megatron_name]].dtype
     for part in pieces(weight, stage.layout):
         if part.is_source:
-            yield part.hf_name, dtype, StoredPiece(place=part.hf, open=partial(_open, stage, weight, part))
+            yield part.hf_name, dtype, (part.hf, partial(_open, stage, weight, part))
 
 
 def _open(stage: _Stage, weight: Weight, piece: Piece) -> torch.Tensor:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -45,23 +44,16 @@ _PART_AFTER = {norm: prefix for prefix, norm in NORM_BEFORE.items()}
 _OF_DENSE_LAYER = "mlp.linear_fc1.layer_norm_weight"
 
 
-class StoredSlice(NamedTuple):
-    """The location of a weight in the checkpoint.
-
-    The weight is at index `leading` of the first dimensions of the tensor `key`, whose sizes are `sizes`.
-
-    Identical layers are stacked along a first dimension, and the experts of a layer along the next.
-    """
-
-    key: str
-    leading: tuple[int, ...]
-    sizes: tuple[int, ...]
+# The location of a weight in the checkpoint: the name of a tensor, the weight's index in the first dimensions
+# of that tensor, and their sizes. Identical layers are stacked along a first dimension, and the experts of a
+# layer along the next.
+StoredSlice = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def stored_slice(architecture: Architecture, weight: Weight) -> StoredSlice:
     """Return where Megatron stores a weight. Layers of several kinds are not stacked."""
     if weight.layer is None:
-        return StoredSlice(weight.megatron_name, (), ())
+        return weight.megatron_name, (), ()
     return _places(architecture, weight)[stores_layers_apart(architecture)]
 
 
@@ -80,10 +72,9 @@ def _places(architecture: Architecture, weight: Weight) -> tuple[StoredSlice, St
         leading = (weight.expert,)
         sizes = (architecture.num_experts,)
 
-    stacked = StoredSlice(
-        f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes)
-    )
-    return stacked, StoredSlice(f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
+    stacked_sizes = (architecture.num_hidden_layers, *sizes)
+    stacked = f"decoder.layers.{rest}", (weight.layer, *leading), stacked_sizes
+    return stacked, (f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
 
 
 def _layout_in_words(sizes: Layout) -> str:
@@ -154,8 +145,9 @@ def open_distributed(
         if weight.is_copy or (has_adapters and not weight.trains):
             continue
         place = _find(folder, architecture, model, prefix, weight)
-        used.add(place.key)
-        tensor = model[place.key]
+        key, _, _ = place
+        used.add(key)
+        tensor = model[key]
         for name, piece in _stored_pieces(index, architecture, place, tensor, weight):
             found.setdefault(name, []).append(piece)
             dtypes[name] = tensor.dtype
@@ -209,25 +201,26 @@ def _find(
     """
     candidates = [stored_slice(architecture, weight)]
     if is_adapter(weight.tensors[0].name):
-        candidates = [StoredSlice(weight.megatron_name, (), ())]
+        candidates = [(weight.megatron_name, (), ())]
     elif weight.layer is not None:
         stacked, own = _places(architecture, weight)
         candidates += [stacked, own]
         if weight.expert is None:
-            candidates.append(StoredSlice(weight.megatron_name, (), ()))
+            candidates.append((weight.megatron_name, (), ()))
         # Megatron's local layers use the name of a dense layer.
         separate = NORM_BEFORE[FEED_FORWARD]
         if weight.megatron_name.endswith(separate):
             candidates += [
-                place._replace(key=place.key.replace(separate, _OF_DENSE_LAYER)) for place in (stacked, own)
+                (key.replace(separate, _OF_DENSE_LAYER), leading, sizes)
+                for key, leading, sizes in (stacked, own)
             ]
 
-    for place in candidates:
-        if prefix + place.key in model:
-            return place._replace(key=prefix + place.key)
+    for key, leading, sizes in candidates:
+        if prefix + key in model:
+            return prefix + key, leading, sizes
 
     raise CheckpointError(
-        f"{folder}: {prefix}{candidates[0].key} is missing; config.json requires {weight.tensors[0].name} "
+        f"{folder}: {prefix}{candidates[0][0]} is missing; config.json requires {weight.tensors[0].name} "
         f"{weight.tensors[0].shape}"
     )
 
@@ -239,11 +232,12 @@ def _stored_pieces(
     tensor: DistributedTensor,
     weight: Weight,
 ) -> Iterator[tuple[str, StoredPiece]]:
-    num_leading = len(place.leading)
+    _, leading, _ = place
+    num_leading = len(leading)
     shape = tensor.shape[num_leading:]
     view = _check_shape(index, architecture, place, tensor, weight)
     parts = pieces(weight, whole_layout(architecture, shape[0] if weight.cut is Cut.vocabulary else None))
-    one = TensorSlice(place.leading, tuple(number + 1 for number in place.leading))
+    one = TensorSlice(leading, tuple(number + 1 for number in leading))
 
     for chunk in tensor.chunks:
         tensor_slice = chunk.tensor_slice
@@ -267,8 +261,10 @@ def _stored_pieces(
                 for shard, hf in part.matches(common):
                     rows = first_row, first_row + num_rows
                     inside = shard.relative_to(region.starts)
-                    opened = partial(_open, index.folder, place, chunk, rows, region.shape, inside, part, hf)
-                    yield part.hf_name, StoredPiece(place=hf, open=opened)
+                    opened = partial(
+                        _open, index.folder, leading, chunk, rows, region.shape, inside, part, hf
+                    )
+                    yield part.hf_name, (hf, opened)
             first_row += num_rows
 
 
@@ -280,15 +276,16 @@ def _check_shape(
     weight: Weight,
 ) -> tuple[int, ...]:
     """Return the view in which the weight's pieces are slices."""
+    key, _, sizes = place
     # The stored vocabulary may be padded to any number of rows.
     has_more_rows = weight.cut is Cut.vocabulary and tensor.shape[0] >= architecture.vocab_size
     view = shard_view(weight, whole_layout(architecture, tensor.shape[0] if has_more_rows else None))
     num_split = num_row_axes(weight.cut)
-    expected = (*place.sizes, prod(view[:num_split]), *view[num_split:])
+    expected = (*sizes, prod(view[:num_split]), *view[num_split:])
 
     if tensor.shape != expected:
         raise CheckpointError(
-            f"{index.folder}: {place.key} has shape {tensor.shape}, config.json requires {expected}"
+            f"{index.folder}: {key} has shape {tensor.shape}, config.json requires {expected}"
         )
 
     return view
@@ -310,7 +307,7 @@ def view_regions(
 
 def _open(
     folder: Path,
-    place: StoredSlice,
+    leading: tuple[int, ...],
     chunk: StoredItem,
     rows: tuple[int, int],
     shape: tuple[int, ...],
@@ -321,7 +318,7 @@ def _open(
     """Read the elements `hf` of a tensor: the slice `inside` of rows in `shape` of a chunk."""
     # Select the layer, and the expert, from the chunk that stacks them.
     stored = read_chunk(folder, chunk)
-    for number, first in zip(place.leading, chunk.tensor_slice.starts, strict=False):
+    for number, first in zip(leading, chunk.tensor_slice.starts, strict=False):
         stored = stored[number - first]
     elements = stored[rows[0] : rows[1]].reshape(shape)[inside.index]
     return piece.in_hf_order(elements, hf)

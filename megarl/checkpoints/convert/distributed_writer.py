@@ -23,7 +23,6 @@ from megarl.checkpoints.convert.streaming import (
     Progress,
     Room,
     Workers,
-    Written,
     bytes_of,
     new_folder,
     no_progress,
@@ -72,12 +71,15 @@ def write_distributed(
     dtype: torch.dtype | None = None,
     progress: Progress = no_progress,
     max_item_bytes: int = MAX_ITEM_BYTES,
-) -> Written:
+) -> tuple[int, int]:
     """Write a model to `folder`, which becomes a role folder without training state.
 
     Args:
         folder: Must not exist or be empty.
         dtype: None: the dtype of the source.
+
+    Returns:
+        The number of weight files, and their bytes.
 
     Raises:
         ValueError: The layout cannot divide the model.
@@ -105,7 +107,7 @@ def write_distributed(
         copy_companions(source.companions, companions, dtype, source.head)
         nbytes = sum((unfinished / name).stat().st_size for name, _, _ in files)
 
-    return Written(folder=folder, num_files=len(files), nbytes=nbytes)
+    return len(files), nbytes
 
 
 class _Writer:
@@ -140,11 +142,11 @@ class _Writer:
             elements = self._elements(item, room)
             # torch.save writes the whole storage of a tensor, even for a view of a part of it.
             data = torch.frombuffer(bytes_of(elements), dtype=elements.dtype).view(item.chunk)
-            yield ItemToWrite(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
+            yield item.key, data, item.shape, item.offsets
         for key in objects:
             self._workers.check()
             # Megatron requires these entries, which may be empty.
-            yield ItemToWrite(key=key, data=[None])
+            yield key, [None], (), ()
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
         """Return the slice of the rank's shard, contiguous. Padding rows of the vocabulary are zero."""

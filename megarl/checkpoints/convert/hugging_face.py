@@ -25,12 +25,16 @@ from megarl.models.tensor_table import (
 )
 from megarl.weights.block_scaling import Elements, ScaledMatrix
 from megarl.weights.checkpoint_index import (
+    BLOCK,
+    BLOCKS,
     SCALE_DTYPES,
+    SCALES,
     TORCH_DTYPES,
     CheckpointIndex,
     Packing,
     TensorInFile,
     read_checkpoint_index,
+    unpack,
 )
 from megarl.weights.kept_tensors import kept_format_fault
 from megarl.weights.manifest import (
@@ -41,7 +45,6 @@ from megarl.weights.manifest import (
     is_kept,
     stored_manifest,
 )
-from megarl.weights.mxfp4 import BLOCK, BLOCKS, SCALES, unpack
 from megarl.weights.piece import Piece
 from megarl.weights.shard_layout import numbered_pieces, whole_layout
 from megarl.weights.shard_layout import pieces as shard_pieces
@@ -95,7 +98,7 @@ def _kept_tensors(
         if (fault := kept_format_fault(name, stored)) is not None:
             raise WeightTransferError(f"{index.folder}: {fault}")
         hf = HFTensor(name, stored.shape, stored.shape)
-        piece = StoredPiece(place=TensorSlice.whole(hf.view), open=_opener(index, starts, hf))
+        piece = (TensorSlice.whole(hf.view), _opener(index, starts, hf))
         tensors[name] = SourceTensor(hf=hf, dtype=TORCH_DTYPES[stored.dtype], pieces=(piece,))
     return tensors
 
@@ -121,9 +124,7 @@ def _stored_pieces(
                 stored = index.tensors[hf.name]
                 dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
                 if stored.scales is None or stored.packing is Packing.block_fp8:
-                    pieces[hf.name] = [
-                        StoredPiece(place=TensorSlice.whole(hf.view), open=_opener(index, starts, hf))
-                    ]
+                    pieces[hf.name] = [(TensorSlice.whole(hf.view), _opener(index, starts, hf))]
                 elif hf.name not in pieces:
                     pieces[hf.name] = list(_unpacked_pieces(stored, stored.scales.file, hf, starts))
             continue
@@ -140,11 +141,9 @@ def _stored_pieces(
             for shard, source in stored_piece.matches(common):
                 ((_, place),) = piece.matches(shard)
                 pieces.setdefault(piece.hf_name, []).append(
-                    StoredPiece(
-                        place=place,
-                        open=partial(
-                            _open_other, open_whole, stored_piece, source, shard.shape, piece, place
-                        ),
+                    (
+                        place,
+                        partial(_open_other, open_whole, stored_piece, source, shard.shape, piece, place),
                     )
                 )
 
@@ -186,9 +185,9 @@ def _unpacked_pieces(
     open_scales = partial(mapped, scales_file, scales_start, shape, torch.uint8)
 
     for expert in range(num_experts):
-        yield StoredPiece(
-            place=TensorSlice.whole(hf.view).along(0, expert, expert + 1),
-            open=partial(_open_unpacked, open_blocks, open_scales, expert, (1, *hf.view[1:])),
+        yield (
+            TensorSlice.whole(hf.view).along(0, expert, expert + 1),
+            partial(_open_unpacked, open_blocks, open_scales, expert, (1, *hf.view[1:])),
         )
 
 

@@ -15,7 +15,6 @@ from megarl.checkpoints.convert.streaming import (
     Progress,
     Room,
     Workers,
-    Written,
     in_turns,
     new_folder,
     no_progress,
@@ -55,7 +54,7 @@ def write_hugging_face(
     max_shard_bytes: int = DEFAULT_FILE_BYTES,
     progress: Progress = no_progress,
     kept_tensors: KeptTensors | None = None,
-) -> Written:
+) -> tuple[int, int]:
     """Write a model as a Hugging Face folder.
 
     Args:
@@ -63,6 +62,9 @@ def write_hugging_face(
         dtype: None: the dtype of the source. float8_e4m3fn: projections in block-scaled FP8, and the rest in
             bfloat16.
         kept_tensors: Tensors of the original folder that are copied.
+
+    Returns:
+        The number of weight files, and their bytes.
 
     Raises:
         CheckpointError: The source is damaged, the disk cannot store the result, or the model cannot be
@@ -101,7 +103,7 @@ def write_hugging_face(
         progress(of_kept_tensors, total)
         nbytes = sum((unfinished / name).stat().st_size for name in names)
 
-    return Written(folder=folder, num_files=len(names), nbytes=nbytes)
+    return len(names), nbytes
 
 
 def _with_bias(files: Sequence[FilePlan], dtype: torch.dtype) -> tuple[FilePlan, ...]:

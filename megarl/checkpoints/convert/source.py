@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from megarl.config.rules.reward import has_chat_template
 from megarl.machine.errors import CheckpointError
+from megarl.machine.files import parse_json
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head, HFTensor, hf_tensors
 from megarl.weights.block_scaling import Elements
+from megarl.weights.hf_folder import CONFIG_FILE
 from megarl.weights.message_words import word_counts
 from megarl.weights.safetensors_file import nonfinite_problem
 from megarl.weights.tensors import TensorSlice, chunks_fault, range_slices
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_HEADS = {"lm": "language model", "value": "value head (critic or reward model)"}
 
-@dataclass(frozen=True, kw_only=True)
-class StoredPiece:
-    """The elements `place` of a tensor in the view `HFTensor.view`.
 
-    `open` memory-maps them, so only accessed elements are read. Those of packed tensors are converted when
-    they are accessed.
-    """
-
-    place: TensorSlice
-    open: Callable[[], Elements]
+# Elements of a tensor: their place in the view `HFTensor.view`, and what opens them. They are memory-mapped,
+# so only accessed elements are read. Those of packed tensors are converted when they are accessed.
+StoredPiece = tuple[TensorSlice, Callable[[], Elements]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,9 @@ class SourceTensor:
 
         Raises CheckpointError if the dtype cannot represent them.
         """
-        for piece in self.pieces:
-            if (common := piece.place.intersect(place)) is not None:
-                source = piece.open()[common.relative_to(piece.place.starts).index]
+        for held, open_elements in self.pieces:
+            if (common := held.intersect(place)) is not None:
+                source = open_elements()[common.relative_to(held.starts).index]
                 target[common.relative_to(place.starts).index].copy_(source)
         # A cast to float16 silently turns large elements into infinity.
         if target.dtype == torch.float16 and self.dtype != torch.float16 and bool(target.isinf().any()):
@@ -78,9 +79,9 @@ class SourceTensor:
         Raises:
             CheckpointError: See `fill`.
         """
-        for piece in self.pieces:
-            if self.dtype == dtype and piece.place.intersect(place) == place:
-                stored = piece.open()[place.relative_to(piece.place.starts).index]
+        for held, open_elements in self.pieces:
+            if self.dtype == dtype and held.intersect(place) == place:
+                stored = open_elements()[place.relative_to(held.starts).index]
                 if stored.dtype == dtype and stored.is_contiguous():
                     return stored
 
@@ -170,8 +171,81 @@ def checked_tensors(
         if stored is not None and hf.name not in stored:
             continue
         found = pieces.get(hf.name, [])
-        if (fault := chunks_fault(hf.view, [piece.place for piece in found])) is not None:
+        if (fault := chunks_fault(hf.view, [place for place, _ in found])) is not None:
             raise CheckpointError(f"{folder}: {hf.name} is not stored exactly once: {fault}")
         tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
 
     return tensors
+
+
+# ---- description
+
+
+def describe(source: ModelSource) -> dict[str, Any]:
+    """Return the description of a model as plain values.
+
+    `model_class` is that of config.json; empty if it names none. `num_parameters` counts stored tensors, so a
+    tied output layer is not counted twice. `architecture` has the fields that determine the model's shapes
+    and computation.
+
+    Raises:
+        CheckpointError: Its configuration or its tokenizer's is damaged.
+    """
+    (name, *_) = _read_json(source.companions / CONFIG_FILE).get("architectures") or [""]
+    return dict(
+        folder=str(source.folder),
+        format=source.kind,
+        layout=source.layout,
+        step=source.step,
+        family=source.architecture.model_type,
+        model_class=name,
+        head=_HEADS[source.head],
+        dtype=str(source.dtype).removeprefix("torch."),
+        num_parameters=source.num_parameters,
+        nbytes=source.nbytes,
+        tokenizer=_tokenizer(source.companions),
+        architecture=architecture_fields(source.architecture),
+        tensors=tuple(
+            {
+                "name": name,
+                "shape": tensor.hf.shape,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "nbytes": tensor.nbytes,
+            }
+            for name, tensor in source.tensors.items()
+        ),
+    )
+
+
+def architecture_fields(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of an architecture as plain values. Programs read the parts of pairs by name."""
+    fields = asdict(architecture)
+    experts = fields["experts"]
+    if experts is not None and experts["groups"] is not None:
+        experts["groups"] = dict(zip(("num_groups", "num_selected"), experts["groups"], strict=True))
+    if fields["local_rope"] is not None:
+        fields["local_rope"] = dict(zip(("theta", "scaling"), fields["local_rope"], strict=True))
+    return fields
+
+
+def _tokenizer(companions: Path) -> str:
+    """Describe the tokenizer from its files, without loading it."""
+    files = [name for name in _TOKENIZER_FILES if (companions / name).is_file()]
+    if not files:
+        return "none"
+    config = _read_json(companions / TOKENIZER_CONFIG) if (companions / TOKENIZER_CONFIG).is_file() else {}
+    kind = config.get("tokenizer_class") or "a tokenizer"
+
+    return (
+        f"{kind} ({', '.join(files)}), {'with' if has_chat_template(companions) else 'without'} a chat "
+        f"template"
+    )
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the file is missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error

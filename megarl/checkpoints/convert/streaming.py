@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -107,15 +106,6 @@ class Workers:
             self._failures.append(error)
             self._stop.set()
             raise
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """The result of a conversion. `nbytes` is the size of the weight files."""
-
-    folder: Path
-    num_files: int
-    nbytes: int
 
 
 @contextmanager

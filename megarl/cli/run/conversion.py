@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,11 +33,10 @@ from megarl.checkpoints.convert.adapters import merged_source, write_peft
 from megarl.checkpoints.convert.distributed_writer import write_distributed
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
-from megarl.checkpoints.convert.inspect import ModelDescription, describe
 from megarl.checkpoints.convert.open import open_model
-from megarl.checkpoints.convert.source import ModelSource
+from megarl.checkpoints.convert.source import ModelSource, describe
 from megarl.checkpoints.convert.streaming import Progress as Report
-from megarl.checkpoints.convert.streaming import Written, check_new
+from megarl.checkpoints.convert.streaming import check_new
 from megarl.checkpoints.convert.verify import Comparison, Match, TensorComparison, compare
 from megarl.checkpoints.object_storage import local_copy
 from megarl.checkpoints.role_folder import Layout
@@ -98,7 +98,7 @@ def hf_to_megatron(parsed: argparse.Namespace) -> int:
         data_parallel_size=1,
     )
 
-    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> Written:
+    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> tuple[int, int]:
         if source.architecture.lora is not None:
             raise CheckpointError(
                 f"{parsed.input}: is an adapter; start a run from it with actor.lora.path, or merge it with "
@@ -111,7 +111,7 @@ def hf_to_megatron(parsed: argparse.Namespace) -> int:
 
 @_in_one_line
 def megatron_to_hf(parsed: argparse.Namespace) -> int:
-    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> Written:
+    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> tuple[int, int]:
         if source.architecture.lora is not None:
             if parsed.dtype == FP8:
                 raise CheckpointError(
@@ -127,7 +127,7 @@ def megatron_to_hf(parsed: argparse.Namespace) -> int:
 
 @_in_one_line
 def merge_adapter(parsed: argparse.Namespace) -> int:
-    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> Written:
+    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> tuple[int, int]:
         if source.architecture.lora is None:
             raise CheckpointError(f"{parsed.input}: has no adapters; use megarl convert megatron-to-hf")
         merged = merged_source(source, open_hugging_face(parsed.base, parsed.trust_remote_code))
@@ -165,17 +165,17 @@ def _read_kept_tensors(
 
 
 def _convert(
-    parsed: argparse.Namespace, write: Callable[[ModelSource, torch.dtype | None, Report], Written]
+    parsed: argparse.Namespace, write: Callable[[ModelSource, torch.dtype | None, Report], tuple[int, int]]
 ) -> int:
     check_new(parsed.output)  # before large files are read
     start_s = time.monotonic()
     source = _open(parsed.input, parsed)
     with _progress_bar(parsed.conversion) as report:
-        written = write(source, _dtype(parsed.dtype), report)
+        num_files, nbytes = write(source, _dtype(parsed.dtype), report)
     seconds = time.monotonic() - start_s
     print(
-        f"{parsed.output}: {counted(source.num_parameters, 'parameter')}, {counted(written.nbytes, 'byte')} "
-        f"in {counted(written.num_files, 'file')}, {seconds:.1f} s, {written.nbytes / seconds / 1e9:.2f} "
+        f"{parsed.output}: {counted(source.num_parameters, 'parameter')}, {counted(nbytes, 'byte')} "
+        f"in {counted(num_files, 'file')}, {seconds:.1f} s, {nbytes / seconds / 1e9:.2f} "
         f"GB/s, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB "
         "including the program"
     )
@@ -194,7 +194,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def inspect(parsed: argparse.Namespace) -> int:
     description = describe(_open(parsed.folder, parsed, check_contents=False))
     if parsed.json:
-        print(json.dumps(description.as_json(), indent=2))
+        print(json.dumps(description, indent=2))
     else:
         print_description(description, output_console())
     return GOOD
@@ -234,13 +234,13 @@ def _progress_bar(name: str) -> Generator[Report]:
         yield lambda nbytes, total: bar.update(task, advance=nbytes, total=total)
 
 
-def print_description(description: ModelDescription, console: Console) -> None:
+def print_description(description: dict[str, Any], console: Console) -> None:
     """Print the model, then every tensor on one line."""
     facts = _table("Model", "quantity", "value")
     for name, value in _facts(description):
         facts.add_row(name, value)
 
-    for name, value in description.architecture.items():
+    for name, value in description["architecture"].items():
         if name != "model_type":
             facts.add_row(name, str(value))
 
@@ -252,7 +252,7 @@ def print_description(description: ModelDescription, console: Console) -> None:
             each["dtype"],
             f"{each['nbytes']:,}",
         )
-        for each in description.tensors
+        for each in description["tensors"]
     ]
     tensors = Table(
         title=f"Tensors: {len(rows):,}, by their Hugging Face names", title_justify="left", title_style="bold"
@@ -264,19 +264,19 @@ def print_description(description: ModelDescription, console: Console) -> None:
     console.print(tensors, crop=False)
 
 
-def _facts(description: ModelDescription) -> list[tuple[str, str]]:
+def _facts(description: dict[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("folder", description.folder),
-        ("format", description.format),
-        ("layout", description.layout),
-        ("step", "not recorded" if description.step is None else f"{description.step:,}"),
-        ("family", description.family),
-        ("class", description.model_class or "none in config.json"),
-        ("head", description.head),
-        ("dtype", description.dtype),
-        ("parameters", f"{description.num_parameters:,}"),
-        ("bytes", f"{description.nbytes:,}"),
-        ("tokenizer", description.tokenizer),
+        ("folder", description["folder"]),
+        ("format", description["format"]),
+        ("layout", description["layout"]),
+        ("step", "not recorded" if description["step"] is None else f"{description['step']:,}"),
+        ("family", description["family"]),
+        ("class", description["model_class"] or "none in config.json"),
+        ("head", description["head"]),
+        ("dtype", description["dtype"]),
+        ("parameters", f"{description['num_parameters']:,}"),
+        ("bytes", f"{description['nbytes']:,}"),
+        ("tokenizer", description["tokenizer"]),
     ]
 
 

@@ -156,7 +156,7 @@ def _when(error: Exception, position: Position | None) -> str:
 
 def _rows(error: Exception) -> list[_Entry]:
     call = _failed_call(error)
-    return [("rows", [call.rows.describe()])] if call is not None and call.rows is not None else []
+    return [("rows", [call.rows])] if call is not None and call.rows is not None else []
 
 
 def _others(error: Exception) -> list[_Entry]:

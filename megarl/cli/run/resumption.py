@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.checkpoints.object_storage import ObjectStorage
+from megarl.checkpoints.object_storage import ObjectStorage, Uploads
 from megarl.checkpoints.run_folder import step_of
 from megarl.cli.run.fewer_replicas import continues_on_fewer_nodes
 from megarl.cli.run.session import Session, of_another_run, read_summary, write_summary
@@ -34,7 +34,6 @@ from megarl.trainers.driver_states import driver_states
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
-from megarl.trainers.uploads import Uploads
 
 _log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.monitor import Monitor, Position
 from megarl.trainers.resume import Resume, checkpoint_folder
-from megarl.trainers.step_observers import StepPrediction, StepProfiler, Stragglers
+from megarl.trainers.step_observers import StepProfiler, Stragglers, predicted_metrics
 from megarl.weights.sync.sync import PUSHED_FOLDERS
 
 
@@ -207,12 +207,11 @@ def open_monitor(
     )
     plan = plan_placement(config)
     device = profile_of(config)
-    prediction = (
-        StepPrediction(config, plan, read_architectures(config)[0], device)
+    optional = (
+        {"predict": partial(predicted_metrics, config, plan, read_architectures(config)[0], device)}
         if isinstance(config, PPOConfig) and device is not None
-        else None
+        else {}
     )
-    optional = {} if prediction is None else {"predict": prediction.metrics}
 
     return Monitor(
         groups,

@@ -34,8 +34,7 @@ from megarl.roles.start import start_pair_reference, start_preferences, start_sf
 from megarl.tracking.run_files import writing
 from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.recovery import step_recovery
-from megarl.trainers.reference import FILES, compute_reference, read_reference
-from megarl.trainers.supervised import PreferenceTrainer, SFTTrainer
+from megarl.trainers.supervised import FILES, PreferenceTrainer, SFTTrainer, compute_reference, read_reference
 
 _TRAIN = "data.train_files"
 _HELD_OUT = "data.val_files"

@@ -87,12 +87,15 @@ class ModelConfig:
 
 
 class RankCoordinate(NamedTuple):
-    """The coordinate of a rank in the tensor, context, data and pipeline axes of a role's mesh."""
+    """The coordinate of a rank in its role's parallel layout.
 
-    tp: int
-    cp: int
+    Ranks with the same `dp` form one replica and work on the same rows.
+    """
+
     dp: int
-    pp: int
+    tp: int = 0
+    pp: int = 0
+    cp: int = 0
 
 
 _EXPERTS = Reader("model.path", architecture="experts")

@@ -12,8 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
-from megarl.controller.group import RayWorkerGroup, RoleGroup
-from megarl.controller.replica_calls import is_dead, is_dead_or_failed_start, is_failed_start, results_of
+from megarl.controller.group import (
+    RayWorkerGroup,
+    RoleGroup,
+    is_dead,
+    is_dead_or_failed_start,
+    is_failed_start,
+    results_of,
+)
 from megarl.controller.restarts import RestartBudget, leave_lost_nodes
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import ENGINE_ENDED, RunError

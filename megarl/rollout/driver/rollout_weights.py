@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from megarl.controller.group import RoleGroup
-from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
+from megarl.controller.group import RoleGroup, is_dead_or_failed_start, results_of
 from megarl.rollout.driver.replicas import Replicas
 from megarl.weights.sync.sync import FolderLoading, PushReport, WeightSync
 from megarl.weights.tensors import Manifest

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from megarl.agents.trajectory import Sample
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
-from megarl.controller.group import RoleGroup
-from megarl.controller.replica_calls import is_dead
+from megarl.controller.group import RoleGroup, is_dead
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import Replicas
 from megarl.rollout.interface import EndedRequest, GenerationRequest, RequestFailedError, check_sample

@@ -12,8 +12,7 @@ from typing import Any
 from megarl.config.roles import ENVIRONMENT
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
-from megarl.controller.group import RayWorkerGroup, RoleGroup
-from megarl.controller.replica_calls import is_dead
+from megarl.controller.group import RayWorkerGroup, RoleGroup, is_dead
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restarts import ProcessLimitError, RestartBudget, leave_lost_nodes
 from megarl.controller.worker import RayClassWithInitArgs

@@ -13,9 +13,8 @@ from typing import Literal
 from megarl.config.schema import Transport
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
-from megarl.controller.group import RoleGroup
+from megarl.controller.group import RoleGroup, is_dead_or_failed_start, results_of
 from megarl.controller.messages import qualified_name
-from megarl.controller.replica_calls import is_dead_or_failed_start, results_of
 from megarl.machine.wording import counted
 from megarl.models.tensor_table import trained_tensors
 from megarl.weights.ipc import IPCAddress
@@ -109,7 +108,8 @@ class TransferSession:
 
         # Engines and trainers meet concurrently; trainers meet one engine after the other.
         for number, replica in new.items():
-            links, meeting[number] = connect(number)
+            assert self._plan is not None
+            links, meeting[number] = connect(self._plan, number)
             joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
 
         # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
@@ -265,15 +265,14 @@ class TransferSession:
 
     # ---- joining
 
-    def _by_device(self, number: int) -> _Connection:
-        assert self._plan is not None
+    def _by_device(self, plan: TransferPlan, number: int) -> _Connection:
         # Route the schedules: who shares a device with each engine rank, and who relays to it.
         devices = [place.device for place in self._replica_places[number]]
         targets = dict(zip(self._targets[number], devices, strict=True))
         local_trainers, relays = device_transfers(
-            self._plan, [place.device for place in self._trainer_places], targets
+            plan, [place.device for place in self._trainer_places], targets
         )
-        received = [self._plan.of_target(target) for target in targets]
+        received = [plan.of_target(target) for target in targets]
         served = dict(zip(local_trainers, zip(devices, received, strict=True), strict=True))
 
         # The engine needs the addresses of the buffers, which exist once the calls have returned.
@@ -295,32 +294,29 @@ class TransferSession:
         ]
         return links, []
 
-    def _by_files(self, number: int) -> _Connection:
+    def _by_files(self, plan: TransferPlan, number: int) -> _Connection:
         """Tell the ranks what they write, and the engine's ranks what they read, as in every replica."""
-        assert self._plan is not None
         links = [
-            self._link("patch_folder", self._plan.of_target(rank), rank=rank)
-            for rank in range(len(self._needed))
+            self._link("patch_folder", plan.of_target(rank), rank=rank) for rank in range(len(self._needed))
         ]
         calls = [
             self._source.group.call_rank(
                 rank,
                 WeightExport.join_weight_group,
                 number,
-                EngineLink("patch_folder", self._plan.of_source(rank), self._source.message_dtype),
+                EngineLink("patch_folder", plan.of_source(rank), self._source.message_dtype),
             )
             for rank in self._ranks
         ]
         return links, calls
 
-    def _by_group(self, number: int) -> _Connection:
-        assert self._plan is not None
+    def _by_group(self, plan: TransferPlan, number: int) -> _Connection:
         call = self._source.group.call_rank
         transport: Literal["delta", "group"] = "delta" if self._sends_changes else "group"
         dtype = self._source.message_dtype
 
         # The first sender is rank 0 of the process group and reserves the port where all members meet.
-        sends, receives = group_transfers(self._plan, self._targets[number])
+        sends, receives = group_transfers(plan, self._targets[number])
         size = len(sends) + len(receives)
         reserved = call(
             next(iter(sends)), WeightExport.reserve_weight_group, self._names[number], size, self._limit_s

@@ -20,13 +20,13 @@ from megarl.controller.messages import FailureKind
 from megarl.models.architecture import Architecture
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import Head
+from megarl.weights.block_scaling import QuantizedShards
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.hf_folder import complete_hf_folder, save_hf_folder
 from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.manifest import manifest_of
 from megarl.weights.message_words import WordCounts, once_each, sent_tensors, with_all_scales
 from megarl.weights.plan import TensorSlices
-from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import slices_by_rank
 from megarl.weights.sync.worker import WeightExport

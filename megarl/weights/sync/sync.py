@@ -12,7 +12,7 @@ round.
       join_...          -----> Sender.join                 ------> WeightReceiver.join
     push
       send_weights      -----> Sender.open, Transfer.run
-      receive_weights   -----------------------------------------> Receiver.open, Transfer.run
+      receive_weights   -----------------------------------------> WeightReceiver.begin, receive
       continue_weights  -----> Transfer.run, as long as peers are silent
       checksums         -----> of shards                   ------> of the engine's parameters
 """
@@ -31,8 +31,7 @@ from weakref import WeakSet
 from megarl.config.schema import Transport, Verify
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather, wait_for_any
-from megarl.controller.group import RoleGroup
-from megarl.controller.replica_calls import results_of
+from megarl.controller.group import RoleGroup, results_of
 from megarl.machine.errors import RunError
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
 from megarl.weights.manifest import manifest_name

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.machine.errors import UNWRITTEN, CheckpointError
+from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.checksum import shard_checksums
 from megarl.weights.export_plan import ExportPlan
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.manifest import manifest_name
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import TensorSlices
-from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.receiver import ReceivingEngine
 from megarl.weights.schedule import PeerTransfers
 from megarl.weights.shards import Shards
@@ -54,7 +54,7 @@ class WeightExport(Worker):
 
     @property
     def _quantizes(self) -> bool:
-        """Whether engines get block-scaled FP8 (see quantized_shards.py)."""
+        """Whether engines get block-scaled FP8 (see block_scaling.py)."""
         return False
 
     def _sent_shards(self) -> SentShards:

@@ -27,8 +27,8 @@ from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.schedule import PeerTransfers, ScheduleKey
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import Channel, Transfer
-from megarl.weights.transports.group import GroupReceiver, GroupSender
-from megarl.weights.transports.interface import DestinationViews, EngineLink, Receiver, SentShards
+from megarl.weights.transports.group import GroupSender
+from megarl.weights.transports.interface import DestinationViews, SentShards
 
 _HEADER_BYTES = 16
 _CHECKSUM = struct.Struct("<I")  # CRC-32 of the message that follows in a file
@@ -67,7 +67,7 @@ class PatchFiles(P2PGroup):
             received = torch.frombuffer(self._read(source, tensor.nbytes), dtype=torch.uint8)
             tensor.view(torch.uint8).copy_(received)
 
-        return PendingMessages()
+        return lambda patience_s: True  # they are in the files
 
     def _read(self, source: int, num_bytes: int) -> bytearray:
         path = patch_file(self._folder, source, self._rank)
@@ -242,37 +242,18 @@ class _PatchSends(Transfer):
                 self._exchange(channel, sends, [], number)
 
 
-class DeltaReceiver(GroupReceiver):
-    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
-        return _PatchReceives(self._p2p, destinations, self._device, self._device)
-
-
-class PatchFolderReceiver(Receiver):
-    def __init__(self, link: EngineLink, device: torch.device) -> None:
-        self._rank = link.rank
-        self._device = device
-
-    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
-        assert folder is not None
-        files = PatchFiles(folder, self._rank)
-        # Messages wait on the host, since the engine's device has no room for their buffers.
-        return _PatchReceives(files, destinations, self._device, torch.device("cpu"))
-
-    def close(self, is_under_way: bool) -> None:
-        """Do nothing: no file stays open between two messages."""
-
-
 # trainer rank, flat bytes, number of patches, and the first chunk
 _Arrived = tuple[int, torch.Tensor, int, int]
 
 
-class _PatchReceives(Transfer):
+class PatchReceives(Transfer):
     """Receives the messages of one pass. A message is applied while the next one travels.
 
     Args:
         p2p: The group with the senders.
         device: The device of the model.
-        message_device: The device of the messages.
+        message_device: The device of the messages. Those in files wait on the host, since the device of the
+            model has no room for their buffers.
     """
 
     def __init__(

@@ -19,13 +19,7 @@ from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
 from megarl.weights.schedule import PeerTransfers, TransferSchedule
 from megarl.weights.transfer import PATIENCE_S, Channel, PipelinedTransfer, ReceiveBuffer, Transfer
-from megarl.weights.transports.interface import (
-    DestinationViews,
-    EngineLink,
-    Receiver,
-    Sender,
-    SentShards,
-)
+from megarl.weights.transports.interface import DestinationViews, Sender, SentShards
 
 
 def device_transfers(
@@ -194,20 +188,7 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
         return self.ipc.is_read(self.sources.num_rounds, PATIENCE_S)
 
 
-class DeviceReceiver(Receiver):
-    def __init__(self, link: EngineLink, device: torch.device) -> None:
-        assert isinstance(link.address, IPCAddress)
-        self._reader = IPCReader(link.address, device, link.device)
-        self._device = device
-
-    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
-        return _IPCReads(self._reader, destinations, self._device)
-
-    def close(self, is_under_way: bool) -> None:
-        self._reader.close()
-
-
-class _IPCReads(Transfer):
+class IPCReads(Transfer):
     """Copies the rounds of one pass out of the IPC buffers."""
 
     def __init__(self, reader: IPCReader, destinations: DestinationViews, device: torch.device) -> None:

@@ -11,17 +11,11 @@ from pathlib import Path
 import torch
 
 from megarl.machine.usage import PeakMemory
-from megarl.weights.p2p import P2PAddress, P2PGroup
+from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import TransferPlan
 from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.transfer import Channel, PipelinedTransfer, ReceiveBuffer, Transfer
-from megarl.weights.transports.interface import (
-    DestinationViews,
-    EngineLink,
-    Receiver,
-    Sender,
-    SentShards,
-)
+from megarl.weights.transports.interface import DestinationViews, Sender, SentShards
 
 
 def group_transfers(
@@ -113,24 +107,13 @@ class GroupSender(Sender):
         self._channels = {}
 
 
-class GroupReceiver(Receiver):
-    def __init__(self, link: EngineLink, device: torch.device) -> None:
-        assert isinstance(link.address, P2PAddress)
-        self._device = device
-        self._p2p = P2PGroup.join(link.address, link.rank, device)
-
-    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
-        receive_buffer = _GroupReceiveBuffer(destinations, self._device)
-        # An engine rank sends nothing, so there is nothing to pack.
-        nothing = torch.empty(2, 0, device=self._device)
-        channel = Channel(self._p2p, PeerTransfers(), receives=True)
-        return PipelinedTransfer([channel], nothing, receive_buffer=receive_buffer, yields_regularly=True)
-
-    def close(self, is_under_way: bool) -> None:
-        if is_under_way:
-            self._p2p.abort()
-        else:
-            self._p2p.close()
+def receive_from_group(p2p: P2PGroup, destinations: DestinationViews, device: torch.device) -> Transfer:
+    """Start a pass on an engine rank, which receives while the trainers send."""
+    receive_buffer = _GroupReceiveBuffer(destinations, device)
+    # An engine rank sends nothing, so there is nothing to pack.
+    nothing = torch.empty(2, 0, device=device)
+    channel = Channel(p2p, PeerTransfers(), receives=True)
+    return PipelinedTransfer([channel], nothing, receive_buffer=receive_buffer, yields_regularly=True)
 
 
 class _GroupReceiveBuffer(ReceiveBuffer):

@@ -1,7 +1,8 @@
-"""The interface of a transport: the sender of a trainer rank and the receiver of an engine rank.
+"""The interface of a transport: the sender of a trainer rank, and where an engine rank puts what it receives.
 
-Both are opened for each pass, and return a `Transfer` that is run until it is complete. A pass consists of
-rounds. A receiver knows where its model stores each part, and checks that everything arrives.
+Both sides open each pass (see receiver.py for the engine's), and run a `Transfer` until it is complete. A
+pass consists of rounds. A receiver knows where its model stores each part, and checks that everything
+arrives.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any, Literal
 import torch
 
 from megarl.machine.wording import counted
+from megarl.weights.block_scaling import QuantizedShards
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import Places, WordCounts
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.patch import Change, apply_change
-from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
@@ -38,7 +39,7 @@ class EngineLink:
     It is sent as JSON to the ranks of engines in other processes than their worker.
 
     Attributes:
-        transport: A key of `RECEIVERS` in receiver.py.
+        transport: How the messages travel. delta: only what changed since the engine's last weights.
         peers: What the rank sends or receives, by the numbers of its peers.
         dtype: The dtype of the messages.
         address: The group of the engine, or the IPC buffers of its rank. None: there are files.
@@ -141,22 +142,6 @@ class Sender(ABC):
         return self._buffers
 
 
-class Receiver(ABC):
-    """The engine-rank side of a transport. Methods raise WeightTransferError if the trainers are gone."""
-
-    @abstractmethod
-    def open(self, destinations: DestinationViews, folder: Path | None) -> Transfer:
-        """Start a pass that receives all weights while the trainers send them.
-
-        Args:
-            folder: The folder that the trainers have written, if the pass goes through files.
-        """
-
-    @abstractmethod
-    def close(self, is_under_way: bool) -> None:
-        """Disconnect from the trainers, even if a pass is under way."""
-
-
 class DestinationViews:
     """The views of a model's parameters that received parts are copied to.
 
@@ -224,7 +209,7 @@ class DestinationViews:
         Raises:
             WeightTransferError: The model does not have the elements that did not change.
         """
-        if not self.is_whole and (change is None or change.positions is not None):
+        if not self.is_whole and (change is None or change[0] is not None):
             raise WeightTransferError(
                 "only what changed since the last weights was sent, but the engine's parameters no longer "
                 "have them: restart the engine"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.checkpoints.snapshot_file import SnapshotIndex, SnapshotTensor
-from megarl.checkpoints.snapshot_resharding import SnapshotSlices, WantedTensor
+from megarl.checkpoints.snapshot_file import SnapshotIndex, SnapshotSlices, SnapshotTensor, WantedTensor
 from megarl.weights.tensors import TensorSlice
 
 

@@ -2,7 +2,7 @@
 
 import threading
 
-from megarl.controller.dispatch import MeshCoordinate
+from megarl.config.schema import RankCoordinate
 from megarl.controller.messages import Activity, Location
 from megarl.controller.worker import Worker
 
@@ -44,21 +44,14 @@ def test_spans_hold_the_call_and_its_phases() -> None:
                 pass
 
     spans = activity.spans()
-    assert [span.name for span in spans] == ["update", "forward", "step"]
-    assert (
-        spans[0].start_s
-        <= spans[1].start_s
-        <= spans[1].end_s
-        <= spans[2].start_s
-        <= spans[2].end_s
-        <= spans[0].end_s
-    )
+    assert [name for name, _, _ in spans] == ["update", "forward", "step"]
+    assert spans[0][1] <= spans[1][1] <= spans[1][2] <= spans[2][1] <= spans[2][2] <= spans[0][2]
 
 
 def test_a_worker_outside_a_group_is_rank_zero_of_one() -> None:
     worker = Worker()
     assert (worker.rank, worker.world_size, worker.local_rank, worker.role) == (0, 1, 0, "worker")
     # each is a replica
-    assert worker.mesh(2) == (MeshCoordinate(0, 0, 0, 0), MeshCoordinate(1, 0, 0, 0))
+    assert worker.mesh(2) == (RankCoordinate(0, 0, 0, 0), RankCoordinate(1, 0, 0, 0))
     with worker.phase("anything"):
         pass

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.batch.data_proto import DataProto
+from megarl.config.schema import RankCoordinate
 from megarl.controller.compat import VerlDispatch
 from megarl.controller.dispatch import (
     RULES,
@@ -15,7 +16,6 @@ from megarl.controller.dispatch import (
     CollectKind,
     Dispatch,
     Mesh,
-    MeshCoordinate,
     collect,
     pad_dataproto_to_divisor,
     plan_call,
@@ -24,7 +24,7 @@ from megarl.controller.dispatch import (
 )
 from megarl.controller.futures import WorkerFuture
 
-MESH_DP2_TP2 = tuple(MeshCoordinate(dp=rank // 2, tp=rank % 2) for rank in range(4))
+MESH_DP2_TP2 = tuple(RankCoordinate(dp=rank // 2, tp=rank % 2) for rank in range(4))
 
 
 def rows(*values: int) -> DataProto:
@@ -39,7 +39,7 @@ def plan(
 
 def received(call: CallPlan) -> list[Arguments]:
     """Return what the method of each called rank receives."""
-    return [call.parts[part] for part in call.route.parts]
+    return [call.parts[part] for part in call.part_of_ranks]
 
 
 def test_every_mode_has_a_rule() -> None:
@@ -48,19 +48,19 @@ def test_every_mode_has_a_rule() -> None:
 
 def test_megatron_mesh_pairs_replicas_with_parts_and_picks_the_last_stage() -> None:
     # Megatron's order for tp=2, dp=2, pp=2: tp fastest, then dp, then pp.
-    mesh = tuple(MeshCoordinate(dp=dp, tp=tp, pp=pp) for pp in range(2) for dp in range(2) for tp in range(2))
-    route = route_mesh(mesh)
-    assert route.parts == (0, 0, 1, 1, 0, 0, 1, 1)
-    assert route.results == (4, 6)
-    with_context = tuple(MeshCoordinate(dp=dp, cp=cp) for dp in range(2) for cp in range(2))
-    assert route_mesh(with_context).results == (0, 2)
+    mesh = tuple(RankCoordinate(dp=dp, tp=tp, pp=pp) for pp in range(2) for dp in range(2) for tp in range(2))
+    _, parts, results = route_mesh(mesh)
+    assert parts == (0, 0, 1, 1, 0, 0, 1, 1)
+    assert results == (4, 6)
+    with_context = tuple(RankCoordinate(dp=dp, cp=cp) for dp in range(2) for cp in range(2))
+    assert route_mesh(with_context)[2] == (0, 2)
 
 
 def test_a_mesh_with_a_hole_is_refused() -> None:
     with pytest.raises(ValueError, match="not a full grid"):
-        route_mesh((MeshCoordinate(0), MeshCoordinate(0)))
+        route_mesh((RankCoordinate(0), RankCoordinate(0)))
     with pytest.raises(ValueError, match="not a full grid"):
-        route_mesh((MeshCoordinate(0), MeshCoordinate(2)))
+        route_mesh((RankCoordinate(0), RankCoordinate(2)))
 
 
 def test_ranks_of_a_replica_get_the_same_object() -> None:
@@ -69,7 +69,7 @@ def test_ranks_of_a_replica_get_the_same_object() -> None:
     assert [args[0].batch["x"].tolist() for args, _ in arguments] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert arguments[0][0][0] is arguments[1][0][0]
     assert all(named == {"factor": 7} for _, named in arguments)
-    assert call.route.results == (0, 2)
+    assert call.results == (0, 2)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5])
@@ -82,7 +82,7 @@ def test_uneven_batches_come_back_with_their_own_rows(length: int) -> None:
 
 def test_padding_comes_off_when_each_row_became_several() -> None:
     call = plan(Dispatch.MEGATRON_MESH, rows(5, 6, 7))
-    parts = [received(call)[rank][0][0].repeat(2) for rank in call.route.results]
+    parts = [received(call)[rank][0][0].repeat(2) for rank in call.results]
     assert collect(parts, call.collect).batch["x"].tolist() == [5, 5, 6, 6, 7, 7]
 
 
@@ -129,7 +129,7 @@ def test_an_empty_batch_is_refused() -> None:
 def test_rank_zero_one_to_all_and_all_to_all() -> None:
     batch = rows(1, 2)
     zero = plan(Dispatch.RANK_ZERO, batch)
-    assert (zero.route.ranks, zero.collect.kind) == ((0,), CollectKind.first)
+    assert (zero.ranks, zero.collect.kind) == ((0,), CollectKind.first)
     everyone = plan(Dispatch.ONE_TO_ALL, batch)
     assert all(args[0] is batch for args, _ in received(everyone))
     assert collect([1, 2, 3, 4], everyone.collect) == [1, 2, 3, 4]

@@ -113,7 +113,7 @@ def test_a_rank_that_dies_is_named_while_others_hang(doomed: RayWorkerGroup) -> 
 
 
 def test_a_limit_names_the_rank_that_runs(doomed: RayWorkerGroup) -> None:
-    doomed.phase_time_limit_s = 1.0
+    doomed.limits.fixed_s = 1.0
     # All other ranks, one of which has the same relay, have answered.
     call = doomed.call(EchoWorker.sleep_on, 2, 500.0)
     with pytest.raises(PhaseTimeoutError, match=r"actor\.sleep_on took longer") as raised:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from megarl.batch.data_proto import DataProto
+from megarl.config.schema import RankCoordinate
 from megarl.controller.compat import VerlDispatch
-from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
+from megarl.controller.dispatch import Dispatch, Mesh
 from megarl.controller.worker import Worker, register
 
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GREETING")
@@ -32,7 +33,7 @@ class EchoWorker(Worker):
     @classmethod
     def mesh(cls, world_size: int, tensor_parallel_size: int = 1, *, label: str = "echo") -> Mesh:
         return tuple(
-            MeshCoordinate(dp=rank // tensor_parallel_size, tp=rank % tensor_parallel_size)
+            RankCoordinate(dp=rank // tensor_parallel_size, tp=rank % tensor_parallel_size)
             for rank in range(world_size)
         )
 

@@ -38,7 +38,7 @@ from megarl.config.schema import (
     ToolConfig,
 )
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
-from megarl.controller.inspection import ClusterReport, Limits, NodeReport, Software, here, inspect_cluster
+from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
 from megarl.controller.node_resources import NodeResources
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.doctor import agent_inputs, devices, inputs, machine, network, software, storage
@@ -426,8 +426,8 @@ def wide() -> PPOConfig:
 def test_a_cluster_with_too_few_cpus(ray_cluster: None, wide: PPOConfig) -> None:
     report = inspect_cluster(limit_s=60, paths=[__file__, "/not/there"])
     assert [each.unseen for each in report.nodes] == [("/not/there",)]
-    assert all(each.limits is not None and each.limits.shared_memory > 0 for each in report.nodes)
-    assert {node.software for node in report.nodes} == {here()}
+    assert all(each.limits is not None and each.limits[0][0] > 0 for each in report.nodes)
+    assert all(node.software == here() for node in report.nodes)
     assert [each.status for each in ray_cluster_findings(report)] == [Status.ok]
     pools = list(ResourcePoolManager.of_plan(plan_placement(wide), use_gpu=False).resource_pools.values())
     fault = ray_checks.judge_resources(report, pools)
@@ -442,13 +442,13 @@ def ray_cluster_findings(report: ClusterReport) -> list[Finding]:
 
 
 def node(
-    address: str, software: Software | None = None, offset: float = 0.0, error: str | None = None
+    address: str, software: dict[str, str] | None = None, offset: float = 0.0, error: str | None = None
 ) -> NodeReport:
     return NodeReport(address, {"CPU": 8.0}, software or (None if error else here()), offset, 0.001, error)
 
 
 def test_nodes_that_differ_are_dead_or_have_another_time() -> None:
-    old = here()._replace(python="3.10.4")
+    old = here() | {"python": "3.10.4"}
     nodes = (
         node("10.0.0.1"),
         node("10.0.0.2", old),
@@ -459,7 +459,7 @@ def test_nodes_that_differ_are_dead_or_have_another_time() -> None:
     differs, absent, dead, skew = ray_cluster_findings(ClusterReport(nodes, whole, whole, ("10.0.0.9",)))
     assert (differs.status, differs.message) == (
         Status.error,
-        f"node 10.0.0.2 has python 3.10.4, but this one has {here().python}",
+        f"node 10.0.0.2 has python 3.10.4, but this one has {here()['python']}",
     )
     assert (absent.status, absent.message) == (
         Status.error,
@@ -473,7 +473,7 @@ def test_nodes_that_differ_are_dead_or_have_another_time() -> None:
 
 
 def test_another_nodes_limits_and_files_are_its_own() -> None:
-    few = Limits(shared_memory=64 * 2**20, shared_memory_free=64 * 2**20, open_files=512, open_files_hard=512)
+    few = (64 * 2**20, 64 * 2**20), (512, 512)
     far = node("10.0.0.2")._replace(limits=few, unseen=("/models/policy", "/runs/.megarl-doctor-x"))
     assert list(ray_checks.judge_other_nodes([node("10.0.0.1")])) == []
     memory, files, model, checkpoints = ray_checks.judge_other_nodes([far])

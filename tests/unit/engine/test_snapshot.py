@@ -11,8 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megarl.checkpoints.snapshot_file import open_snapshot
-from megarl.checkpoints.snapshot_resharding import SnapshotSlices
+from megarl.checkpoints.snapshot_file import SnapshotSlices, open_snapshot
 from megarl.config.roles import model_roles
 from megarl.config.schema import ActorConfig, DType, ModelConfig, ParallelConfig, SFTConfig
 from megarl.machine.errors import CheckpointError

@@ -24,7 +24,7 @@ from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import load_device
 from megarl.plan.step_time.lengths import expected_lengths
 from megarl.tracking.metric_table import unknown_metrics
-from megarl.trainers.step_observers import NUM_UPDATES, SpeedHistory, StepPrediction, StepProfiler
+from megarl.trainers.step_observers import NUM_UPDATES, SpeedHistory, StepProfiler, predicted_metrics
 
 # Test when a rank counts as slow, with times that were measured on a busy machine.
 
@@ -350,8 +350,8 @@ def run(name: str) -> PPOConfig:
 
 
 def metrics(config: PPOConfig, prompt: float, response: float) -> dict[str, float]:
-    prediction = StepPrediction(config, plan_placement(config), read_architectures(config)[0], DEVICE)
-    return prediction.metrics({"prompt_length/mean": prompt, "response_length/mean": response})
+    measured = {"prompt_length/mean": prompt, "response_length/mean": response}
+    return predicted_metrics(config, plan_placement(config), read_architectures(config)[0], DEVICE, measured)
 
 
 def test_a_step_is_predicted_for_its_own_lengths() -> None:
@@ -383,5 +383,6 @@ def test_lengths_beyond_the_limits_count_as_the_limits() -> None:
 
 def test_nothing_is_predicted_for_a_step_without_samples() -> None:
     config = run("qwen3_32b_grpo")
-    prediction = StepPrediction(config, plan_placement(config), read_architectures(config)[0], DEVICE)
-    assert prediction.metrics({"timing_s/step": 1.0}) == {}
+    plan = plan_placement(config)
+    without = {"timing_s/step": 1.0}
+    assert predicted_metrics(config, plan, read_architectures(config)[0], DEVICE, without) == {}

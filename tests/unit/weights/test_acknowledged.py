@@ -19,8 +19,8 @@ from megarl.weights.acknowledged import (
     patch_chunks,
     read_message,
 )
+from megarl.weights.block_scaling import QuantizedShards
 from megarl.weights.message_words import byte_counts, pushed_shapes, slices_in_words, with_all_scales
-from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards, held_slices, merged_shards
@@ -57,10 +57,13 @@ class Model:
             sizes.append(len(data))
             for chunk, change in read_message(message, self.weights.chunks, first, torch.float32):
                 start = self.weights.chunks.bounds[chunk]
-                if change is not None and change.positions is None:
-                    self.copy[start : start + len(change.values)] = change.values
-                elif change is not None:
-                    self.copy[start + change.positions] = change.values
+                if change is None:
+                    continue
+                positions, values = change
+                if positions is None:
+                    self.copy[start : start + len(values)] = values
+                else:
+                    self.copy[start + positions] = values
             first += num_patches
         self.weights.end(replicas)
         return sizes
@@ -161,9 +164,8 @@ def test_patches_after_a_transform_are_those_of_full_messages(quantizes: bool) -
             for chunk, change in read_message(message, weights.chunks, first, dtype):
                 start, stop = weights.chunks.bounds[chunk : chunk + 2]
                 if change is not None:
-                    copy[start:stop][slice(None) if change.positions is None else change.positions] = (
-                        change.values
-                    )
+                    positions, values = change
+                    copy[start:stop][slice(None) if positions is None else positions] = values
             first += num_patches
         weights.end([0])
         sizes.append(num_bytes / weights.num_bytes)

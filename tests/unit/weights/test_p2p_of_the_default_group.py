@@ -39,7 +39,7 @@ def exchange(place: Place) -> None:
     if place.rank < 2:
         peer = 1 - place.rank
         sent = torch.full((2,), float(place.rank))
-        assert p2p.start([(peer, sent)], [(peer, received)], tag=0).is_done(LIMIT_S)
+        assert p2p.start([(peer, sent)], [(peer, received)], tag=0)(LIMIT_S)
 
     assert again is not p2p
     place.say((before, after, received.tolist()))

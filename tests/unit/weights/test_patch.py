@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megarl.weights.patch import (
-    Change,
     PatchForm,
     apply_change,
     decode_positions,
@@ -51,12 +50,12 @@ def test_every_form_restores_all_bits(dtype: torch.dtype, count: int, form: Patc
     where = torch.randperm(numel, generator=generator)[:count]
     new.view(torch.uint8).view(numel, -1)[where] ^= 0b10000001  # all of them change, some to NaN
 
-    patch = make_patch(old, new)
-    assert patch.form == form
-    assert patch.count == (numel if form is PatchForm.FULL else count)
-    sizes = section_bytes(patch.form, patch.count, numel, dtype.itemsize)
-    assert [len(section) for section in patch.sections] == list(sizes)
-    change = read_patch(patch.form, patch.count, patch.sections, numel, dtype)
+    own_form, num_values, sections = make_patch(old, new)
+    assert own_form == form
+    assert num_values == (numel if form is PatchForm.FULL else count)
+    sizes = section_bytes(form, num_values, numel, dtype.itemsize)
+    assert [len(section) for section in sections] == list(sizes)
+    change = read_patch(form, num_values, sections, numel, dtype)
     assert (change is None) == (form is PatchForm.UNCHANGED)
     if change is not None:
         # the chunk: a vector, a column of a matrix, and a matrix that is stored twice
@@ -77,14 +76,14 @@ def test_every_form_restores_all_bits(dtype: torch.dtype, count: int, form: Patc
 def test_negative_zero_and_nan_are_bits() -> None:
     nan = float("nan")
     old = torch.tensor([0.0, nan, 1.0, -0.0])
-    assert make_patch(old, old.clone()).form is PatchForm.UNCHANGED  # although NaN differs from NaN
-    patch = make_patch(old.repeat(64), torch.tensor([-0.0, nan, 1.0, -0.0]).repeat(64))
-    assert patch.count == 64  # although the two zeros are equal
+    assert make_patch(old, old.clone())[0] is PatchForm.UNCHANGED  # although NaN differs from NaN
+    _, count, _ = make_patch(old.repeat(64), torch.tensor([-0.0, nan, 1.0, -0.0]).repeat(64))
+    assert count == 64  # although the two zeros are equal
 
 
 def test_elements_of_another_dtype_are_cast_like_in_a_full_transfer() -> None:
     stored = torch.zeros(4, 2)
-    change = Change(torch.tensor([1, 5]), torch.tensor([0.1, 3.0], dtype=torch.bfloat16))
+    change = torch.tensor([1, 5]), torch.tensor([0.1, 3.0], dtype=torch.bfloat16)
     apply_change(change, [(8, [stored])])
     assert stored.view(-1).tolist() == [0, 0.10009765625, 0, 0, 0, 3.0, 0, 0]
 

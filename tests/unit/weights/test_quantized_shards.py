@@ -11,6 +11,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.fp8 import BLOCK, quantized_tensors, scale_name
 from megarl.models.tensor_table import hf_tensors
+from megarl.weights.block_scaling import QuantizedShards
 from megarl.weights.checksum import MODULUS, add_checksums, checksum
 from megarl.weights.message_words import (
     byte_counts,
@@ -22,7 +23,6 @@ from megarl.weights.message_words import (
     word_counts,
 )
 from megarl.weights.plan import RankLocation, plan_transfer, whole_slices
-from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import held_weights, layouts_of, pieces
 from megarl.weights.shards import Shards, held_slices
 from tests.families import example_architecture

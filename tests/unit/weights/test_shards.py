@@ -12,7 +12,7 @@ import torch
 from megarl.config.schema import ParallelConfig
 from megarl.models.tensor_table import hf_tensors
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
-from megarl.weights.load import fill_adapters, fill_saved_modules, load_into_shards, split_adapters
+from megarl.weights.load import fill_trained, load_into_shards, split_adapters
 from megarl.weights.piece import Piece
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
@@ -57,10 +57,9 @@ def shards_of(case: Adapted, parallel: ParallelConfig, dtype: torch.dtype) -> li
             name: torch.empty(shape, dtype=dtype)
             for name, shape in shard_shapes(architecture, layout, "lm").items()
         }
-        base, adapters = split_adapters(parameters, architecture, "lm")
+        base, _ = split_adapters(parameters, architecture, "lm")
         load_into_shards(case.base, architecture.base, layout, base)
-        fill_adapters(adapters, architecture, layout, "lm", case.adapter, seed=0)
-        fill_saved_modules(base, architecture, layout, "lm", case.adapter)
+        fill_trained(parameters, architecture, layout, "lm", case.adapter, seed=0)
         made.append(merged_shards(parameters, architecture, layout, "lm"))
     return made
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from megarl.checkpoints.convert.inspect import architecture_fields, describe
 from megarl.checkpoints.convert.open import open_model
+from megarl.checkpoints.convert.source import architecture_fields, describe
 from megarl.checkpoints.convert.verify import Comparison, Match, compare
 from megarl.cli.main import main
 from megarl.cli.run.conversion import print_comparison, print_description, verdict
@@ -229,25 +229,26 @@ def test_parts_of_pairs_in_an_architecture_have_names() -> None:
 def test_what_a_folder_holds(model: PreTrainedModel, hugging_face: Path, tmp_path: Path) -> None:
     description = describe(open_model(hugging_face))
     tensors = {
-        tensor["name"]: (tensor["shape"], tensor["dtype"], tensor["nbytes"]) for tensor in description.tensors
+        tensor["name"]: (tensor["shape"], tensor["dtype"], tensor["nbytes"])
+        for tensor in description["tensors"]
     }
     state = model.state_dict()
     assert tensors == {name: (tuple(value.shape), "float32", value.nbytes) for name, value in state.items()}
-    assert description.num_parameters == sum(value.numel() for value in state.values())
-    assert (description.family, description.model_class, description.head) == (
+    assert description["num_parameters"] == sum(value.numel() for value in state.values())
+    assert (description["family"], description["model_class"], description["head"]) == (
         "qwen2",
         "Qwen2ForCausalLM",
         "language model",
     )
-    assert (description.format, description.layout, description.step) == (
+    assert (description["format"], description["layout"], description["step"]) == (
         "Hugging Face",
         "1 safetensors file",
         None,
     )
-    assert description.tokenizer == "Qwen2Tokenizer (tokenizer.json), with a chat template"
-    assert json.loads(json.dumps(description.as_json()))["architecture"]["num_hidden_layers"] == 4
+    assert description["tokenizer"] == "Qwen2Tokenizer (tokenizer.json), with a chat template"
+    assert json.loads(json.dumps(description))["architecture"]["num_hidden_layers"] == 4
     text = io.StringIO()
     print_description(description, Console(file=text, width=60))  # narrow, but nothing is truncated
     assert all(f" {name} " in text.getvalue() for name in state)
     (hugging_face / "tokenizer.json").unlink()
-    assert describe(open_model(hugging_face)).tokenizer == "none"
+    assert describe(open_model(hugging_face))["tokenizer"] == "none"

@@ -14,7 +14,7 @@ from sglang.benchmark.deepseek_utils import per_block_cast_to_fp8 as with_plain_
 from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 from sglang.srt.layers.quantization.fp8_utils import per_block_cast_to_fp8 as with_powers_of_two
 from megarl.rollout.sglang.cpu_fp8 import dequantized
-from megarl.weights.quantized_shards import block_maxima, quantize, scales_of
+from megarl.weights.block_scaling import block_maxima, quantize, scales_of
 from megarl.weights.tensors import TensorSlice
 
 torch.manual_seed(0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checkpoints.object_storage import Uploads
 from megarl.machine.errors import CheckpointError
-from megarl.trainers.uploads import Uploads
 
 
 class HeldStorage:
