@@ -101,7 +101,7 @@ class Work:
             max_tokens=None if budget is None else budget * self.longest,
             prompts=self._prompts if layout == "shared" else None,
         )
-        return [micro_batch.rows for micro_batch in plan.ranks[0].micro_batches]
+        return list(plan.ranks[0].micro_batches)
 
     def step(
         self, layout: RowLayout, *, rows: int | None = None, budget: int | None = None, one_pass: bool = True

@@ -158,16 +158,14 @@ def test_a_mix_keeps_its_shares_and_is_resumed_exactly(sizes, weights, before):
     assert take(second, 5) == expected[before:]
     served = sum(expected, [])
     start = 0
-    total = sum(part.weight for part in parts)
+    total = sum(weight for _, weight in parts)
 
-    for part in parts:
-        own = [row for row in served if start <= row < start + part.num_rows]
-        assert abs(len(own) - len(served) * part.weight / total) <= 1
-        epochs = [
-            own[at : at + part.num_rows] for at in range(0, len(own) - part.num_rows + 1, part.num_rows)
-        ]
-        assert all(sorted(epoch) == list(range(start, start + part.num_rows)) for epoch in epochs)
-        start += part.num_rows
+    for num_rows, weight in parts:
+        own = [row for row in served if start <= row < start + num_rows]
+        assert abs(len(own) - len(served) * weight / total) <= 1
+        epochs = [own[at : at + num_rows] for at in range(0, len(own) - num_rows + 1, num_rows)]
+        assert all(sorted(epoch) == list(range(start, start + num_rows)) for epoch in epochs)
+        start += num_rows
 
 
 def test_the_order_of_a_mix_by_hand_and_its_refusals():
