@@ -345,7 +345,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         ),
         (
             ["algorithm.kl.controller.kind=adaptive", "algorithm.kl.where=loss"],
-            "but where is 'loss'; use where=reward, or kind=fixed",
+            "is adaptive, but has no effect with algorithm.kl.where=loss: it adjusts the penalty in the reward",
         ),
         (
             ["algorithm.advantage.estimator=grpo", "rollout.n=1", "trainer.critic_warmup_steps=0"],
