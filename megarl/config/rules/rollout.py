@@ -56,15 +56,6 @@ def sampling(config: PPOConfig) -> Findings:
                 f"{_LEAST_TEMPERATURE} or more",
             )
 
-    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
-        if value != off:
-            yield Finding(
-                (f"rollout.{key}",),
-                f"is {value:g}: a truncated sampler draws from a different distribution than the one whose "
-                f"log-probs the trainer computes, so the PPO ratio would be wrong; use {off:g} for training "
-                f"(rollout.validation.{key} may have any value)",
-            )
-
     # Validation samples are not trained on, so any meaningful sampler is allowed.
     if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
         yield Finding(

@@ -111,8 +111,8 @@ class DataConfig:
     max_response_length: int = ranged(1024, at_least=1)  # maximum response tokens
     overlong: Overlong = Overlong.refuse  # how to handle prompts that exceed max_prompt_length
     lossy: LossyText = LossyText.refuse  # how to handle prompts that do not round-trip through the tokenizer
-    max_image_mb: int = only_with(ranged(32, at_least=1), _IMAGES)  # maximum size of an image file
-    # maximum width times height of an image, so that a small file cannot occupy all memory once decoded
+    # maximum width times height of an image, so that a small file cannot occupy all memory once decoded. Its
+    # file has at most as many bytes, or 32 MiB
     max_image_pixels: int = only_with(ranged(2**25, at_least=1), _IMAGES)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     shuffle: bool = True  # reshuffle the rows in each epoch

@@ -258,8 +258,6 @@ class LoRAConfig:
     # modules that train in full next to the adapters, by PEFT's names: embed_tokens, lm_head, or both; a
     # reference that is the model without its adapters has the original ones
     modules_to_save: list[str] = _of_adapters(field(default_factory=list))
-    # must be 0: with dropout, the policy that is trained would not be the one that generates
-    dropout: float = ranged(0.0, at_least=0, below=1)
     sync: LoRASync = _of_adapters(
         LoRASync.merged
     )  # what a weight sync sends to the engines (of the actor only)

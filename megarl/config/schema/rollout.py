@@ -75,9 +75,6 @@ class RolloutConfig:
     n: int = ranged(1, at_least=1)  # samples per prompt
     # sampling temperature, above 0; the trainer divides its logits by it too
     temperature: float = ranged(1.0, at_least=0, at_most=100)
-    # must be 1 for training, because a truncated sampler changes the distribution
-    top_p: float = ranged(1.0, above=0, at_most=1)
-    top_k: int = -1  # must be -1 for training, for the same reason
     max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates concurrently
     # steps that generation may run ahead of training (async rollout); 0: it waits for new weights
     max_staleness: int = ranged(0, at_least=0, at_most=64)
@@ -97,8 +94,7 @@ class RolloutConfig:
     )
     # fraction of a step's prompts that may be dropped and replaced if an engine cannot generate their samples
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
-    restart_limit: int = ranged(3, at_least=0)  # replica restarts allowed within restart_window_s
-    restart_window_s: float = ranged(86_400.0, above=0)  # seconds in which restarts are counted
+    restart_limit: int = ranged(3, at_least=0)  # replica restarts allowed within a day
     # seconds without progress after which an engine is considered hung
     health_limit_s: float = ranged(120.0, at_least=1)
     validation: SamplingConfig = only_with(
@@ -115,7 +111,7 @@ class RolloutConfig:
     @property
     def training(self) -> SamplingConfig:
         """The sampling settings of training samples."""
-        return SamplingConfig(n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        return SamplingConfig(n=self.n, temperature=self.temperature)
 
     def settings_of(self, engine: RolloutEngineKind) -> SGLangConfig | None:
         """Return the section of an engine; None if it has none."""

@@ -237,12 +237,9 @@ class TrackingConfig:
     otlp_endpoint: str | None = only_with(None, Reader(".loggers", (LoggerKind.opentelemetry,)))
     # samples written per validation
     log_generations: int = only_with(only_with(ranged(8, at_least=0), _VALIDATION), _GENERATING)
-    # steps between files of samples in `samples/`, in addition to the first and last step; 0: none
+    # steps between files of samples in `samples/`, in addition to the first and last step; 0: none. Beyond
+    # 4 GiB, files are thinned evenly over the run
     samples_every_steps: int = only_with(ranged(10, at_least=0), _GENERATING)
-    # size limit of `samples/`, in 2**30 bytes; beyond it, files are thinned evenly over the run
-    samples_max_gb: float = only_with(
-        only_with(ranged(4.0, above=0), Reader(".samples_every_steps", example="10")), _GENERATING
-    )
     # newest steps whose training batches are kept in `batches/`, for `megarl replay`; 0: none
     record_batches: int = ranged(0, at_least=0)
 
@@ -270,15 +267,13 @@ class RecoveryConfig:
     enabled: bool = False
     # steps between snapshots of the training state in host memory; the samples of these steps are kept, too
     snapshot_every_steps: int = only_with(ranged(1, at_least=1), _ENABLED)
-    # recoveries within `window_steps` steps; one more ends the run
+    # recoveries within ten steps; one more ends the run
     max_restarts: int = only_with(ranged(3, at_least=1), _ENABLED)
     # how long a run that lost a node waits until the cluster has another free one, in seconds
     wait_for_node_s: float = only_with(ranged(300.0, at_least=0), _ENABLED)
     # when a node is lost and no other is free, continue with fewer data-parallel replicas instead of waiting;
     # results then equal those of the undisturbed run only up to rounding
     allow_fewer_replicas: bool = only_with(False, _ENABLED)
-    # steps over which `max_restarts` counts
-    window_steps: int = only_with(ranged(10, at_least=1), _ENABLED)
     # optimizer steps between bitwise comparisons of weights that several ranks hold; a rank whose copy
     # differs counts as lost; 0: never
     check_replicas_every: int = ranged(0, at_least=0)

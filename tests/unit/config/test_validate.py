@@ -285,14 +285,6 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "reference.micro_batch.max_tokens: exactly one must be set, but neither is set",
         ),
         (
-            ["rollout.top_p=0.9"],
-            "rollout.top_p: is 0.9: a truncated sampler draws from a different distribution",
-        ),
-        (
-            ["rollout.top_k=50"],
-            "rollout.top_k: is 50: a truncated sampler draws from a different distribution",
-        ),
-        (
             ["rollout.temperature=0"],
             "rollout.temperature: is 0 (greedy), but training needs samples of the policy; use 1.0",
         ),
@@ -477,7 +469,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "trainer.seed: is 1.84467e+19, but the largest number allowed is 1,000,000,000",
         ),
         (["trainer.total_steps=-10000000000"], "trainer.total_steps: is -1e+10, but must be at least 1"),
-        (["rollout.restart_window_s=-1e30"], "rollout.restart_window_s: is -1e+30, but must be a"),
+        (["rollout.health_limit_s=-1e30"], "rollout.health_limit_s: is -1e+30, but must be a"),
         (
             ["algorithm.entropy_coefficient=-1e30"],
             "algorithm.entropy_coefficient: is -1e+30, but the smallest number allowed is -1,000,000,000",
@@ -613,7 +605,7 @@ def test_pass_at_k_needs_a_threshold() -> None:
 def test_all_are_listed_at_once(ppo: str) -> None:
     mistakes = [
         "trainer.updates_per_step=5",
-        "rollout.top_p=0.5",
+        "rollout.temperature=0",
         "critic.parallel.pipeline_parallel_size=3",
         "reward.functions=[]",
     ]
@@ -772,8 +764,7 @@ def test_a_number_without_a_range_is_so_on_purpose() -> None:
         "algorithm.policy_loss.covariance.high",
         "reward.model.weight",
         "reward.pass_score",
-        "rollout.top_k",  # -1, or 1 and above
-        "rollout.validation.top_k",
+        "rollout.validation.top_k",  # -1, or 1 and above
     }
 
 
