@@ -38,6 +38,7 @@ from megarl.config.values import (
     converted,
     each_text,
     expected,
+    in_order,
     item_section,
     key_types,
     schema_keys,
@@ -156,7 +157,7 @@ class Review:
                     inner = merged.setdefault(name, {})
                     self._read_section(typing.cast(type, hint), value, inner, f"{key}.", layer)
                 else:
-                    keys = ", ".join(key_types(hint))
+                    keys = ", ".join(each.name for each in in_order(hint))
                     self._refuse(
                         key, f"{key}: is {value!r}, but must be a section with the keys {keys}", layer
                     )
@@ -424,4 +425,4 @@ def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     if same := [key for key in keys if key.rpartition(".")[2] in meant]:
         nearest = max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())
         return f"did you mean {nearest}?"
-    return f"known here: {', '.join(key_types(section))}"
+    return f"known here: {', '.join(each.name for each in in_order(section))}"

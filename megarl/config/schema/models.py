@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, names, numbers, only_with, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, matters, names, numbers, only_with, ranged
 from megarl.models.architecture import LoRA
 
 
@@ -81,7 +81,7 @@ class ModelConfig:
     """The policy: a Hugging Face folder (`config.json`, safetensors, tokenizer)."""
 
     # path of the model folder, or a name on the Hugging Face hub
-    path: str = field(default=MISSING, metadata=names(InputKind.data))
+    path: str = matters(field(default=MISSING, metadata=names(InputKind.data)), "always: the model to train")
     trust_remote_code: bool = False  # run Python files from the folder; enable only for trusted authors
     dtype: DType = DType.auto  # data type of weights and activations, in trainer and engine
 
@@ -106,7 +106,9 @@ class ParallelConfig:
     """
 
     # ranks that shard each layer's weight matrices, all on one node
-    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
+    tensor_parallel_size: int = matters(
+        ranged(1, at_least=1, at_most=1024), "if the model and its optimizer do not fit; at most one node"
+    )
     pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # stages of consecutive layers
     # virtual stages per pipeline stage, which shrink the pipeline bubble
     virtual_pipeline_parallel_size: int | None = only_with(
@@ -117,7 +119,10 @@ class ParallelConfig:
     )
     # ranks that split the tokens of each sequence, for long sequences
     context_parallel_size: int = ranged(1, at_least=1, at_most=1024)
-    data_parallel_size: int = ranged(1, at_least=1, at_most=10000)  # replicas, each with a share of the batch
+    # replicas, each with a share of the batch
+    data_parallel_size: int = matters(
+        ranged(1, at_least=1, at_most=10000), "devices of the actor / its other parallel sizes"
+    )
     # split activations between the matrices over the tensor-parallel ranks by token, which saves memory
     sequence_parallel: bool = only_with(
         False,
@@ -189,7 +194,11 @@ class OnNonFinite(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float = ranged(1e-6, above=0, at_most=1)  # learning rate after the warm-up
+    # learning rate after the warm-up
+    lr: float = matters(
+        ranged(1e-6, above=0, at_most=1),
+        "larger if the score does not rise, smaller if it collapses",
+    )
     betas: list[float] = numbers([0.9, 0.95], at_least=0, below=1)  # Adam's beta1 and beta2
     eps: float = ranged(1e-8, above=0, at_most=1)  # Adam's epsilon
     weight_decay: float = ranged(0.01, at_least=0)  # decoupled (AdamW); not applied to norms and biases
@@ -210,7 +219,9 @@ class MicroBatchConfig:
 
     sequences: int | None = ranged(None, at_least=1)  # rows of a micro-batch
     # maximum tokens of a micro-batch per rank; the main control of activation memory
-    max_tokens: int | None = ranged(None, at_least=1)
+    max_tokens: int | None = matters(
+        ranged(None, at_least=1), "larger to use the memory that is left, smaller if the actor runs out of it"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +287,8 @@ class TrainedModelConfig:
     experts: ExpertsConfig = only_with(field(default_factory=ExpertsConfig), _EXPERTS, is_refused=True)
     # do not train the vision tower of a model that reads images
     freeze_vision: bool = only_with(False, Reader("model.path", architecture="vision"), is_refused=True)
-    recompute: Recompute = Recompute.none  # which activations are recomputed instead of saved
+    # which activations are recomputed instead of saved
+    recompute: Recompute = matters(Recompute.none, "`full`, if the actor runs out of memory; it is slower")
     # the modules of each layer to recompute
     recompute_modules: list[RecomputeModule] = only_with(
         field(default_factory=lambda: [RecomputeModule.core_attn]),

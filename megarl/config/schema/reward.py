@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, names, only_with, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, matters, names, only_with, ranged
 from megarl.config.schema.models import FrozenMegatronConfig, MicroBatchConfig, ParallelConfig
 
 
@@ -128,7 +128,9 @@ class RewardModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     # reward functions, whose weighted scores are added; see Rewards
-    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    functions: list[RewardFunctionConfig] = matters(
+        field(default_factory=list), "always, unless a judge or a model scores: your score of a response"
+    )
     # models that score through an OpenAI-compatible API, whose weighted scores are added; see Rewards
     judges: list[JudgeConfig] = field(default_factory=list)
     sandbox: RewardSandboxConfig = field(default_factory=RewardSandboxConfig)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.kinds import AdvantageEstimator, LoggerKind
-from megarl.config.schema.keys import Reader, only_with, ranged, written
+from megarl.config.schema.keys import Reader, matters, only_with, ranged, written
 
 # Values of `checkpoint.resume` besides the path of a checkpoint.
 RESUME_AUTO = "auto"
@@ -133,7 +133,8 @@ class CheckpointConfig:
 
     # checkpoint folder; null: `checkpoints` in `trainer.output_dir`
     dir: str | None = field(default=None, metadata=written())
-    every_steps: int = ranged(0, at_least=0)  # steps between checkpoints; 0: do not save by steps
+    # steps between checkpoints; 0: do not save by steps
+    every_steps: int = matters(ranged(0, at_least=0), "so that an interrupted run repeats few steps")
     # minutes between checkpoints, each saved at the end of a step; 0: do not save by time
     every_minutes: float = ranged(0.0, at_least=0)
     # save after the last step, so that training can be extended; SIGTERM and Ctrl-C always save
@@ -158,9 +159,16 @@ _VALIDATION = Reader("data.val_files", example="[FILE.parquet]")
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     # training steps; each generates samples, scores them and updates the policy
-    total_steps: int = ranged(100, at_least=1)
-    prompts_per_step: int = ranged(256, at_least=1)  # prompts of a step, each with `rollout.n` samples
-    updates_per_step: int = ranged(1, at_least=1)  # optimizer steps in one pass over a step's samples
+    total_steps: int = matters(ranged(100, at_least=1), "always: the length of the run")
+    # prompts of a step, each with `rollout.n` samples
+    prompts_per_step: int = matters(
+        ranged(256, at_least=1), "larger for less noise, smaller for shorter steps"
+    )
+    # optimizer steps in one pass over a step's samples
+    updates_per_step: int = matters(
+        ranged(1, at_least=1),
+        "2 to 16 to learn more from each step; fewer if `actor/approx_kl` is high",
+    )
     epochs_per_batch: int = ranged(1, at_least=1)  # passes over a step's samples
     # initial steps that train only the critic
     critic_warmup_steps: int = only_with(
@@ -179,7 +187,9 @@ class TrainerConfig:
     phase_time_limit_s: float = ranged(1800.0, at_least=1)
     seed: int = ranged(0, at_least=0)  # seed of sampled tokens, mini-batches and newly initialized weights
     # output folder of metrics, timeline, checkpoints and the trained model
-    output_dir: str = field(default="outputs/run", metadata=written())
+    output_dir: str = matters(
+        field(default="outputs/run", metadata=written()), "always: another folder for each run"
+    )
 
     @property
     def one_update(self) -> bool:
@@ -301,8 +311,12 @@ class OverBudget(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    strategy: PlacementStrategy = PlacementStrategy.split_collocate  # see Placements
-    num_nodes: int = ranged(1, at_least=1, at_most=10000)  # nodes over which the pools are spread
+    # see Placements
+    strategy: PlacementStrategy = matters(
+        PlacementStrategy.split_collocate, "`hybrid`, if actor and engines share all devices in turn"
+    )
+    # nodes over which the pools are spread
+    num_nodes: int = matters(ranged(1, at_least=1, at_most=10000), "the size of your cluster")
     # devices of each node; null: as many as the roles need
     devices_per_node: int | None = ranged(None, at_least=1, at_most=128)
     # the pool of each role; the roles of a pool share its devices in time
@@ -314,7 +328,9 @@ class PlacementConfig:
         field(default_factory=dict), Reader(".strategy", (PlacementStrategy.custom,)), is_refused=True
     )
     # memory budget of one device, in 2**30 bytes; null: the plan's estimate is not checked
-    device_memory_gb: float | None = ranged(None, above=0)
+    device_memory_gb: float | None = matters(
+        ranged(None, above=0), "about 90 % of a device's memory, so that a run that does not fit is refused"
+    )
     # peak of one device, for `perf/mfu/*`; null: the bfloat16 peak of a known GPU
     device_peak_tflops: float | None = ranged(None, above=0)
     # kind of device, for predicted step times: a name in configs/devices, or a file of `megarl calibrate`,

@@ -16,7 +16,7 @@ from megarl.config.schema.data import (
     RatedPreferenceDataConfig,
     SFTDataConfig,
 )
-from megarl.config.schema.keys import Reader, only_with
+from megarl.config.schema.keys import Reader, matters, only_with
 from megarl.config.schema.models import (
     ActorConfig,
     CriticConfig,
@@ -169,7 +169,9 @@ class PPOConfig(RunConfig):
     kind: RunKind = RunKind.ppo  # kind of run, which determines the valid keys of the file
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = matters(
+        field(default_factory=AlgorithmConfig), "always: the name of a preset, such as grpo, dapo or ppo"
+    )
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = only_with(field(default_factory=ReferenceConfig), _PENALTY, is_usual=True)
     teacher: TeacherConfig = only_with(field(default_factory=TeacherConfig), _TEACHER, is_refused=True)
