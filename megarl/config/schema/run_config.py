@@ -58,7 +58,8 @@ class RunConfig(ABC):
     """Base class of all kinds of run. Each kind is a frozen dataclass of sections.
 
     The common sections are declared here and defined by each kind, in the order of its files and of the
-    reference page. Properties abstract over the differences between the kinds.
+    reference page. Properties abstract over the differences between the kinds. Those that are defined here
+    are of kinds that make one update with the rows of a file and generate nothing.
     """
 
     kind: RunKind
@@ -87,29 +88,29 @@ class RunConfig(ABC):
         """The rows of the data files that a step trains on: prompts or whole conversations."""
 
     @property
-    @abstractmethod
     def samples_per_prompt(self) -> int:
         """The samples that are generated for each of these rows; 1 if nothing is generated."""
+        return 1
 
     @property
-    @abstractmethod
     def updates_per_pass(self) -> int:
         """The number of mini-batches, and so of optimizer steps, in one pass over a step's samples."""
+        return 1
 
     @property
-    @abstractmethod
     def passes_per_step(self) -> int:
         """The number of passes over a step's samples."""
+        return 1
 
     @property
-    @abstractmethod
     def longest_prompt(self) -> int:
         """The maximum number of prompt tokens of a row, which have no loss."""
+        return 1
 
     @property
-    @abstractmethod
     def longest_response(self) -> int:
         """The maximum number of response tokens of a row."""
+        return self.data.longest_row - 1
 
     @property
     def rows_together(self) -> int:
@@ -128,9 +129,9 @@ class RunConfig(ABC):
     # ---- models
 
     @property
-    @abstractmethod
     def trained_models(self) -> Mapping[str, TrainedModelConfig]:
         """The sections of the models that this kind of run can train, by key."""
+        return {"actor": self.actor}
 
     @property
     def actor_steps(self) -> int:
@@ -157,9 +158,9 @@ class RunConfig(ABC):
         """The key of `prompts_per_step`."""
 
     @property
-    @abstractmethod
     def length_keys(self) -> tuple[str, ...]:
         """The keys that limit the length of a row."""
+        return ("data.max_length",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,36 +265,8 @@ class SFTConfig(RunConfig):
         return self.trainer.samples_per_step
 
     @property
-    def samples_per_prompt(self) -> int:
-        return 1
-
-    @property
-    def updates_per_pass(self) -> int:
-        return 1
-
-    @property
-    def passes_per_step(self) -> int:
-        return 1
-
-    @property
-    def longest_prompt(self) -> int:
-        return 1
-
-    @property
-    def longest_response(self) -> int:
-        return self.data.max_length - 1
-
-    @property
-    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
-        return {"actor": self.actor}
-
-    @property
     def batch_key(self) -> str:
         return "trainer.samples_per_step"
-
-    @property
-    def length_keys(self) -> tuple[str, ...]:
-        return ("data.max_length",)
 
 
 class PreferenceConfig(RunConfig):
@@ -311,36 +284,12 @@ class PreferenceConfig(RunConfig):
         return 2
 
     @property
-    def updates_per_pass(self) -> int:
-        return 1
-
-    @property
-    def passes_per_step(self) -> int:
-        return 1
-
-    @property
-    def longest_prompt(self) -> int:
-        return 1
-
-    @property
-    def longest_response(self) -> int:
-        return self.data.max_length - 1
-
-    @property
     def rows_together(self) -> int:
         return 2
 
     @property
-    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
-        return {"actor": self.actor}
-
-    @property
     def batch_key(self) -> str:
         return "trainer.pairs_per_step"
-
-    @property
-    def length_keys(self) -> tuple[str, ...]:
-        return ("data.max_length",)
 
 
 @dataclass(frozen=True, kw_only=True)
