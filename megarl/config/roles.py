@@ -25,7 +25,6 @@ from megarl.config.schema import (
     ParallelConfig,
     PPOConfig,
     Recomputation,
-    ReferenceMegatronConfig,
     RejectionEstimator,
     RunConfig,
     RunKind,
@@ -464,10 +463,10 @@ def _is_base(role: Role, config: RunConfig, path_key: str) -> bool:
 
 def _megatron_options(role: Role, config: RunConfig) -> tuple[str, MegatronConfig]:
     """Return the key and the value of a role's options of Megatron. A frozen model has only layers."""
-    sections: list[tuple[str, MegatronConfig | ReferenceMegatronConfig | FrozenMegatronConfig]] = [
+    sections: list[tuple[str, MegatronConfig | FrozenMegatronConfig]] = [
         (key, value_at(config, key)) for key in role.megatron_keys
     ]
-    key, section = next(each for each in sections if each[1].transformer is not None)
+    key, section = next((each for each in sections if each[1].transformer is not None), sections[-1])
     if isinstance(section, MegatronConfig) and role.trained_key is not None:
         return key, section
     return key, MegatronConfig(transformer=section.transformer or {})

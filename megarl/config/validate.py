@@ -164,22 +164,9 @@ RULES = (
             run.recovery_factors: ("recovery.hang_factor", "recovery.straggler_factor"),
         },
     ),
-    *_checks(
-        Needs.run,
-        SFTConfig,
-        {
-            data.chat_columns: (),
-            run.sft_metrics: (),
-        },
-    ),
-    *_checks(
-        Needs.run,
-        PreferenceConfig,
-        {
-            run.pair_metrics: (),
-            models.pairs_fit: ("actor.micro_batch.sequences",),
-        },
-    ),
+    *_checks(Needs.run, SFTConfig, {data.chat_columns: ()}),
+    *_checks(Needs.run, PreferenceConfig, {models.pairs_fit: ("actor.micro_batch.sequences",)}),
+    *_checks(Needs.run, SFTConfig | PreferenceConfig, {run.loss_metrics: ()}),
     *_checks(
         Needs.run,
         PPOConfig,

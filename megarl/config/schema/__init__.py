@@ -91,7 +91,6 @@ from megarl.config.schema.models import (
     Recompute,
     RecomputeModule,
     ReferenceConfig,
-    ReferenceMegatronConfig,
     SourceTeacherConfig,
     TeacherConfig,
     TrainedModelConfig,

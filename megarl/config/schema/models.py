@@ -24,18 +24,12 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceMegatronConfig:
-    """Options of Megatron-Core for the reference, which needs no others than those of its layers."""
-
-    # fields of TransformerConfig; null: those of the actor, so that both compute with the same numerics
-    transformer: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class FrozenMegatronConfig:
-    """Options of Megatron-Core for a model that does not train."""
+    """Options of Megatron-Core for a model that does not train, which needs no others than of its layers."""
 
-    transformer: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig
+    # fields of TransformerConfig; null: for the reference those of the actor, so that both compute with the
+    # same numerics, for other models none
+    transformer: dict[str, Any] | None = field(default_factory=dict)
 
 
 class DType(str, Enum):
@@ -347,7 +341,7 @@ class ReferenceConfig:
     # model folder of the reference; null: the policy's folder
     path: str | None = field(default=None, metadata=names(InputKind.data))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    megatron: ReferenceMegatronConfig = field(default_factory=ReferenceMegatronConfig)
+    megatron: FrozenMegatronConfig = field(default_factory=lambda: FrozenMegatronConfig(transformer=None))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from megarl.config.kinds import WRONG_SAMPLES
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.rules.rollout import generation_ahead
-from megarl.config.rules.run import sft_metrics, validation_metrics
+from megarl.config.rules.run import loss_metrics, validation_metrics
 from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -550,15 +550,14 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
     for keep_best, said in (
         (
             best,
-            "checkpoint.keep_best.metric: is 'val/score/mean', but `megarl sft` measures only val/loss; use "
-            "that, or null",
+            "checkpoint.keep_best.metric: is 'val/score/mean', but this run measures val/loss; use one, or null",
         ),
-        (loss, "checkpoint.keep_best.mode: is max, but a smaller val/loss is better; use min"),
+        (loss, "checkpoint.keep_best.mode: is max, but for val/loss use min"),
     ):
         sft = SFTConfig(
             trainer=SFTTrainerConfig(validate_every_steps=2), checkpoint=CheckpointConfig(keep_best=keep_best)
         )
-        assert [str(each) for each in sft_metrics(sft)] == [said]
+        assert [str(each) for each in loss_metrics(sft)] == [said]
 
 
 @pytest.mark.parametrize(
