@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megarl.config.dotted import value_at
 from megarl.config.schema import (
+    ActorConfig,
     AlgorithmConfig,
     DPOConfig,
     ExpertsConfig,
@@ -28,7 +29,6 @@ from megarl.config.schema import (
     RejectionEstimator,
     RunConfig,
     RunKind,
-    TrainedModelConfig,
 )
 from megarl.models.architecture import LoRA
 
@@ -429,9 +429,7 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     # A role without its own path falls back to the last key.
     path_key = next((key for key in role.path_keys if value_at(config, key)), role.path_keys[-1])
 
-    section: TrainedModelConfig | None = (
-        None if role.trained_key is None else value_at(config, role.trained_key)
-    )
+    section: ActorConfig | None = None if role.trained_key is None else value_at(config, role.trained_key)
     megatron_key, megatron = _megatron_options(role, config)
 
     return ModelRole(

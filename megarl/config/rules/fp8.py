@@ -31,34 +31,35 @@ def run(config: PPOConfig) -> Findings:
     if config.rollout.dtype is not EngineDType.fp8:
         return
 
-    if not config.rollout.engine.needs.computes_fp8:
-        yield Finding(
-            (_DTYPE, "rollout.engine"),
-            f"is fp8, but the engine {config.rollout.engine.value} computes in the dtype of the model; use "
-            "rollout.dtype=model, or rollout.engine=sglang",
-        )
-
     correction = config.algorithm.rollout_correction
-    if correction.level is CorrectionLevel.none and not correction.bypass:
-        yield Finding(
-            (_DTYPE, "algorithm.rollout_correction.level"),
-            "is fp8, so samples come from rounded weights, not from the trained ones, and no correction is "
-            "enabled; use algorithm.rollout_correction.level=token (truncated importance weights) or "
-            "sequence, or rollout_correction.bypass=true",
-        )
-
-    if config.resharding.transport.needs.through_files:
-        yield Finding(
-            (_DTYPE, "resharding.transport"),
-            "is fp8, but folders have the dtype of the model; use resharding.transport=auto",
-        )
-
-    if config.actor.served_adapters is not None:
-        yield Finding(
-            (_DTYPE, "actor.lora.sync"),
-            "is fp8, but SGLang gets adapters on top of a model in its own dtype only; use "
-            "actor.lora.sync=merged",
-        )
+    conflicts = (
+        (
+            "rollout.engine",
+            not config.rollout.engine.needs.computes_fp8,
+            f"but the engine {config.rollout.engine.value} computes in the dtype of the model; use "
+            "rollout.dtype=model, or rollout.engine=sglang",
+        ),
+        (
+            "algorithm.rollout_correction.level",
+            correction.level is CorrectionLevel.none and not correction.bypass,
+            "so samples come from rounded weights, not from the trained ones, and no correction is enabled; "
+            "use algorithm.rollout_correction.level=token (truncated importance weights) or sequence, or "
+            "rollout_correction.bypass=true",
+        ),
+        (
+            "resharding.transport",
+            config.resharding.transport.needs.through_files,
+            "but folders have the dtype of the model; use resharding.transport=auto",
+        ),
+        (
+            "actor.lora.sync",
+            config.actor.served_adapters is not None,
+            "but SGLang gets adapters on top of a model in its own dtype only; use actor.lora.sync=merged",
+        ),
+    )
+    for key, is_set, why in conflicts:
+        if is_set:
+            yield Finding((_DTYPE, key), f"is fp8, {why}")
 
 
 def fits_model(config: PPOConfig, policy: Architecture) -> Findings:

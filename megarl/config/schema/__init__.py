@@ -93,7 +93,6 @@ from megarl.config.schema.models import (
     ReferenceConfig,
     SourceTeacherConfig,
     TeacherConfig,
-    TrainedModelConfig,
 )
 from megarl.config.schema.reward import (
     JudgeConfig,

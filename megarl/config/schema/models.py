@@ -271,8 +271,8 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedModelConfig:
-    """The layout, optimizer, micro-batches and recomputation of a trained model."""
+class ActorConfig:
+    """The layout, optimizer, micro-batches and recomputation of the policy, or of another trained model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -318,18 +318,13 @@ class TrainedModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig(TrainedModelConfig):
-    pass
-
-
-@dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
     # model folder of the critic; null: initialized from the policy's folder
     path: str | None = field(default=None, metadata=names(InputKind.data))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig(TrainedModelConfig):
+class CriticConfig(ActorConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
 

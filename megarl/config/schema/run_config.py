@@ -25,7 +25,6 @@ from megarl.config.schema.models import (
     ReferenceConfig,
     SourceTeacherConfig,
     TeacherConfig,
-    TrainedModelConfig,
 )
 from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.rollout import ReshardingConfig, RolloutConfig
@@ -129,7 +128,7 @@ class RunConfig(ABC):
     # ---- models
 
     @property
-    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
+    def trained_models(self) -> Mapping[str, ActorConfig]:
         """The sections of the models that this kind of run can train, by key."""
         return {"actor": self.actor}
 
@@ -218,7 +217,7 @@ class PPOConfig(RunConfig):
         return self.data.max_response_length
 
     @property
-    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
+    def trained_models(self) -> Mapping[str, ActorConfig]:
         return {"actor": self.actor, "critic": self.critic}
 
     @property
