@@ -19,7 +19,7 @@ import yaml
 from docs.generate.papers import link_papers
 from megarl.config import schema
 from megarl.config.json_schema import explanation, section_explanation
-from megarl.config.schema.keys import Range, Reader, needs_of, range_of
+from megarl.config.schema.keys import Range, Reader, needs_of, range_of, when_to_change
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH
 from megarl.machine.wording import written
@@ -79,30 +79,62 @@ def reference() -> str:
     Raises:
         ValueError: A key has no comment.
     """
-    parts = [_INTRODUCTION, "## RL runs (`megarl train`)\n"]
-    parts += _sections(schema.PPOConfig)
+    seen: _Seen = {}
+    parts = [_INTRODUCTION, *_first_keys(), "## RL runs (`megarl train`)\n"]
+    parts += _sections(schema.PPOConfig, seen)
     parts += ["## Supervised fine-tuning (`megarl sft`)\n"]
     same = [
         name for name, kind in _types(schema.SFTConfig).items() if _types(schema.PPOConfig).get(name) == kind
     ]
     parts += [f"{', '.join(f'`{name}`' for name in same)} are as above. `actor` is the trained model.\n"]
-    parts += _sections(schema.SFTConfig, prefix="sft: ", leave_out=same)
+    parts += _sections(schema.SFTConfig, seen, prefix="sft: ", leave_out=same)
     parts += ["## Pairs of answers (`kind: dpo`, `kind: reward_model`)\n"]
     names = ", ".join(f"`{name}`" for name in same)
     parts += [
         f"{names} are as above. `actor` is the trained model. See [Preferences](algorithms/preferences.md).\n"
     ]
     of_dpo = _types(schema.DPOConfig)
-    parts += _sections(schema.DPOConfig, prefix="dpo: ", leave_out=same)
+    parts += _sections(schema.DPOConfig, seen, prefix="dpo: ", leave_out=same)
     same_as_dpo = [
         name for name, kind in _types(schema.RewardModelRunConfig).items() if of_dpo.get(name) == kind
     ]
-    parts += _sections(schema.RewardModelRunConfig, prefix="reward_model: ", leave_out=same_as_dpo)
+    parts += _sections(schema.RewardModelRunConfig, seen, prefix="reward_model: ", leave_out=same_as_dpo)
 
     return link_papers("\n".join([*parts, *_presets()]))
 
 
-def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()) -> Iterator[str]:
+def _first_keys() -> Iterator[str]:
+    """Yield the table of the keys that most runs set."""
+    yield "## The keys that most runs set\n"
+    yield "The other keys have defaults that fit most runs. `algorithm` is the name of a [preset](#presets).\n"
+    rows = ["| key | default | when to set it |", "|---|---|---|"]
+    found: dict[Field[Any], str] = {}
+    for key, entry, default in _marked(schema.PPOConfig()):
+        # The actor's section is the first of its type; others differ from it in few runs.
+        if found.setdefault(entry, key) == key:
+            section = key.rpartition(".")[0] or key
+            shown = "a preset" if is_dataclass(default) else _shown(default)
+            rows.append(f"| [`{key}`](#{_anchor(section)}) | {shown} | {cell(when_to_change(entry))} |")
+    yield "\n".join(rows) + "\n"
+
+
+def _marked(section: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yield the keys that most runs set, with their fields and defaults."""
+    for entry in fields(section):
+        default = getattr(section, entry.name)
+        if when_to_change(entry):
+            yield f"{prefix}{entry.name}", entry, default
+        if is_dataclass(default):
+            yield from _marked(default, f"{prefix}{entry.name}.")
+
+
+# The sections that the page has described, by their type: their keys and default values.
+_Seen = dict[type, tuple[str, Any]]
+
+
+def _sections(
+    root: type, seen: _Seen, prefix: str = "", leave_out: typing.Sequence[str] = ()
+) -> Iterator[str]:
     plain = []
     for entry in fields(root):
         kind = _types(root)[entry.name]
@@ -110,25 +142,33 @@ def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()
         if entry.name in leave_out:
             continue
         if is_dataclass(kind):
-            yield from _section(typing.cast(type, kind), default, entry.name, prefix, entry)
+            yield from _section(typing.cast(type, kind), default, entry.name, seen, prefix, entry)
         else:
             plain.append(_row(root, entry, entry.name, default))
             if (item := _item(kind)) is not None:
-                plain += _rows_of_item(item(), f"{entry.name}[]")
+                plain += _rows_of_item(item(), f"{entry.name}[]", seen)
 
     if plain:
         yield from ["### top-level keys\n", *_table(plain)]
 
 
 def _section(
-    section: type, value: Any, key: str, prefix: str, declared: Field[Any] | None = None
+    section: type, value: Any, key: str, seen: _Seen, prefix: str, declared: Field[Any] | None = None
 ) -> Iterator[str]:
-    """Yield a heading, the description of the section, its own keys, and its nested sections."""
+    """Yield a heading, the description of the section, its own keys, and its nested sections.
+
+    A section of a type that the page has described refers to it.
+    """
     yield f"### {prefix}{key}\n"
-    if about := section_explanation(section):
+    if section in seen:
+        yield f"{_same_as(value, *seen[section])}\n"
+    elif about := section_explanation(section):
         yield about + "\n"
     for line in _needs(declared) if declared is not None else []:
         yield f"This section has an effect {line}.\n"
+    if section in seen:
+        return
+    seen[section] = (f"{prefix}{key}", value)
     inner = []
     rows = []
 
@@ -140,21 +180,38 @@ def _section(
         else:
             rows.append(_row(section, entry, f"{key}.{entry.name}", default))
             if (item := _item(kind)) is not None:
-                rows += _rows_of_item(item(), f"{key}.{entry.name}[]")
+                rows += _rows_of_item(item(), f"{key}.{entry.name}[]", seen)
 
     if rows:
         yield from _table(rows)
     for kind, default, inner_key, entry in inner:
-        yield from _section(kind, default, inner_key, prefix, entry)
+        yield from _section(kind, default, inner_key, seen, prefix, entry)
 
 
-def _rows_of_item(value: Any, key: str) -> Iterator[str]:
+def _same_as(value: Any, key: str, described: Any) -> str:
+    """Return a reference to a section with the same keys, and the defaults that are different here."""
+    differing = [
+        f"`{entry.name}` {_shown(getattr(value, entry.name))}"
+        for entry in fields(value)
+        if getattr(value, entry.name) != getattr(described, entry.name)
+    ]
+    others = f", with the default {' and '.join(differing)}" if differing else ""
+    return f"The keys of [`{key}`](#{_anchor(key)}){others}."
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[.:]", "", heading).replace(" ", "-")
+
+
+def _rows_of_item(value: Any, key: str, seen: _Seen) -> Iterator[str]:
     """Yield the rows of a section that is an item of a list, with those of its nested sections."""
     section = type(value)
     for entry in fields(section):
         default = getattr(value, entry.name)
-        if is_dataclass(default):
-            yield from _rows_of_item(default, f"{key}.{entry.name}")
+        if is_dataclass(default) and type(default) in seen:
+            yield f"| `{key}.{entry.name}` | section | | {_same_as(default, *seen[type(default)])} |"
+        elif is_dataclass(default):
+            yield from _rows_of_item(default, f"{key}.{entry.name}", seen)
         else:
             yield _row(section, entry, f"{key}.{entry.name}", default)
 

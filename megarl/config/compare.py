@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config.load import plain_values
+from megarl.config.migration import with_current_keys
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
 from megarl.machine.files import parse_yaml
 
@@ -76,8 +77,8 @@ def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
             f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys"
         )
 
-    # A key that only one of the two has is a difference too, because versions add and remove keys.
-    before = dict(flat(values))
+    # A key that only one of the two has is a difference too, because versions add keys.
+    before = dict(flat(with_current_keys(values)[0]))
     now = dict(flat(plain_values(config)))
     return [
         Difference(key, before.get(key, ABSENT), now.get(key, ABSENT))

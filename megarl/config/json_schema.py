@@ -13,17 +13,25 @@ import math
 import tokenize
 import typing
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
-from megarl.config.schema.keys import LARGEST, MISSING, InputKind, ItemRange, Range, range_of
+from megarl.config.schema.keys import (
+    LARGEST,
+    MISSING,
+    InputKind,
+    ItemRange,
+    Range,
+    range_of,
+    when_to_change,
+)
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import BASE, COMBINED, GROUPS, WITH
-from megarl.config.values import contents_of, key_types
+from megarl.config.values import contents_of, in_order, key_types
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 ANY_RUN = "run"
@@ -132,7 +140,7 @@ def _section(section: type, value: Any = None) -> Schema:
     properties: dict[str, Schema] = {}
     required = []
 
-    for entry in fields(section):
+    for entry in in_order(section):
         default = getattr(value, entry.name) if value is not None else _default(entry)
         kind = types[entry.name]
         # A nested section takes its defaults from the parent's value, not from its own class.
@@ -144,7 +152,7 @@ def _section(section: type, value: Any = None) -> Schema:
         if entry.metadata.get(InputKind) is InputKind.data and kind == list[str]:
             value_schema |= {"type": ["array", "string"], "not": {"const": "None"}}
             del value_schema["pattern"]
-        properties[entry.name] = {"description": _description(section, entry.name, kind), **value_schema}
+        properties[entry.name] = {"description": _description(section, entry, kind), **value_schema}
         if default == MISSING or default is NO_DEFAULT:
             required.append(entry.name)
         else:
@@ -164,13 +172,15 @@ def _default(entry: Field[Any]) -> Any:
     return entry.default if entry.default_factory is NO_DEFAULT else entry.default_factory()
 
 
-def _description(section: type, name: str, kind: Any) -> str:
-    """Return the comments of a key and, if it is an enumeration, of each of its values."""
+def _description(section: type, entry: Field[Any], kind: Any) -> str:
+    """Return the comments of a key and of each of its values if it is an enumeration, and when to set it."""
     choices = [member for choice in _enumerations(kind) for member in choice]
+    when = when_to_change(entry)
     return "\n".join(
         [
-            explanation(section, name),
+            explanation(section, entry.name),
             *(f"- {each.value}: {explanation(type(each), each.name)}" for each in choices),
+            *([f"When to set it: {when}"] if when else []),
         ]
     )
 

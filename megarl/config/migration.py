@@ -5,11 +5,14 @@ chosen once, by all unknown keys of a configuration together.
 
 The tables are `verl_names.yaml`, `trl_names.yaml`, `slime_names.yaml` and `nemo_rl_names.yaml` next to this
 file. They are read when a key is unknown, and for the pages about verl and TRL.
+
+`former_names.yaml` has the keys of earlier versions of megarl, which are still read: `with_current_keys`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -321,3 +324,80 @@ def synonym_hint(key: str, known: Container[str]) -> str | None:
     if ours is None:
         return note or None
     return f"use {ours}{f' ({note})' if note else ''}"
+
+
+@cache
+def former_keys() -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Return the keys of earlier versions, by their section and their name in it; see `former_names.yaml`."""
+    return {
+        (section, name): entry
+        for sections, entries in _table("former").items()
+        for section in sections.split(", ")
+        for name, entry in entries.items()
+    }
+
+
+# A key of an earlier version, what to say about it, and whether its value is refused.
+Former = tuple[str, str, bool]
+
+
+def with_current_keys(
+    values: Mapping[str, Any], known: Container[str] | None = None
+) -> tuple[dict[str, Any], list[Former]]:
+    """Return values with today's keys in place of those of earlier versions, and what to say about these.
+
+    A former key with its former default is left out without a word, because nothing has changed.
+
+    Args:
+        known: The keys of the kind of run. Sections of other kinds stay as they are. None: all are known.
+    """
+    current = deepcopy(dict(values))
+    found: list[Former] = []
+    for (section, name), former in former_keys().items():
+        if known is None or section.removesuffix("[]") in known:
+            for key, inside in _sections_at(current, section):
+                found += _make_current(inside, key, name, former)
+    return current, found
+
+
+def _sections_at(values: Any, section: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the section with its key, if it is given; the items of a list one by one."""
+    key = section.removesuffix("[]")
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    named = {key: values}
+    if section != key:
+        items = values if isinstance(values, list) else []
+        named = {f"{key}[{index}]": item for index, item in enumerate(items)}
+    yield from ((each, inside) for each, inside in named.items() if isinstance(inside, dict))
+
+
+def _make_current(
+    inside: dict[str, Any], section: str, name: str, former: Mapping[str, Any]
+) -> Iterator[Former]:
+    """Replace a former key in its section. Yields what to say about it."""
+    if name not in inside:
+        return
+    key = f"{section}.{name}"
+    value = inside[name]
+
+    if "values" in former:
+        if isinstance(value, str) and value in former["values"]:
+            inside[name] = former["values"][value]
+            yield key, f"{value} is now called {inside[name]}; write {key}={inside[name]}", False
+        return
+
+    del inside[name]
+    if value == former["default"]:
+        return
+    if "ours" in former:
+        # A section of a wrong type is reported where it is read.
+        outer, _, last = former["ours"].rpartition(".")
+        place = inside.setdefault(outer, {})
+        if isinstance(place, dict):
+            place.setdefault(last, value)
+        yield key, f"is now {section}.{former['ours']}; write that", False
+    elif former.get("refuses"):
+        yield key, f"is {value}: {former['note']}", True
+    else:
+        yield key, f"is {value}, but has no effect any more: {former['note']}", False

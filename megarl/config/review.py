@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.migration import Problems, framework_of, leaf_names, of_other_kinds, synonym_hint
+from megarl.config.migration import (
+    Problems,
+    framework_of,
+    leaf_names,
+    of_other_kinds,
+    synonym_hint,
+    with_current_keys,
+)
 from megarl.config.schema import MISSING, SCHEMAS
 from megarl.config.schema.keys import InputKind, OutputFolder, default_of, prose
 from megarl.config.sources import HOW_TO_REFER, PATH, Layer, in_one_line
@@ -31,6 +38,7 @@ from megarl.config.values import (
     converted,
     each_text,
     expected,
+    in_order,
     item_section,
     key_types,
     schema_keys,
@@ -44,8 +52,6 @@ _log = logging.getLogger(__name__)
 
 _OF_STRINGS = (str, list[str], dict[str, str])
 _SIGNS = ("+", "~")  # Hydra's signs to add and to remove a key
-# Values that have been renamed. The old name is accepted, with a warning.
-_RENAMED_VALUES = {"rollout.on_update": {"go_on": "continue"}}
 # Values that users of other frameworks may expect, and why they are refused.
 _REFUSED_VALUES = {
     "kind": {
@@ -110,7 +116,13 @@ class Review:
         # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
         for section in layer.replaces:
             _remove(self._values, section)
-        self._read_section(self._schema, layer.values, self._values, "", layer)
+        values, former = with_current_keys(layer.values, set(schema_keys(self._schema)))
+        for key, problem, is_refused in former:
+            if is_refused:
+                self._refuse(key, f"{key}: {problem}", layer)
+            else:
+                _warn_once(f"{key}: {problem} [{layer.source}]")
+        self._read_section(self._schema, values, self._values, "", layer)
 
     def build(self) -> tuple[Any, list[_Refusal]]:
         """Return the configuration, with a default or an empty value for each refused or missing one.
@@ -145,7 +157,7 @@ class Review:
                     inner = merged.setdefault(name, {})
                     self._read_section(typing.cast(type, hint), value, inner, f"{key}.", layer)
                 else:
-                    keys = ", ".join(key_types(hint))
+                    keys = ", ".join(each.name for each in in_order(hint))
                     self._refuse(
                         key, f"{key}: is {value!r}, but must be a section with the keys {keys}", layer
                     )
@@ -165,7 +177,6 @@ class Review:
         is_output = OutputFolder in metadata
         if without_null(hint) in _OF_STRINGS:
             value = layer.as_written(key, value)
-        value = _with_current_name(key, value, layer.source)
         # A single file instead of a list of files is the only one.
         is_single = isinstance(value, str) and "${" not in value and value != MISSING
         if kind is InputKind.data and is_single and hint == list[str]:
@@ -365,20 +376,10 @@ def _missing(value: Any, key: str) -> str | None:
     return next((marked for marked, text in texts_of(value, key) if text == MISSING), None)
 
 
-def _with_current_name(key: str, value: Any, source: str) -> Any:
-    """Return the value, or its new name where it has been renamed."""
-    new = _RENAMED_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
-    if new is None:
-        return value
-    _warn_of_old_value(key, value, new, source)
-
-    return new
-
-
 @cache
-def _warn_of_old_value(key: str, old: str, new: str, source: str) -> None:
-    """Warn once of a value that has been renamed, however often its file is read."""
-    _log.warning("%s: %s is now called %s; write %s=%s [%s]", key, old, new, key, new, source)
+def _warn_once(message: str) -> None:
+    """Warn of a key of an earlier version, however often its file is read."""
+    _log.warning("%s", message)
 
 
 def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -424,4 +425,4 @@ def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     if same := [key for key in keys if key.rpartition(".")[2] in meant]:
         nearest = max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())
         return f"did you mean {nearest}?"
-    return f"known here: {', '.join(key_types(section))}"
+    return f"known here: {', '.join(each.name for each in in_order(section))}"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megarl.config.dotted import value_at
 from megarl.config.schema import (
+    ActorConfig,
     AlgorithmConfig,
     DPOConfig,
     ExpertsConfig,
@@ -25,11 +26,9 @@ from megarl.config.schema import (
     ParallelConfig,
     PPOConfig,
     Recomputation,
-    ReferenceMegatronConfig,
     RejectionEstimator,
     RunConfig,
     RunKind,
-    TrainedModelConfig,
 )
 from megarl.models.architecture import LoRA
 
@@ -430,9 +429,7 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     # A role without its own path falls back to the last key.
     path_key = next((key for key in role.path_keys if value_at(config, key)), role.path_keys[-1])
 
-    section: TrainedModelConfig | None = (
-        None if role.trained_key is None else value_at(config, role.trained_key)
-    )
+    section: ActorConfig | None = None if role.trained_key is None else value_at(config, role.trained_key)
     megatron_key, megatron = _megatron_options(role, config)
 
     return ModelRole(
@@ -464,10 +461,10 @@ def _is_base(role: Role, config: RunConfig, path_key: str) -> bool:
 
 def _megatron_options(role: Role, config: RunConfig) -> tuple[str, MegatronConfig]:
     """Return the key and the value of a role's options of Megatron. A frozen model has only layers."""
-    sections: list[tuple[str, MegatronConfig | ReferenceMegatronConfig | FrozenMegatronConfig]] = [
+    sections: list[tuple[str, MegatronConfig | FrozenMegatronConfig]] = [
         (key, value_at(config, key)) for key in role.megatron_keys
     ]
-    key, section = next(each for each in sections if each[1].transformer is not None)
+    key, section = next((each for each in sections if each[1].transformer is not None), sections[-1])
     if isinstance(section, MegatronConfig) and role.trained_key is not None:
         return key, section
     return key, MegatronConfig(transformer=section.transformer or {})

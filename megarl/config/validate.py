@@ -50,7 +50,6 @@ _ROWS = (
     "trainer.samples_per_step",
     "trainer.pairs_per_step",
 )
-_SAMPLER = ("rollout.temperature", "rollout.top_p")
 _ENGINE_SIZES = ("rollout.tensor_parallel_size", "rollout.expert_parallel_size")
 _ENGINE_STAGES = ("rollout.pipeline_parallel_size",)
 _ACTOR_SIZES = tuple(f"actor.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data"))
@@ -165,29 +164,20 @@ RULES = (
             run.recovery_factors: ("recovery.hang_factor", "recovery.straggler_factor"),
         },
     ),
-    *_checks(
-        Needs.run,
-        SFTConfig,
-        {
-            data.chat_columns: (),
-            run.sft_metrics: (),
-        },
-    ),
-    *_checks(
-        Needs.run,
-        PreferenceConfig,
-        {
-            run.pair_metrics: (),
-            models.pairs_fit: ("actor.micro_batch.sequences",),
-        },
-    ),
+    *_checks(Needs.run, SFTConfig, {data.chat_columns: ()}),
+    *_checks(Needs.run, PreferenceConfig, {models.pairs_fit: ("actor.micro_batch.sequences",)}),
+    *_checks(Needs.run, SFTConfig | PreferenceConfig, {run.loss_metrics: ()}),
     *_checks(
         Needs.run,
         PPOConfig,
         {
             run.validation_metrics: (),
             run.mini_batches: ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
-            rollout.sampling: (*_SAMPLER, "rollout.validation.min_new_tokens", "data.max_response_length"),
+            rollout.sampling: (
+                "rollout.temperature",
+                "rollout.validation.min_new_tokens",
+                "data.max_response_length",
+            ),
             rollout.whole_model: ("rollout.tensor_parallel_size", *_ENGINE_STAGES),
             rollout.engine_memory: (),
             rollout.shared_devices: (

@@ -6,13 +6,15 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from megarl.config.schema.keys import when_to_change
 
 # Types of keys, and those of other values that they take.
 _CONVERTED = {(int, str), (float, str), (float, int), (str, int), (str, float)}
@@ -43,6 +45,18 @@ def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if is_dataclass(hint):
             yield from schema_keys(hint, f"{prefix}{name}.")
+
+
+def in_order(section: Any) -> list[Field[Any]]:
+    """Return the keys of a section, those that most runs set first, and the sections with such keys."""
+    return sorted(fields(section), key=lambda entry: not _matters(section, entry))
+
+
+def _matters(section: Any, entry: Field[Any]) -> bool:
+    inner = key_types(section)[entry.name]
+    return bool(when_to_change(entry)) or (
+        is_dataclass(inner) and any(_matters(inner, each) for each in fields(inner))
+    )
 
 
 def without_null(hint: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from megarl.machine.wording import counted
 
 _log = logging.getLogger(__name__)
 LOOK_S = 1.0  # interval at which a free node is looked for
+_DAY_S = 86_400.0
 
 
 class NodeLostError(RunError):
@@ -84,15 +84,11 @@ class RestartBudget:
     """Restarts of the recent past. A rare fault never exhausts the budget, however long the run is.
 
     Args:
-        limit: The most restarts within the window.
-        window_s: The length of the window in seconds; infinite: the whole run.
+        limit: The most restarts within a day.
     """
 
-    def __init__(
-        self, limit: int, window_s: float = math.inf, now_s: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, limit: int, now_s: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
-        self.window_s = window_s
         self._now_s = now_s
         self._times_s: deque[float] = deque()
         self.num_restarts = 0  # of the whole run
@@ -100,7 +96,7 @@ class RestartBudget:
     @property
     def left(self) -> int:
         """The number of restarts that are allowed now."""
-        oldest_s = self._now_s() - self.window_s
+        oldest_s = self._now_s() - _DAY_S
         while self._times_s and self._times_s[0] <= oldest_s:
             self._times_s.popleft()
         return self.limit - len(self._times_s)
@@ -117,9 +113,8 @@ class RestartBudget:
         Args:
             of: What the restarts are of, such as " of this process".
         """
-        within = "" if math.isinf(self.window_s) else f" within {self.window_s:,.0f} s"
         return (
-            f"rollout.restart_limit: {counted(self.limit, 'restart')}{within}{of} "
+            f"rollout.restart_limit: {counted(self.limit, 'restart')} within a day{of} "
             f"{'is' if self.limit == 1 else 'are'} used up. The cause is in the output above; if it is "
             "intermittent, allow more"
         )

@@ -31,6 +31,7 @@ from megarl.models.vision import Vision
 
 PLACEHOLDER = "<image>"  # in the text of a prompt
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_MAX_BYTES = 2**25  # of a file, unless more pixels are allowed
 _EXAMPLE = "a path, the bytes of an image file, or {'bytes': ..., 'path': ...}, as written by `datasets`"
 
 
@@ -72,12 +73,12 @@ def _read_image(row: DataRow, column: str, number: int, value: Any, config: Data
 
 
 def _check_bytes(row: DataRow, column: str, name: str, num_bytes: int, config: DataConfig) -> None:
-    max_bytes = config.max_image_mb * 2**20
+    max_bytes = max(_MAX_BYTES, config.max_image_pixels)
     if num_bytes > max_bytes:
         raise row.error(
             column,
-            f"{name} has {num_bytes:,} bytes, more than the {max_bytes:,} of data.max_image_mb; scale "
-            "it down, or raise the limit",
+            f"{name} has {num_bytes:,} bytes, more than the {max_bytes:,} that are allowed; scale it down, "
+            "or raise data.max_image_pixels, which allows as many bytes",
         )
 
 

@@ -22,6 +22,7 @@ _LONGEST_PAUSE_S = 60.0
 _LONGEST_OWN_PAUSE_S = 4.0  # for a server of the run, which only this process asks
 _RETRIED = (408, 429)  # and all from 500
 _RESTART_LIMIT_S = 900.0  # how long a server of the run may be away, which includes the start of its model
+_FIELDS: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 1024}  # of requests, unless set
 _NUM_SHOWN = 200  # characters of a server's message in an error
 
 
@@ -59,12 +60,11 @@ class _AttemptError(Exception):
 
 def request_body(config: JudgeConfig, prompt: str) -> dict[str, Any]:
     """Return the body of a request. Equal prompts have equal requests."""
-    chosen = {"temperature": config.temperature, "seed": config.seed, "max_tokens": config.max_tokens}
+    chosen = _FIELDS | config.request
     return {
         "model": config.model or config.name,  # a server of the run has only one
         "messages": [{"role": "user", "content": prompt}],
         **{name: value for name, value in chosen.items() if value is not None},
-        **config.request,
     }
 
 
@@ -183,7 +183,7 @@ class JudgeClient:
 
         # The score of a truncated reply could be a part of a number.
         if reason == "length":
-            limit = self._config.max_tokens
+            limit = (_FIELDS | self._config.request)["max_tokens"]
             raise _AttemptError(f"the reply was truncated at its token limit (max_tokens={limit})")
         # SGLang completes the requests of a server that ends with what it has.
         if reason == "abort":

@@ -65,7 +65,7 @@ class JudgeWorker(Worker):
 
         self._key = key
         self._backend = ServerBackend(judge_server_args(engine), os.environ["MASTER_ADDR"], START_LIMIT_S)
-        self._budget = RestartBudget(engine.rollout.restart_limit, engine.rollout.restart_window_s)
+        self._budget = RestartBudget(engine.rollout.restart_limit)
         try:
             self._backend.start()
         except EngineDeadError as error:
@@ -112,7 +112,7 @@ class JudgeWorker(Worker):
             else:
                 return True
 
-        _log.error("%s: rollout.restart_limit: %s are used up; %s", self._key, self._budget, why)
+        _log.error("%s: %s; %s", self._key, self._budget.used_up(), why)
         return False
 
 
@@ -200,7 +200,6 @@ def _engine_spec(config: PPOConfig, judge: ServedJudge, device: Device) -> Rollo
             tensor_parallel_size=judge.settings.tensor_parallel_size,
             max_concurrency=judge.settings.max_concurrency,
             restart_limit=config.rollout.restart_limit,
-            restart_window_s=config.rollout.restart_window_s,
         ),
         device=device,
     )

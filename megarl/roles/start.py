@@ -351,7 +351,7 @@ def _reward(
     model = RewardModel(groups[REWARD_MODEL], settings.parallel, schedule) if REWARD_MODEL in groups else None
     processes = RestartedGroup(
         groups["reward"],
-        RestartBudget(config.rollout.restart_limit, config.rollout.restart_window_s),
+        RestartBudget(config.rollout.restart_limit),
         judges,
         node_wait_s(config.recovery),
     )

@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
 _NOT_FINITE = qualified_name(NonFiniteUpdateError)
+_WINDOW_STEPS = 10  # over which `recovery.max_restarts` counts
 
 
 class RecoveryLimitError(RunError):
@@ -45,7 +46,7 @@ class RecoveryLimitError(RunError):
     hint = (
         "if the same step fails again and again, look for the cause in the message and in the logs",
         "a node that is named in each line is probably bad: take it out of the cluster",
-        "if the losses are unrelated, allow more: {recovery.max_restarts, recovery.window_steps}",
+        "if the losses are unrelated, allow more: {recovery.max_restarts}",
     )
 
 
@@ -359,11 +360,11 @@ class StepRecovery:
             cause = f"{error.problem}; {stacks} shows what each rank was doing"
         loss = f"step {self._step}, node {getattr(error, 'node', '') or 'not known'}: {cause}"
         self._losses.append((self._step, loss))
-        recent = [text for step, text in self._losses if step > self._step - self._config.window_steps]
+        recent = [text for step, text in self._losses if step > self._step - _WINDOW_STEPS]
         if len(recent) > self._config.max_restarts:
             raise RecoveryLimitError(
                 f"trainer processes were lost {len(recent)} times within "
-                f"{counted(self._config.window_steps, 'step')}, more than "
+                f"{counted(_WINDOW_STEPS, 'step')}, more than "
                 f"recovery.max_restarts={self._config.max_restarts} allows:\n"
                 + "\n".join(f"  {text}" for text in recent)
             ) from error

@@ -36,6 +36,7 @@ from megarl.trainers.advantages import AdvantageStep, Metrics
 from megarl.trainers.monitor import Monitor
 
 _REWARD_MODEL = "reward_model"
+_MAX_BYTES = 4 * 2**30  # of all files of samples
 
 
 class SampleRows:
@@ -62,8 +63,7 @@ class SampleRows:
         """
         every = self._tracking.samples_every_steps
         if every > 0 and (step % every == 0 or step in (1, self._last_step)):
-            max_bytes = int(self._tracking.samples_max_gb * 2**30)
-            monitor.record_samples(step, lambda: self.table(batch, step), max_bytes)
+            monitor.record_samples(step, lambda: self.table(batch, step), _MAX_BYTES)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -53,8 +53,8 @@ def judge(inputs: Path) -> JudgeConfig:
         prompt=str(inputs / "judge.jinja"),
         parse=JudgeParseConfig(regex="([0-9])"),
         weight=0.5,
-        max_tokens=4,
         request={
+            "max_tokens": 4,
             "logit_bias": {str(index): -100 for index in others},
             "stop": list(DIGITS),
             "no_stop_trim": True,

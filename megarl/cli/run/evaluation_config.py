@@ -133,8 +133,6 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
             rollout,
             n=num_devices,
             temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
             max_staleness=0,
             on_update=_ROLLOUT.on_update,
             late=_ROLLOUT.late,

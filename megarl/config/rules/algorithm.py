@@ -9,7 +9,6 @@ from megarl.config.paths import names_code
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import (
     Aggregation,
-    KLControllerKind,
     KLEstimator,
     KLWhere,
     PPOConfig,
@@ -213,13 +212,6 @@ def functions(config: PPOConfig) -> Findings:
 
 def kl(config: PPOConfig) -> Findings:
     section = config.algorithm.kl
-    if section.controller.kind is KLControllerKind.adaptive and section.where is not KLWhere.reward:
-        yield Finding(
-            ("algorithm.kl.controller.kind", _WHERE),
-            f"the adaptive controller adjusts the penalty in the reward, but where is "
-            f"{section.where.name!r}; use where=reward, or kind=fixed",
-        )
-
     if section.estimator in _STRAIGHT_THROUGH and section.where is KLWhere.reward:
         plain = section.estimator.name.removesuffix("_straight_through")
         yield Finding(

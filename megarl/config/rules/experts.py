@@ -31,7 +31,7 @@ _REPLAY = "engine.routing_replay"
 def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     """Check the layout of one role's model."""
     parallel = role.parallel
-    keys = _Keys(role.parallel_key)
+    key = role.parallel_key
     if not routes_tokens(architecture):
         return
 
@@ -39,29 +39,28 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     yield from _fit_router(role, architecture, experts)
     if architecture.linear_bias and parallel.expert_tensor_parallel_size > 1:
         yield Finding(
-            (keys.expert_tensor,),
+            (f"{key}.expert_tensor_parallel_size",),
             f"is {parallel.expert_tensor_parallel_size}, but the experts of {role.path} "
             f"({architecture.model_type}) have biases, which Megatron does not shard; use 1",
         )
 
     # The experts and each expert's width have to divide evenly over the ranks.
-    yield from _ranks(parallel, keys)
+    yield from _ranks(parallel, key)
     if experts.num_experts % parallel.expert_parallel_size:
         yield Finding(
-            (keys.expert,),
+            (f"{key}.expert_parallel_size",),
             f"the {experts.num_experts} experts of {role.path} do not divide by expert_parallel_size "
             f"{parallel.expert_parallel_size}; use "
             f"{either(nearest_divisors(experts.num_experts, parallel.expert_parallel_size))}",
         )
 
-    for width, size, key in (
-        (experts.intermediate_size, parallel.expert_tensor_parallel_size, keys.expert_tensor),
-        (experts.shared_intermediate_size, parallel.tensor_parallel_size, keys.tensor),
+    for width, size, name in (
+        (experts.intermediate_size, parallel.expert_tensor_parallel_size, "expert_tensor_parallel_size"),
+        (experts.shared_intermediate_size, parallel.tensor_parallel_size, "tensor_parallel_size"),
     ):
         if width % size:
-            name = key.rpartition(".")[2]
             yield Finding(
-                (key,),
+                (f"{key}.{name}",),
                 f"an expert of {role.path} has intermediate size {width}, which does not divide by {name} "
                 f"{size}; use {either(nearest_divisors(width, size))}",
             )
@@ -69,7 +68,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
     # Tensor-parallel ranks have the same tokens unless sequence parallelism splits them.
     if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
         yield Finding(
-            (f"{role.parallel_key}.sequence_parallel", keys.tensor),
+            (f"{key}.sequence_parallel", f"{key}.tensor_parallel_size"),
             f"{role.path} has experts, and without sequence parallelism each of the "
             f"{parallel.tensor_parallel_size} tensor-parallel ranks would send them the same tokens; use "
             f"sequence_parallel=true",
@@ -88,14 +87,7 @@ def _fit_router(role: ModelRole, architecture: Architecture, experts: Experts) -
         yield Finding((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
 
 
-class _Keys:
-    def __init__(self, section: str) -> None:
-        self.tensor = f"{section}.tensor_parallel_size"
-        self.expert = f"{section}.expert_parallel_size"
-        self.expert_tensor = f"{section}.expert_tensor_parallel_size"
-
-
-def _ranks(parallel: ParallelConfig, keys: _Keys) -> Findings:
+def _ranks(parallel: ParallelConfig, key: str) -> Findings:
     """Check that the expert-parallel sizes divide the ranks of a stage."""
     expert_parallel = parallel.expert_parallel_size
     expert_tensor = parallel.expert_tensor_parallel_size
@@ -110,7 +102,7 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Findings:
         )
         meant = "expert_parallel_size" if num_ranks % expert_tensor == 0 else "a product of"
         yield Finding(
-            (keys.expert, keys.expert_tensor),
+            (f"{key}.expert_parallel_size", f"{key}.expert_tensor_parallel_size"),
             f"expert_parallel_size {expert_parallel} x expert_tensor_parallel_size {expert_tensor} = "
             f"{expert_parallel * expert_tensor} does not divide the {counted(num_ranks, 'rank')} of a stage "
             f"(tensor x context x data); use {meant} {either(fitting)}",

@@ -5,9 +5,6 @@ Training is configured by `{role}.megatron.transformer.fp8`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from megarl.config.finding import Finding, Findings, either
 from megarl.config.roles import ModelRole
 from megarl.config.schema import (
@@ -31,34 +28,35 @@ def run(config: PPOConfig) -> Findings:
     if config.rollout.dtype is not EngineDType.fp8:
         return
 
-    if not config.rollout.engine.needs.computes_fp8:
-        yield Finding(
-            (_DTYPE, "rollout.engine"),
-            f"is fp8, but the engine {config.rollout.engine.value} computes in the dtype of the model; use "
-            "rollout.dtype=model, or rollout.engine=sglang",
-        )
-
     correction = config.algorithm.rollout_correction
-    if correction.level is CorrectionLevel.none and not correction.bypass:
-        yield Finding(
-            (_DTYPE, "algorithm.rollout_correction.level"),
-            "is fp8, so samples come from rounded weights, not from the trained ones, and no correction is "
-            "enabled; use algorithm.rollout_correction.level=token (truncated importance weights) or "
-            "sequence, or rollout_correction.bypass=true",
-        )
-
-    if config.resharding.transport.needs.through_files:
-        yield Finding(
-            (_DTYPE, "resharding.transport"),
-            "is fp8, but folders have the dtype of the model; use resharding.transport=auto",
-        )
-
-    if config.actor.served_adapters is not None:
-        yield Finding(
-            (_DTYPE, "actor.lora.sync"),
-            "is fp8, but SGLang gets adapters on top of a model in its own dtype only; use "
-            "actor.lora.sync=merged",
-        )
+    conflicts = (
+        (
+            "rollout.engine",
+            not config.rollout.engine.needs.computes_fp8,
+            f"but the engine {config.rollout.engine.value} computes in the dtype of the model; use "
+            "rollout.dtype=model, or rollout.engine=sglang",
+        ),
+        (
+            "algorithm.rollout_correction.level",
+            correction.level is CorrectionLevel.none and not correction.bypass,
+            "so samples come from rounded weights, not from the trained ones, and no correction is enabled; "
+            "use algorithm.rollout_correction.level=token (truncated importance weights) or sequence, or "
+            "rollout_correction.bypass=true",
+        ),
+        (
+            "resharding.transport",
+            config.resharding.transport.needs.through_files,
+            "but folders have the dtype of the model; use resharding.transport=auto",
+        ),
+        (
+            "actor.lora.sync",
+            config.actor.served_adapters is not None,
+            "but SGLang gets adapters on top of a model in its own dtype only; use actor.lora.sync=merged",
+        ),
+    )
+    for key, is_set, why in conflicts:
+        if is_set:
+            yield Finding((_DTYPE, key), f"is fp8, {why}")
 
 
 def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
@@ -76,15 +74,14 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
         return
     size = config.rollout.tensor_parallel_size
     groups = config.rollout.expert_parallel_size
-    if size % groups or not (partial := [part for part in _parts(policy, size, groups) if not part.is_whole]):
+    if size % groups or not (partial := _partial_blocks(policy, size, groups)):
         return
 
     # Sizes that shard the heads evenly and leave whole blocks.
     fitting = [
         other
         for other in range(groups, policy.num_attention_heads + 1, groups)
-        if policy.num_attention_heads % other == 0
-        and all(part.is_whole for part in _parts(policy, other, groups))
+        if policy.num_attention_heads % other == 0 and not _partial_blocks(policy, other, groups)
     ]
     nearest = [
         max((each for each in fitting if each < size), default=0),
@@ -92,7 +89,7 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
     ]
     options = [each for each in nearest if each]
     use = f"{_TP}={either(options)}, or rollout.dtype=model" if options else "rollout.dtype=model"
-    sizes = ", ".join(f"{part.size:g} {part.dimension} of {part.tensor}" for part in partial)
+    sizes = ", ".join(f"{length:g} {dimension} of {tensor}" for tensor, dimension, length in partial)
     yield Finding(
         (_DTYPE, _TP),
         f"is fp8, but a rank of an engine of {size} would have {sizes} of {path}, and SGLang requires whole "
@@ -100,28 +97,20 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
     )
 
 
-class _Part(NamedTuple):
-    """A rank's part of a projection, or of several that SGLang merges."""
+def _partial_blocks(policy: Architecture, size: int, expert_groups: int) -> list[tuple[str, str, float]]:
+    """Return what does not consist of whole blocks on a rank of an engine of `size` ranks.
 
-    tensor: str
-    dimension: str  # rows or columns
-    size: float
-
-    @property
-    def is_whole(self) -> bool:
-        return self.size % BLOCK == 0
-
-
-def _parts(policy: Architecture, size: int, expert_groups: int) -> Iterator[_Part]:
-    """Yield what must consist of whole blocks on a rank of an engine of `size` ranks.
-
-    What SGLang merges must be whole blocks also on a single rank. The columns of output projections have the
-    size of the rows of input projections.
+    Each is a tensor, its dimension and the length of it. What SGLang merges must be whole blocks also on a
+    single rank. The columns of output projections have the size of the rows of input projections.
     """
     sizes = dimension_sizes(policy)
-    for blocks in (kind.fp8_blocks for kind in kinds_of(policy)):
-        if blocks is not None:
-            yield from (_Part(*part) for part in blocks(sizes, size, size / expert_groups))
+    return [
+        part
+        for kind in kinds_of(policy)
+        if kind.fp8_blocks is not None
+        for part in kind.fp8_blocks(sizes, size, size / expert_groups)
+        if part[2] % BLOCK
+    ]
 
 
 # Transformer Engine multiplies in FP8 only if both dimensions of a weight are multiples of it

@@ -43,13 +43,6 @@ def options(config: RunConfig, role: ModelRole) -> Findings:
             "is adapter, but only the actor of an RL run is sent to engines; remove it",
         )
 
-    if settings.dropout:
-        yield Finding(
-            (f"{key}.dropout",),
-            f"is {settings.dropout:g}, but dropout of adapters is not supported: log-probs of the same "
-            "tokens would differ between passes; use 0",
-        )
-
     if settings.rank is not None and role.routers.bias_update_rate:
         yield Finding(
             (f"{role.name}.experts.bias_update_rate", f"{key}.rank"),

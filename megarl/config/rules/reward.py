@@ -138,7 +138,7 @@ def _fields(file: Path) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-_OWNED = ("model", "messages", "temperature", "seed", "max_tokens", "n", "stream")
+_OWNED = ("model", "messages", "n", "stream")
 
 
 def judges(config: PPOConfig) -> Findings:
@@ -206,8 +206,8 @@ def _server(judge: JudgeConfig, key: str) -> Iterator[Finding]:
     if owned := [name for name in _OWNED if name in judge.request]:
         yield Finding(
             (f"{key}.request",),
-            f"has {', '.join(owned)}, which megarl sets; use the judge's own keys for model, temperature, "
-            "seed and max_tokens, and remove the others",
+            f"has {', '.join(owned)}, which megarl sets; use the judge's own key for model, and remove the "
+            "others",
         )
 
 

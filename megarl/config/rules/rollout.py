@@ -56,15 +56,6 @@ def sampling(config: PPOConfig) -> Findings:
                 f"{_LEAST_TEMPERATURE} or more",
             )
 
-    for key, value, off in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
-        if value != off:
-            yield Finding(
-                (f"rollout.{key}",),
-                f"is {value:g}: a truncated sampler draws from a different distribution than the one whose "
-                f"log-probs the trainer computes, so the PPO ratio would be wrong; use {off:g} for training "
-                f"(rollout.validation.{key} may have any value)",
-            )
-
     # Validation samples are not trained on, so any meaningful sampler is allowed.
     if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
         yield Finding(
@@ -254,37 +245,38 @@ def stages(config: PPOConfig) -> Findings:
     if stages == 1 or not rollout.engine.needs.cuts_models:
         return  # rollout.whole_model refuses stages of other engines
 
-    if rollout.max_staleness and rollout.on_update is not OnUpdate.drain:
-        yield Finding(
-            (_PP, "rollout.max_staleness", "rollout.on_update"),
-            f"is {stages}, but SGLang pauses only one of the micro-batches that its stages have in flight "
-            "(samples would continue while weights change); use rollout.on_update=drain, max_staleness=0, or "
-            "pipeline_parallel_size=1",
-        )
-    if rollout.sglang.server_args.get(ALGORITHM) is not None:
-        yield Finding(
-            (_PP, f"{SECTION}.{ALGORITHM}"),
-            f"is {stages}, but SGLang decodes speculatively in engines of one stage only; use "
-            f"pipeline_parallel_size=1, or remove {ALGORITHM}",
-        )
-    if config.actor.served_adapters is not None:
-        yield Finding(
-            (_PP, "actor.lora.sync"),
-            f"is {stages}, but engines with several stages get adapters merged only; use "
-            "actor.lora.sync=merged, or pipeline_parallel_size=1",
-        )
-    if config.engine.routing_replay is RoutingReplay.rollout:
-        yield Finding(
-            (_PP, "engine.routing_replay"),
-            f"is {stages}, but SGLang's first stage, which answers requests, has the routes of its own "
-            "layers only; use engine.routing_replay=trainer, or pipeline_parallel_size=1",
-        )
-    if rollout.dtype is EngineDType.fp8:
-        yield Finding(
-            (_PP, "rollout.dtype"),
-            f"is {stages}, but megarl has no test of FP8 in engines with several stages; use "
-            "rollout.dtype=model, or pipeline_parallel_size=1",
-        )
+    conflicts = (
+        (
+            ("rollout.max_staleness", "rollout.on_update"),
+            rollout.max_staleness > 0 and rollout.on_update is not OnUpdate.drain,
+            "SGLang pauses only one of the micro-batches that its stages have in flight (samples would "
+            "continue while weights change); use rollout.on_update=drain, max_staleness=0,",
+        ),
+        (
+            (f"{SECTION}.{ALGORITHM}",),
+            rollout.sglang.server_args.get(ALGORITHM) is not None,
+            f"SGLang decodes speculatively in engines of one stage only; remove {ALGORITHM},",
+        ),
+        (
+            ("actor.lora.sync",),
+            config.actor.served_adapters is not None,
+            "engines with several stages get adapters merged only; use actor.lora.sync=merged,",
+        ),
+        (
+            ("engine.routing_replay",),
+            config.engine.routing_replay is RoutingReplay.rollout,
+            "SGLang's first stage, which answers requests, has the routes of its own layers only; use "
+            "engine.routing_replay=trainer,",
+        ),
+        (
+            ("rollout.dtype",),
+            rollout.dtype is EngineDType.fp8,
+            "megarl has no test of FP8 in engines with several stages; use rollout.dtype=model,",
+        ),
+    )
+    for keys, is_set, why in conflicts:
+        if is_set:
+            yield Finding((_PP, *keys), f"is {stages}, but {why} or pipeline_parallel_size=1")
 
 
 def stages_fit_model(config: PPOConfig, policy: Architecture) -> Findings:

@@ -31,9 +31,8 @@ from megarl.config.schema import (
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.machine.wording import counted
 
-SFT_METRIC = "val/loss"  # the only validation metric of `megarl sft`
-# The validation metrics of runs on pairs of answers that can be compared, and which values are better.
-PAIR_METRICS = {"val/loss": MetricMode.min, "val/accuracy": MetricMode.max, "val/margin": MetricMode.max}
+# The validation metrics of runs without rewards, and which values are better. Only pairs have all of them.
+_METRICS = {"val/loss": MetricMode.min, "val/accuracy": MetricMode.max, "val/margin": MetricMode.max}
 
 
 def output_folders(config: RunConfig) -> Findings:
@@ -106,27 +105,16 @@ def tracking(config: RunConfig) -> Findings:
         )
 
 
-def sft_metrics(config: SFTConfig) -> Findings:
-    """Check that `checkpoint.keep_best` and `trainer.early_stop` use the metric of a supervised run."""
+def loss_metrics(config: SFTConfig | PreferenceConfig) -> Findings:
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` use a metric of a run without rewards."""
+    measured = [*_METRICS] if isinstance(config, PreferenceConfig) else ["val/loss"]
     for key, section in _compared(config):
-        if section.metric != SFT_METRIC:
-            message = f"is {section.metric!r}, but `megarl sft` measures only {SFT_METRIC}; use that, or null"
+        metric = section.metric or ""
+        if metric not in measured:
+            message = f"is {metric!r}, but this run measures {', '.join(measured)}; use one, or null"
             yield Finding((f"{key}.metric",), message)
-        elif section.mode is MetricMode.max:
-            yield Finding((f"{key}.mode",), f"is max, but a smaller {SFT_METRIC} is better; use min")
-
-
-def pair_metrics(config: PreferenceConfig) -> Findings:
-    """Check that `checkpoint.keep_best` and `trainer.early_stop` use a metric of a run on pairs."""
-    for key, section in _compared(config):
-        better = PAIR_METRICS.get(section.metric or "")
-        if better is None:
-            message = (
-                f"is {section.metric!r}, but this run measures {', '.join(PAIR_METRICS)}; use one, or null"
-            )
-            yield Finding((f"{key}.metric",), message)
-        elif section.mode is not better:
-            message = f"is {section.mode.value}, but for {section.metric} use {better.value}"
+        elif section.mode is not (better := _METRICS[metric]):
+            message = f"is {section.mode.value}, but for {metric} use {better.value}"
             yield Finding((f"{key}.mode",), message)
 
 

@@ -174,50 +174,50 @@ def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Findings:
 
 def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
     """Check what else the run asks of its engines."""
-    if not config.rollout.engine.needs.speculates:
-        yield Finding(
-            (_ALGORITHM, "rollout.engine"),
-            f"is {name}, but the engine {config.rollout.engine.value} decodes one token at a time; use "
-            "rollout.engine=sglang, or remove it",
-        )
-
-    if config.device is Device.cpu and (problem := problem_on_cpu(config.rollout.sglang.server_args)):
-        yield Finding((_ALGORITHM, "device"), f"is {name}, {problem}")
-
     given = config.rollout.sglang.server_args
     if given.get(REJECTION) and not (algorithm.reads_policy and given.get(TOP_K) == 1):
         yield Finding(
             (f"{SECTION}.{REJECTION}", _ALGORITHM),
             f"is true, which SGLang has for EAGLE and EAGLE3 with {TOP_K} 1 only; set them, or remove it",
         )
+    if config.device is Device.cpu and (problem := problem_on_cpu(given)):
+        yield Finding((_ALGORITHM, "device"), f"is {name}, {problem}")
 
-    if algorithm.has_draft and config.rollout.dtype is EngineDType.fp8:
-        yield Finding(
-            (_ALGORITHM, "rollout.dtype"),
-            f"is {name}, but with fp8 SGLang would read the draft model's weights as FP8, too; use "
-            "rollout.dtype=model, or NGRAM",
-        )
-
-    if config.engine.routing_replay is RoutingReplay.rollout:
-        yield Finding(
-            (_ALGORITHM, "engine.routing_replay"),
-            f"is {name}, but SGLang records routes by a token's place in its cache, which rejected tokens "
-            "share with others; use engine.routing_replay=trainer, or remove it",
-        )
-
-    if config.actor.served_adapters is not None:
-        yield Finding(
-            (_ALGORITHM, "actor.lora.sync"),
-            f"is {name}, which is not supported with adapters that the engine applies; use "
-            "actor.lora.sync=merged, or remove it",
-        )
-
-    if name == "NGRAM" and config.rollout.sglang.deterministic:
-        yield Finding(
-            (_ALGORITHM, "rollout.sglang.deterministic"),
-            "is NGRAM, whose drafts depend on what the engine generated before, and with them the random "
-            "numbers of a sample; use a draft model, or deterministic=false",
-        )
+    conflicts = (
+        (
+            "rollout.engine",
+            not config.rollout.engine.needs.speculates,
+            f"but the engine {config.rollout.engine.value} decodes one token at a time; use "
+            "rollout.engine=sglang, or remove it",
+        ),
+        (
+            "rollout.dtype",
+            algorithm.has_draft and config.rollout.dtype is EngineDType.fp8,
+            "but with fp8 SGLang would read the draft model's weights as FP8, too; use rollout.dtype=model, "
+            "or NGRAM",
+        ),
+        (
+            "engine.routing_replay",
+            config.engine.routing_replay is RoutingReplay.rollout,
+            "but SGLang records routes by a token's place in its cache, which rejected tokens share with "
+            "others; use engine.routing_replay=trainer, or remove it",
+        ),
+        (
+            "actor.lora.sync",
+            config.actor.served_adapters is not None,
+            "which is not supported with adapters that the engine applies; use actor.lora.sync=merged, or "
+            "remove it",
+        ),
+        (
+            "rollout.sglang.deterministic",
+            name == "NGRAM" and config.rollout.sglang.deterministic,
+            "whose drafts depend on what the engine generated before, and with them the random numbers of a "
+            "sample; use a draft model, or deterministic=false",
+        ),
+    )
+    for key, is_set, why in conflicts:
+        if is_set:
+            yield Finding((_ALGORITHM, key), f"is {name}, {why}")
 
 
 def _known() -> str:

@@ -91,10 +91,8 @@ from megarl.config.schema.models import (
     Recompute,
     RecomputeModule,
     ReferenceConfig,
-    ReferenceMegatronConfig,
     SourceTeacherConfig,
     TeacherConfig,
-    TrainedModelConfig,
 )
 from megarl.config.schema.reward import (
     JudgeConfig,

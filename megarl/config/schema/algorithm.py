@@ -199,7 +199,13 @@ class ValueLossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KLControllerConfig:
-    kind: KLControllerKind = KLControllerKind.fixed  # controller of the coefficient in the reward
+    # controller of the coefficient in the reward
+    kind: KLControllerKind = only_with(
+        KLControllerKind.fixed,
+        Reader("algorithm.kl.where", (KLWhere.reward,)),
+        is_refused=True,
+        why="it adjusts the penalty in the reward",
+    )
     target: float = only_with(
         ranged(0.1, above=0), Reader(".kind", (KLControllerKind.adaptive,))
     )  # target KL

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, names, only_with, prose, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, matters, names, only_with, prose, ranged
 
 
 class Overlong(str, Enum):
@@ -100,19 +100,28 @@ class RatedPairColumnsConfig(PairColumnsConfig):
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     # files of prompts: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))
+    train_files: list[str] = matters(
+        field(default=MISSING, metadata=names(InputKind.data)), "always: your prompts"
+    )
     # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out prompts, for validation
-    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))
+    val_files: list[str] = matters(
+        field(default_factory=list, metadata=names(InputKind.data)),
+        "to measure the policy on prompts that it is not trained on; with `trainer.validate_every_steps`",
+    )
     columns: PromptColumnsConfig = field(default_factory=PromptColumnsConfig)
     system_prompt: str | None = prose(None)  # added to conversations that have no system message
-    max_prompt_length: int = ranged(1024, at_least=1)  # maximum prompt tokens, including the chat template
-    max_response_length: int = ranged(1024, at_least=1)  # maximum response tokens
+    # maximum prompt tokens, including the chat template
+    max_prompt_length: int = matters(ranged(1024, at_least=1), "to the length of your longest prompt")
+    # maximum response tokens
+    max_response_length: int = matters(
+        ranged(1024, at_least=1), "if many responses are cut off; memory and time of a step grow with it"
+    )
     overlong: Overlong = Overlong.refuse  # how to handle prompts that exceed max_prompt_length
     lossy: LossyText = LossyText.refuse  # how to handle prompts that do not round-trip through the tokenizer
-    max_image_mb: int = only_with(ranged(32, at_least=1), _IMAGES)  # maximum size of an image file
-    # maximum width times height of an image, so that a small file cannot occupy all memory once decoded
+    # maximum width times height of an image, so that a small file cannot occupy all memory once decoded. Its
+    # file has at most as many bytes, or 32 MiB
     max_image_pixels: int = only_with(ranged(2**25, at_least=1), _IMAGES)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     shuffle: bool = True  # reshuffle the rows in each epoch

@@ -143,7 +143,7 @@ def only_with[Value](
     Calls can be nested, if a key needs one setting and another.
     """
     declared = cast(Field[Any], default if isinstance(default, Field) else field(default=default))
-    needs = (OnlyWith(readers, is_refused, is_usual, why), *declared.metadata.get(OnlyWith, ()))
+    needs = (OnlyWith(readers, is_refused, is_usual, why), *needs_of(declared))
     declared.metadata = MappingProxyType({**declared.metadata, OnlyWith: needs})
     return cast(Value, declared)
 
@@ -151,6 +151,18 @@ def only_with[Value](
 def needs_of(key: Field[Any]) -> tuple[OnlyWith, ...]:
     """Return the settings that a key needs, all of them."""
     return key.metadata.get(OnlyWith, ())
+
+
+def matters[Value](default: Value, when: str) -> Value:
+    """Declare a key that most runs set, with when to set or change it. It is shown before other keys."""
+    declared = cast(Field[Any], default if isinstance(default, Field) else field(default=default))
+    declared.metadata = MappingProxyType({**declared.metadata, matters: when})
+    return cast(Value, declared)
+
+
+def when_to_change(key: Field[Any]) -> str:
+    """Return when to change a key that most runs set; an empty string for other keys."""
+    return key.metadata.get(matters, "")
 
 
 def range_of(key: Field[Any]) -> Range:

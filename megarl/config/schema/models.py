@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, names, numbers, only_with, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, matters, names, numbers, only_with, ranged
 from megarl.models.architecture import LoRA
 
 
@@ -24,18 +24,12 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceMegatronConfig:
-    """Options of Megatron-Core for the reference, which needs no others than those of its layers."""
-
-    # fields of TransformerConfig; null: those of the actor, so that both compute with the same numerics
-    transformer: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class FrozenMegatronConfig:
-    """Options of Megatron-Core for a model that does not train."""
+    """Options of Megatron-Core for a model that does not train, which needs no others than of its layers."""
 
-    transformer: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig
+    # fields of TransformerConfig; null: for the reference those of the actor, so that both compute with the
+    # same numerics, for other models none
+    transformer: dict[str, Any] | None = field(default_factory=dict)
 
 
 class DType(str, Enum):
@@ -81,7 +75,7 @@ class ModelConfig:
     """The policy: a Hugging Face folder (`config.json`, safetensors, tokenizer)."""
 
     # path of the model folder, or a name on the Hugging Face hub
-    path: str = field(default=MISSING, metadata=names(InputKind.data))
+    path: str = matters(field(default=MISSING, metadata=names(InputKind.data)), "always: the model to train")
     trust_remote_code: bool = False  # run Python files from the folder; enable only for trusted authors
     dtype: DType = DType.auto  # data type of weights and activations, in trainer and engine
 
@@ -109,7 +103,9 @@ class ParallelConfig:
     """
 
     # ranks that shard each layer's weight matrices, all on one node
-    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
+    tensor_parallel_size: int = matters(
+        ranged(1, at_least=1, at_most=1024), "if the model and its optimizer do not fit; at most one node"
+    )
     pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # stages of consecutive layers
     # virtual stages per pipeline stage, which shrink the pipeline bubble
     virtual_pipeline_parallel_size: int | None = only_with(
@@ -120,7 +116,10 @@ class ParallelConfig:
     )
     # ranks that split the tokens of each sequence, for long sequences
     context_parallel_size: int = ranged(1, at_least=1, at_most=1024)
-    data_parallel_size: int = ranged(1, at_least=1, at_most=10000)  # replicas, each with a share of the batch
+    # replicas, each with a share of the batch
+    data_parallel_size: int = matters(
+        ranged(1, at_least=1, at_most=10000), "devices of the actor / its other parallel sizes"
+    )
     # split activations between the matrices over the tensor-parallel ranks by token, which saves memory
     sequence_parallel: bool = only_with(
         False,
@@ -192,7 +191,11 @@ class OnNonFinite(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float = ranged(1e-6, above=0, at_most=1)  # learning rate after the warm-up
+    # learning rate after the warm-up
+    lr: float = matters(
+        ranged(1e-6, above=0, at_most=1),
+        "larger if the score does not rise, smaller if it collapses",
+    )
     betas: list[float] = numbers([0.9, 0.95], at_least=0, below=1)  # Adam's beta1 and beta2
     eps: float = ranged(1e-8, above=0, at_most=1)  # Adam's epsilon
     weight_decay: float = ranged(0.01, at_least=0)  # decoupled (AdamW); not applied to norms and biases
@@ -213,7 +216,9 @@ class MicroBatchConfig:
 
     sequences: int | None = ranged(None, at_least=1)  # rows of a micro-batch
     # maximum tokens of a micro-batch per rank; the main control of activation memory
-    max_tokens: int | None = ranged(None, at_least=1)
+    max_tokens: int | None = matters(
+        ranged(None, at_least=1), "larger to use the memory that is left, smaller if the actor runs out of it"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,8 +266,6 @@ class LoRAConfig:
     # modules that train in full next to the adapters, by PEFT's names: embed_tokens, lm_head, or both; a
     # reference that is the model without its adapters has the original ones
     modules_to_save: list[str] = _of_adapters(field(default_factory=list))
-    # must be 0: with dropout, the policy that is trained would not be the one that generates
-    dropout: float = ranged(0.0, at_least=0, below=1)
     sync: LoRASync = _of_adapters(
         LoRASync.merged
     )  # what a weight sync sends to the engines (of the actor only)
@@ -271,8 +274,8 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedModelConfig:
-    """The layout, optimizer, micro-batches and recomputation of a trained model."""
+class ActorConfig:
+    """The layout, optimizer, micro-batches and recomputation of the policy, or of another trained model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -281,7 +284,8 @@ class TrainedModelConfig:
     experts: ExpertsConfig = only_with(field(default_factory=ExpertsConfig), _EXPERTS, is_refused=True)
     # do not train the vision tower of a model that reads images
     freeze_vision: bool = only_with(False, Reader("model.path", architecture="vision"), is_refused=True)
-    recompute: Recompute = Recompute.none  # which activations are recomputed instead of saved
+    # which activations are recomputed instead of saved
+    recompute: Recompute = matters(Recompute.none, "`full`, if the actor runs out of memory; it is slower")
     # the modules of each layer to recompute
     recompute_modules: list[RecomputeModule] = only_with(
         field(default_factory=lambda: [RecomputeModule.core_attn]),
@@ -317,18 +321,13 @@ class TrainedModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig(TrainedModelConfig):
-    pass
-
-
-@dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
     # model folder of the critic; null: initialized from the policy's folder
     path: str | None = field(default=None, metadata=names(InputKind.data))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig(TrainedModelConfig):
+class CriticConfig(ActorConfig):
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
 
@@ -340,7 +339,7 @@ class ReferenceConfig:
     # model folder of the reference; null: the policy's folder
     path: str | None = field(default=None, metadata=names(InputKind.data))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    megatron: ReferenceMegatronConfig = field(default_factory=ReferenceMegatronConfig)
+    megatron: FrozenMegatronConfig = field(default_factory=lambda: FrozenMegatronConfig(transformer=None))
 
 
 @dataclass(frozen=True, kw_only=True)

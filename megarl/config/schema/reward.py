@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, names, only_with, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, matters, names, only_with, ranged
 from megarl.config.schema.models import FrozenMegatronConfig, MicroBatchConfig, ParallelConfig
 
 
@@ -43,11 +43,8 @@ class JudgeConfig:
     weight: float = 1.0  # factor of its score
     # name of the environment variable with the API key; null: no key is sent
     api_key_env: str | None = None
-    temperature: float | None = ranged(0.0, at_least=0, at_most=2)  # null: not sent
-    seed: int | None = ranged(0, at_least=0)  # null: not sent
-    # maximum tokens of a reply, and a longer one is a failure; null: not sent
-    max_tokens: int | None = ranged(1024, at_least=1)
-    # further fields of the request, such as {chat_template_kwargs: {enable_thinking: false}}
+    # fields of the request, such as {chat_template_kwargs: {enable_thinking: false}}, which replace
+    # {temperature: 0, seed: 0, max_tokens: 1024}; a field that is null is not sent
     request: dict[str, Any] = field(default_factory=dict)
     max_concurrency: int = ranged(32, at_least=1, at_most=10000)  # requests at the same time
     time_limit_s: float = ranged(60.0, above=0)  # time limit of each attempt
@@ -131,7 +128,9 @@ class RewardModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     # reward functions, whose weighted scores are added; see Rewards
-    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    functions: list[RewardFunctionConfig] = matters(
+        field(default_factory=list), "always, unless a judge or a model scores: your score of a response"
+    )
     # models that score through an OpenAI-compatible API, whose weighted scores are added; see Rewards
     judges: list[JudgeConfig] = field(default_factory=list)
     sandbox: RewardSandboxConfig = field(default_factory=RewardSandboxConfig)

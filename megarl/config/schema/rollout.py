@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from megarl.config.kinds import RolloutEngineKind, Transport
-from megarl.config.schema.keys import Reader, naming, only_with, ranged
+from megarl.config.schema.keys import Reader, matters, naming, only_with, ranged
 
 
 class EngineDType(str, Enum):
@@ -59,11 +59,17 @@ class SGLangConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    engine: RolloutEngineKind = RolloutEngineKind.hf  # generation engine
+    engine: RolloutEngineKind = matters(RolloutEngineKind.hf, "`sglang` on GPUs")  # generation engine
     dtype: EngineDType = EngineDType.model  # dtype of the engine's weights
-    num_replicas: int = ranged(1, at_least=1, at_most=10000)  # engines, each with a full copy of the model
+    # engines, each with a full copy of the model
+    num_replicas: int = matters(
+        ranged(1, at_least=1, at_most=10000), "devices of the rollout / devices of an engine"
+    )
     # devices of each pipeline stage of an engine, which shard every weight matrix of its layers
-    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
+    tensor_parallel_size: int = matters(
+        ranged(1, at_least=1, at_most=1024),
+        "if the model and the cache of its sequences do not fit a device",
+    )
     # pipeline stages of an engine, over which its layers are distributed
     pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     # groups of an engine's devices over which whole experts are distributed
@@ -72,12 +78,12 @@ class RolloutConfig:
         Reader("model.path", architecture="experts"),
         is_refused=True,
     )
-    n: int = ranged(1, at_least=1)  # samples per prompt
+    # samples per prompt
+    n: int = matters(ranged(1, at_least=1), "8 or more, if the algorithm compares the samples of a prompt")
     # sampling temperature, above 0; the trainer divides its logits by it too
-    temperature: float = ranged(1.0, at_least=0, at_most=100)
-    # must be 1 for training, because a truncated sampler changes the distribution
-    top_p: float = ranged(1.0, above=0, at_most=1)
-    top_k: int = -1  # must be -1 for training, for the same reason
+    temperature: float = matters(
+        ranged(1.0, at_least=0, at_most=100), "rarely: above 1 if the samples of a prompt are too similar"
+    )
     max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates concurrently
     # steps that generation may run ahead of training (async rollout); 0: it waits for new weights
     max_staleness: int = ranged(0, at_least=0, at_most=64)
@@ -97,8 +103,7 @@ class RolloutConfig:
     )
     # fraction of a step's prompts that may be dropped and replaced if an engine cannot generate their samples
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
-    restart_limit: int = ranged(3, at_least=0)  # replica restarts allowed within restart_window_s
-    restart_window_s: float = ranged(86_400.0, above=0)  # seconds in which restarts are counted
+    restart_limit: int = ranged(3, at_least=0)  # replica restarts allowed within a day
     # seconds without progress after which an engine is considered hung
     health_limit_s: float = ranged(120.0, at_least=1)
     validation: SamplingConfig = only_with(
@@ -115,7 +120,7 @@ class RolloutConfig:
     @property
     def training(self) -> SamplingConfig:
         """The sampling settings of training samples."""
-        return SamplingConfig(n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+        return SamplingConfig(n=self.n, temperature=self.temperature)
 
     def settings_of(self, engine: RolloutEngineKind) -> SGLangConfig | None:
         """Return the section of an engine; None if it has none."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.kinds import AdvantageEstimator, LoggerKind
-from megarl.config.schema.keys import Reader, only_with, ranged, written
+from megarl.config.schema.keys import Reader, matters, only_with, ranged, written
 
 # Values of `checkpoint.resume` besides the path of a checkpoint.
 RESUME_AUTO = "auto"
@@ -133,7 +133,8 @@ class CheckpointConfig:
 
     # checkpoint folder; null: `checkpoints` in `trainer.output_dir`
     dir: str | None = field(default=None, metadata=written())
-    every_steps: int = ranged(0, at_least=0)  # steps between checkpoints; 0: do not save by steps
+    # steps between checkpoints; 0: do not save by steps
+    every_steps: int = matters(ranged(0, at_least=0), "so that an interrupted run repeats few steps")
     # minutes between checkpoints, each saved at the end of a step; 0: do not save by time
     every_minutes: float = ranged(0.0, at_least=0)
     # save after the last step, so that training can be extended; SIGTERM and Ctrl-C always save
@@ -158,9 +159,16 @@ _VALIDATION = Reader("data.val_files", example="[FILE.parquet]")
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     # training steps; each generates samples, scores them and updates the policy
-    total_steps: int = ranged(100, at_least=1)
-    prompts_per_step: int = ranged(256, at_least=1)  # prompts of a step, each with `rollout.n` samples
-    updates_per_step: int = ranged(1, at_least=1)  # optimizer steps in one pass over a step's samples
+    total_steps: int = matters(ranged(100, at_least=1), "always: the length of the run")
+    # prompts of a step, each with `rollout.n` samples
+    prompts_per_step: int = matters(
+        ranged(256, at_least=1), "larger for less noise, smaller for shorter steps"
+    )
+    # optimizer steps in one pass over a step's samples
+    updates_per_step: int = matters(
+        ranged(1, at_least=1),
+        "2 to 16 to learn more from each step; fewer if `actor/approx_kl` is high",
+    )
     epochs_per_batch: int = ranged(1, at_least=1)  # passes over a step's samples
     # initial steps that train only the critic
     critic_warmup_steps: int = only_with(
@@ -179,7 +187,9 @@ class TrainerConfig:
     phase_time_limit_s: float = ranged(1800.0, at_least=1)
     seed: int = ranged(0, at_least=0)  # seed of sampled tokens, mini-batches and newly initialized weights
     # output folder of metrics, timeline, checkpoints and the trained model
-    output_dir: str = field(default="outputs/run", metadata=written())
+    output_dir: str = matters(
+        field(default="outputs/run", metadata=written()), "always: another folder for each run"
+    )
 
     @property
     def one_update(self) -> bool:
@@ -237,12 +247,9 @@ class TrackingConfig:
     otlp_endpoint: str | None = only_with(None, Reader(".loggers", (LoggerKind.opentelemetry,)))
     # samples written per validation
     log_generations: int = only_with(only_with(ranged(8, at_least=0), _VALIDATION), _GENERATING)
-    # steps between files of samples in `samples/`, in addition to the first and last step; 0: none
+    # steps between files of samples in `samples/`, in addition to the first and last step; 0: none. Beyond
+    # 4 GiB, files are thinned evenly over the run
     samples_every_steps: int = only_with(ranged(10, at_least=0), _GENERATING)
-    # size limit of `samples/`, in 2**30 bytes; beyond it, files are thinned evenly over the run
-    samples_max_gb: float = only_with(
-        only_with(ranged(4.0, above=0), Reader(".samples_every_steps", example="10")), _GENERATING
-    )
     # newest steps whose training batches are kept in `batches/`, for `megarl replay`; 0: none
     record_batches: int = ranged(0, at_least=0)
 
@@ -270,15 +277,13 @@ class RecoveryConfig:
     enabled: bool = False
     # steps between snapshots of the training state in host memory; the samples of these steps are kept, too
     snapshot_every_steps: int = only_with(ranged(1, at_least=1), _ENABLED)
-    # recoveries within `window_steps` steps; one more ends the run
+    # recoveries within ten steps; one more ends the run
     max_restarts: int = only_with(ranged(3, at_least=1), _ENABLED)
     # how long a run that lost a node waits until the cluster has another free one, in seconds
     wait_for_node_s: float = only_with(ranged(300.0, at_least=0), _ENABLED)
     # when a node is lost and no other is free, continue with fewer data-parallel replicas instead of waiting;
     # results then equal those of the undisturbed run only up to rounding
     allow_fewer_replicas: bool = only_with(False, _ENABLED)
-    # steps over which `max_restarts` counts
-    window_steps: int = only_with(ranged(10, at_least=1), _ENABLED)
     # optimizer steps between bitwise comparisons of weights that several ranks hold; a rank whose copy
     # differs counts as lost; 0: never
     check_replicas_every: int = ranged(0, at_least=0)
@@ -306,8 +311,12 @@ class OverBudget(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    strategy: PlacementStrategy = PlacementStrategy.split_collocate  # see Placements
-    num_nodes: int = ranged(1, at_least=1, at_most=10000)  # nodes over which the pools are spread
+    # see Placements
+    strategy: PlacementStrategy = matters(
+        PlacementStrategy.split_collocate, "`hybrid`, if actor and engines share all devices in turn"
+    )
+    # nodes over which the pools are spread
+    num_nodes: int = matters(ranged(1, at_least=1, at_most=10000), "the size of your cluster")
     # devices of each node; null: as many as the roles need
     devices_per_node: int | None = ranged(None, at_least=1, at_most=128)
     # the pool of each role; the roles of a pool share its devices in time
@@ -319,7 +328,9 @@ class PlacementConfig:
         field(default_factory=dict), Reader(".strategy", (PlacementStrategy.custom,)), is_refused=True
     )
     # memory budget of one device, in 2**30 bytes; null: the plan's estimate is not checked
-    device_memory_gb: float | None = ranged(None, above=0)
+    device_memory_gb: float | None = matters(
+        ranged(None, above=0), "about 90 % of a device's memory, so that a run that does not fit is refused"
+    )
     # peak of one device, for `perf/mfu/*`; null: the bfloat16 peak of a known GPU
     device_peak_tflops: float | None = ranged(None, above=0)
     # kind of device, for predicted step times: a name in configs/devices, or a file of `megarl calibrate`,

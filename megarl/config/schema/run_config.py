@@ -16,7 +16,7 @@ from megarl.config.schema.data import (
     RatedPreferenceDataConfig,
     SFTDataConfig,
 )
-from megarl.config.schema.keys import Reader, only_with
+from megarl.config.schema.keys import Reader, matters, only_with
 from megarl.config.schema.models import (
     ActorConfig,
     CriticConfig,
@@ -25,7 +25,6 @@ from megarl.config.schema.models import (
     ReferenceConfig,
     SourceTeacherConfig,
     TeacherConfig,
-    TrainedModelConfig,
 )
 from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.rollout import ReshardingConfig, RolloutConfig
@@ -58,7 +57,8 @@ class RunConfig(ABC):
     """Base class of all kinds of run. Each kind is a frozen dataclass of sections.
 
     The common sections are declared here and defined by each kind, in the order of its files and of the
-    reference page. Properties abstract over the differences between the kinds.
+    reference page. Properties abstract over the differences between the kinds. Those that are defined here
+    are of kinds that make one update with the rows of a file and generate nothing.
     """
 
     kind: RunKind
@@ -87,29 +87,29 @@ class RunConfig(ABC):
         """The rows of the data files that a step trains on: prompts or whole conversations."""
 
     @property
-    @abstractmethod
     def samples_per_prompt(self) -> int:
         """The samples that are generated for each of these rows; 1 if nothing is generated."""
+        return 1
 
     @property
-    @abstractmethod
     def updates_per_pass(self) -> int:
         """The number of mini-batches, and so of optimizer steps, in one pass over a step's samples."""
+        return 1
 
     @property
-    @abstractmethod
     def passes_per_step(self) -> int:
         """The number of passes over a step's samples."""
+        return 1
 
     @property
-    @abstractmethod
     def longest_prompt(self) -> int:
         """The maximum number of prompt tokens of a row, which have no loss."""
+        return 1
 
     @property
-    @abstractmethod
     def longest_response(self) -> int:
         """The maximum number of response tokens of a row."""
+        return self.data.longest_row - 1
 
     @property
     def rows_together(self) -> int:
@@ -128,9 +128,9 @@ class RunConfig(ABC):
     # ---- models
 
     @property
-    @abstractmethod
-    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
+    def trained_models(self) -> Mapping[str, ActorConfig]:
         """The sections of the models that this kind of run can train, by key."""
+        return {"actor": self.actor}
 
     @property
     def actor_steps(self) -> int:
@@ -157,9 +157,9 @@ class RunConfig(ABC):
         """The key of `prompts_per_step`."""
 
     @property
-    @abstractmethod
     def length_keys(self) -> tuple[str, ...]:
         """The keys that limit the length of a row."""
+        return ("data.max_length",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,9 @@ class PPOConfig(RunConfig):
     kind: RunKind = RunKind.ppo  # kind of run, which determines the valid keys of the file
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = matters(
+        field(default_factory=AlgorithmConfig), "always: the name of a preset, such as grpo, dapo or ppo"
+    )
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = only_with(field(default_factory=ReferenceConfig), _PENALTY, is_usual=True)
     teacher: TeacherConfig = only_with(field(default_factory=TeacherConfig), _TEACHER, is_refused=True)
@@ -215,7 +217,7 @@ class PPOConfig(RunConfig):
         return self.data.max_response_length
 
     @property
-    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
+    def trained_models(self) -> Mapping[str, ActorConfig]:
         return {"actor": self.actor, "critic": self.critic}
 
     @property
@@ -262,36 +264,8 @@ class SFTConfig(RunConfig):
         return self.trainer.samples_per_step
 
     @property
-    def samples_per_prompt(self) -> int:
-        return 1
-
-    @property
-    def updates_per_pass(self) -> int:
-        return 1
-
-    @property
-    def passes_per_step(self) -> int:
-        return 1
-
-    @property
-    def longest_prompt(self) -> int:
-        return 1
-
-    @property
-    def longest_response(self) -> int:
-        return self.data.max_length - 1
-
-    @property
-    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
-        return {"actor": self.actor}
-
-    @property
     def batch_key(self) -> str:
         return "trainer.samples_per_step"
-
-    @property
-    def length_keys(self) -> tuple[str, ...]:
-        return ("data.max_length",)
 
 
 class PreferenceConfig(RunConfig):
@@ -309,36 +283,12 @@ class PreferenceConfig(RunConfig):
         return 2
 
     @property
-    def updates_per_pass(self) -> int:
-        return 1
-
-    @property
-    def passes_per_step(self) -> int:
-        return 1
-
-    @property
-    def longest_prompt(self) -> int:
-        return 1
-
-    @property
-    def longest_response(self) -> int:
-        return self.data.max_length - 1
-
-    @property
     def rows_together(self) -> int:
         return 2
 
     @property
-    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
-        return {"actor": self.actor}
-
-    @property
     def batch_key(self) -> str:
         return "trainer.pairs_per_step"
-
-    @property
-    def length_keys(self) -> tuple[str, ...]:
-        return ("data.max_length",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ They are started one by one, given weights together, and restarted when they die
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,8 +73,7 @@ class Replicas:
     Args:
         places: Location of each replica.
         build_engine: Builds the engine in the process of a replica; see `RolloutWorker`.
-        restart_limit: Number of restarts within `restart_window_s` after which the run ends.
-        restart_window_s: The length of this window in seconds.
+        restart_limit: Number of restarts within a day after which the run ends.
         phase_time_limit_s: Time limit of a call.
         at_work: Groups that work concurrently.
         wait_for_node_s: How long to wait for a free node after one is lost.
@@ -87,7 +85,6 @@ class Replicas:
         build_engine: Callable[..., EnginePart],
         *,
         restart_limit: int,
-        restart_window_s: float = math.inf,
         phase_time_limit_s: float,
         at_work: AtWork = NO_LIMITS,
         wait_for_node_s: float = 0.0,
@@ -96,7 +93,7 @@ class Replicas:
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
         self._phase_time_limit_s = phase_time_limit_s
         self._at_work = at_work
-        self._budget = RestartBudget(restart_limit, restart_window_s)
+        self._budget = RestartBudget(restart_limit)
         self._wait_for_node_s = wait_for_node_s
         self._spans: list[Span] = []
         self._node_ids: dict[int, list[str]] = {}  # the nodes on which each replica was started

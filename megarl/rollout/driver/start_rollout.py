@@ -117,7 +117,6 @@ def start_replicas(
         replica_places(plan, device, pools),
         partial(build_engine, spec),
         restart_limit=config.rollout.restart_limit,
-        restart_window_s=config.rollout.restart_window_s,
         phase_time_limit_s=limit_s,
         at_work=at_work(plan),
         wait_for_node_s=node_wait_s(config.recovery),
@@ -189,7 +188,6 @@ def start_rollout(
             config.max_row_tokens,
         ),
         restart_limit=config.rollout.restart_limit,
-        restart_window_s=config.rollout.restart_window_s,
         hang_limit_s=(agent.harness.time_limit_s if agent.harness.is_used else agent.time_limit_s)
         + _ANSWER_GRACE_S,
         phase_time_limit_s=limit_s,

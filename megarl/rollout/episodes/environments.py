@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,8 +55,7 @@ class Environments:
     Args:
         pools: Pool of each process.
         worker: Worker class to start there.
-        restart_limit: Number of restarts within `restart_window_s` after which the run ends.
-        restart_window_s: The length of this window in seconds.
+        restart_limit: Number of restarts within a day after which the run ends.
         hang_limit_s: A process that has unanswered turns and reports none for this long is restarted.
         phase_time_limit_s: Time limit of a call.
         wait_for_node_s: How long to wait for a free node after one is lost.
@@ -70,7 +68,6 @@ class Environments:
         worker: RayClassWithInitArgs,
         *,
         restart_limit: int,
-        restart_window_s: float = math.inf,
         hang_limit_s: float,
         phase_time_limit_s: float,
         wait_for_node_s: float = 0.0,
@@ -79,7 +76,7 @@ class Environments:
         self._pools = tuple(pools)
         self._worker = worker
         self._wait = wait
-        self._budget = RestartBudget(restart_limit, restart_window_s)
+        self._budget = RestartBudget(restart_limit)
         self._hang_limit_s = hang_limit_s
         self._phase_time_limit_s = phase_time_limit_s
         self._wait_for_node_s = wait_for_node_s

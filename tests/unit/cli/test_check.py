@@ -344,7 +344,9 @@ def test_weights_through_files_are_said_to_be(
 def test_schema_rules_and_placement_are_listed_together(ppo: str) -> None:
     with pytest.raises(ConfigError, match="3 problems"):
         load_for_plan(
-            PPOConfig, ppo, ["rollout.top_k=5", "tracking.loggers=[swanlab]", "placement.devices_per_node=2"]
+            PPOConfig,
+            ppo,
+            ["rollout.temperature=0", "tracking.loggers=[swanlab]", "placement.devices_per_node=2"],
         )
     with pytest.raises(ConfigError, match="1 problem\n"):  # no placement can be counted with this
         load_for_plan(PPOConfig, ppo, ["placement.num_nodes=0"])

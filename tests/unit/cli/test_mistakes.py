@@ -123,7 +123,7 @@ MISTAKES: dict[str, Mistake] = {
         said="did you mean mem_fraction_static?",
     ),
     "updates that do not divide": override("trainer.updates_per_step=3", said="use updates_per_step 2 or 4"),
-    "a truncated sampler": override("rollout.top_p=0.9", said="use 1 for training"),
+    "a truncated sampler": override("rollout.top_p=0.9", said="truncated sampler"),
     "a greedy sampler": override("rollout.temperature=0", said="use 1.0, the usual choice"),
     "an unknown logger": override(
         "tracking.loggers=[comet]", said="must be a list, each item one of console"

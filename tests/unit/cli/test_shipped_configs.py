@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from megarl.cli.main import main
+from megarl.config.compare import flat
 from megarl.config.schema import PPOConfig, Transport
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
@@ -200,6 +202,17 @@ def test_the_published_models_have_the_parameters_of_their_cards() -> None:
 def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
     files = {file.stem for file in CONFIGS_DIR.glob("*.yaml")}
     assert files == {*RUNS, *QUICKSTART}
+
+
+def test_files_do_not_repeat_what_they_have_in_common() -> None:
+    base = dict(flat(yaml.safe_load((CONFIGS_DIR / "base" / "cluster.yaml").read_text())))
+    repeated = [
+        f"{run}: {key}"
+        for run in RUNS
+        for key, value in flat(yaml.safe_load((CONFIGS_DIR / f"{run}.yaml").read_text()))
+        if base.get(key) == value
+    ]
+    assert repeated == []
 
 
 @pytest.mark.parametrize("run", [*FEW_TENSORS, *QUICKSTART])

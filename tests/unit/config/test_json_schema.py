@@ -356,3 +356,13 @@ def described(properties: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 def test_each_kind_of_run_has_a_schema() -> None:
     assert {kind.value for kind in RunKind} < set(KINDS)
+
+
+def test_keys_that_most_runs_set_are_first_and_say_when() -> None:
+    properties = json_schema("ppo")["properties"]
+    rollout = properties["rollout"]["properties"]
+    assert list(rollout)[:5] == ["engine", "num_replicas", "tensor_parallel_size", "n", "temperature"]
+    assert rollout["engine"]["description"].endswith("\nWhen to set it: `sglang` on GPUs")
+    assert "When to set it" not in rollout["dtype"]["description"]
+    # Sections with such keys are first, too.
+    assert list(properties["actor"]["properties"])[:4] == ["parallel", "optim", "micro_batch", "recompute"]

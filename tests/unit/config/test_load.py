@@ -481,8 +481,9 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         f"actor.recompute: is 'sometimes', but must be one of none, selective, full [{path}]",
         f"actor.parallel.sequence_parallel: is 5, but must be true or false [{path}]",
         f"actor.parallel.tensor_parallel_size: is 'two', but must be an integer [{path}]",
-        "critic: is 3, but must be a section with the keys parallel, lora, optim, micro_batch, experts, "
-        f"freeze_vision, recompute, recompute_modules, recompute_num_layers, megatron, model [{path}]",
+        "critic: is 3, but must be a section with the keys parallel, optim, micro_batch, recompute, "
+        "lora, experts, freeze_vision, recompute_modules, recompute_num_layers, megatron, model "
+        f"[{path}]",
         f"data.train_files: is {{'a': 'x'}}, but must be a list, each item a string [{path}]",
         f"data.seed: is 1.5, but must be an integer [{path}]",
         f"reward.functions[0].nam: unknown key; did you mean reward.functions[0].name? [{path}]",

@@ -446,7 +446,7 @@ def test_what_the_table_of_slime_points_at_exists() -> None:
         (PPOConfig, "n_samples_per_prompt: 8", "is a slime argument; use rollout.n"),
         (PPOConfig, "pipeline_model_parallel_size: 2", "use actor.parallel.pipeline_parallel_size"),
         (PPOConfig, "offload_train: true", "without a counterpart in megarl: megarl derives"),
-        (SFTConfig, "rollout_top_k: 4", "the slime argument for rollout.top_k, which this kind"),
+        (SFTConfig, "rollout_temperature: 1", "the slime argument for rollout.temperature, which this kind"),
     ],
 )
 def test_an_argument_of_slime_is_answered(kind: type, text: str, said: str, tmp_path: Path) -> None:

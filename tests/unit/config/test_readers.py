@@ -38,19 +38,19 @@ ALWAYS_READ = {
     *(f"data.columns.{name}" for name in ("chosen", "rejected", "margin")),
     *("algorithm.advantage.estimator", "algorithm.advantage.function"),
     *("algorithm.policy_loss.kind", "algorithm.policy_loss.function", "algorithm.policy_loss.aggregation"),
-    *("algorithm.kl.where", "algorithm.kl.controller.kind"),
+    "algorithm.kl.where",
     *("algorithm.rollout_correction.level", "algorithm.rollout_correction.bypass"),
     "algorithm.rollout_correction.rejection.estimator",
     *("algorithm.overlong.buffer_share", "algorithm.dynamic_sampling.enabled"),
     *("actor.parallel", "actor.optim", "actor.micro_batch", "actor.recompute", "actor.megatron"),
-    *("actor.lora.rank", "actor.lora.dropout", "reference.path", "loss"),
+    *("actor.lora.rank", "reference.path", "loss"),
     *("reward.functions", "reward.judges", "reward.model.path", "reward.pass_score", "reward.max_error_rate"),
     *("agent.tools", "agent.environment.path", "agent.harness.command", "agent.harness.function.path"),
     "agent.harness.external",
     *(f"rollout.{name}" for name in ("engine", "dtype", "num_replicas", "tensor_parallel_size", "n")),
-    *(f"rollout.{name}" for name in ("pipeline_parallel_size", "temperature", "top_p", "top_k")),
+    *(f"rollout.{name}" for name in ("pipeline_parallel_size", "temperature")),
     *(f"rollout.{name}" for name in ("max_concurrency", "max_staleness", "max_error_rate")),
-    *(f"rollout.{name}" for name in ("restart_limit", "restart_window_s", "health_limit_s")),
+    *(f"rollout.{name}" for name in ("restart_limit", "health_limit_s")),
     *(f"placement.{name}" for name in ("strategy", "num_nodes", "devices_per_node", "device_memory_gb")),
     *("placement.device_peak_tflops", "placement.device_profile"),
     *(f"engine.{name}" for name in ("layers", "packing", "log_prob_chunk_tokens", "flash_attention")),
@@ -206,7 +206,6 @@ REFUSED = {
     "teacher.path=abc": "algorithm.advantage.estimator=",
     "teacher.parallel.data_parallel_size=2": "algorithm.advantage.estimator=",
     "algorithm.advantage.distillation.coefficient=128": "algorithm.advantage.estimator=",
-    "actor.lora.dropout=0.1": "dropout",
     "profile.roles=['128']": "has '128', but the models of the run are actor",
     "tracking.otlp_endpoint=-1": "is '-1', which is not an http or https URL",
     "tracking.otlp_endpoint=collector:4318": "is not an http or https URL",
@@ -234,7 +233,7 @@ def test_a_key_without_effect_is_a_warning(override: str) -> None:
 
 
 def test_a_key_for_images_is_a_warning_with_a_model_without_them() -> None:
-    config = with_value(base(), "data.max_image_mb", 7)
+    config = with_value(base(), "data.max_image_pixels", 7)
     (warning,) = unread_keys(config, DENSE, refused=False)
     assert "configs/models/Qwen3-32B (qwen3) has no vision tower; remove it" in str(warning)
     assert list(unread_keys(config, {}, refused=False)) == []  # the model is not on this machine
@@ -248,10 +247,10 @@ def test_nonsense_is_refused(override: str) -> None:
 
 
 def test_keys_without_effect_for_one_reason_are_one_warning() -> None:
-    config = with_value(with_value(base(), "recovery.max_restarts", 7), "recovery.window_steps", 3)
+    config = with_value(with_value(base(), "recovery.max_restarts", 7), "recovery.wait_for_node_s", 3.0)
     (warning,) = unread_keys(config, DENSE, refused=False)
     assert str(warning) == (
-        "recovery.max_restarts, recovery.window_steps, recovery.enabled: have no effect with "
+        "recovery.max_restarts, recovery.wait_for_node_s, recovery.enabled: have no effect with "
         "recovery.enabled=false; set recovery.enabled=true, or remove them"
     )
 

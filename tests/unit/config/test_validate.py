@@ -20,7 +20,7 @@ from megarl.config.kinds import WRONG_SAMPLES
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.rules.rollout import generation_ahead
-from megarl.config.rules.run import sft_metrics, validation_metrics
+from megarl.config.rules.run import loss_metrics, validation_metrics
 from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -285,14 +285,6 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "reference.micro_batch.max_tokens: exactly one must be set, but neither is set",
         ),
         (
-            ["rollout.top_p=0.9"],
-            "rollout.top_p: is 0.9: a truncated sampler draws from a different distribution",
-        ),
-        (
-            ["rollout.top_k=50"],
-            "rollout.top_k: is 50: a truncated sampler draws from a different distribution",
-        ),
-        (
             ["rollout.temperature=0"],
             "rollout.temperature: is 0 (greedy), but training needs samples of the policy; use 1.0",
         ),
@@ -345,7 +337,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         ),
         (
             ["algorithm.kl.controller.kind=adaptive", "algorithm.kl.where=loss"],
-            "but where is 'loss'; use where=reward, or kind=fixed",
+            "is adaptive, but has no effect with algorithm.kl.where=loss: it adjusts the penalty in the reward",
         ),
         (
             ["algorithm.advantage.estimator=grpo", "rollout.n=1", "trainer.critic_warmup_steps=0"],
@@ -477,7 +469,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "trainer.seed: is 1.84467e+19, but the largest number allowed is 1,000,000,000",
         ),
         (["trainer.total_steps=-10000000000"], "trainer.total_steps: is -1e+10, but must be at least 1"),
-        (["rollout.restart_window_s=-1e30"], "rollout.restart_window_s: is -1e+30, but must be a"),
+        (["rollout.health_limit_s=-1e30"], "rollout.health_limit_s: is -1e+30, but must be a"),
         (
             ["algorithm.entropy_coefficient=-1e30"],
             "algorithm.entropy_coefficient: is -1e+30, but the smallest number allowed is -1,000,000,000",
@@ -558,15 +550,14 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
     for keep_best, said in (
         (
             best,
-            "checkpoint.keep_best.metric: is 'val/score/mean', but `megarl sft` measures only val/loss; use "
-            "that, or null",
+            "checkpoint.keep_best.metric: is 'val/score/mean', but this run measures val/loss; use one, or null",
         ),
-        (loss, "checkpoint.keep_best.mode: is max, but a smaller val/loss is better; use min"),
+        (loss, "checkpoint.keep_best.mode: is max, but for val/loss use min"),
     ):
         sft = SFTConfig(
             trainer=SFTTrainerConfig(validate_every_steps=2), checkpoint=CheckpointConfig(keep_best=keep_best)
         )
-        assert [str(each) for each in sft_metrics(sft)] == [said]
+        assert [str(each) for each in loss_metrics(sft)] == [said]
 
 
 @pytest.mark.parametrize(
@@ -613,7 +604,7 @@ def test_pass_at_k_needs_a_threshold() -> None:
 def test_all_are_listed_at_once(ppo: str) -> None:
     mistakes = [
         "trainer.updates_per_step=5",
-        "rollout.top_p=0.5",
+        "rollout.temperature=0",
         "critic.parallel.pipeline_parallel_size=3",
         "reward.functions=[]",
     ]
@@ -772,8 +763,7 @@ def test_a_number_without_a_range_is_so_on_purpose() -> None:
         "algorithm.policy_loss.covariance.high",
         "reward.model.weight",
         "reward.pass_score",
-        "rollout.top_k",  # -1, or 1 and above
-        "rollout.validation.top_k",
+        "rollout.validation.top_k",  # -1, or 1 and above
     }
 
 

@@ -130,7 +130,11 @@ def bomb() -> bytes:
             [image_file(80, 60)],
             "image 0 has 80 x 60 = 4,800 pixels, more than the 4,000 of data.max",
         ),
-        ("<image>", [WIDE * 8000], r"image 0 has [\d,]+ bytes, more than the 1,048,576 of data.max_image_mb"),
+        (
+            "<image>",
+            [WIDE + bytes(2**25)],
+            r"image 0 has [\d,]+ bytes, more than the 33,554,432 that are allowed; .* raise data.max_image_pix",
+        ),
         ("a", [WIDE], r"column 'prompt': the prompt has 0 placeholders '<image>' for 1 images; write one"),
         ("<image><image>", [WIDE], r"the prompt has 2 placeholders '<image>' for 1 images"),
     ],
@@ -145,7 +149,7 @@ def test_an_image_that_cannot_be_used_is_named(
 ) -> None:
     file = written(tmp_path, row(prompt, images))
     with pytest.raises(DataError, match=rf"train.parquet, row 0, .*{problem}"):
-        dataset(file, tokenizer, processor, max_image_mb=1, max_image_pixels=4000)
+        dataset(file, tokenizer, processor, max_image_pixels=4000)
 
 
 def test_images_of_a_model_that_reads_none_are_refused(

@@ -95,7 +95,7 @@ def test_requests_are_deterministic_and_hold_the_rendered_prompt(
     assert server.bodies == [expected, expected]
     assert server.keys == ["Bearer secret"] * 2
 
-    replies(replace(judge, temperature=None, seed=None, max_tokens=None), "5")
+    replies(replace(judge, request=dict.fromkeys(("temperature", "seed", "max_tokens"))), "5")
     assert server.bodies[-1].keys() == {"model", "messages"}
     assert server.keys[-1] is None
 

@@ -105,7 +105,7 @@ def test_scores_survive_their_process_and_the_server_of_a_judge(
         # No restart is left. The judge serves on, so its call is not awaited.
         monkeypatch.setattr(futures, "GRACE_S", 600.0)
         os.kill(group.pids[0], signal.SIGKILL)
-        with pytest.raises(ProcessLimitError, match="1 restart of this process is used up"):
+        with pytest.raises(ProcessLimitError, match="1 restart within a day of this process is used up"):
             reward.score(DataProto.concat([twelve, seven])).get()
     finally:
         group.shutdown()

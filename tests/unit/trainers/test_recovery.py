@@ -170,12 +170,11 @@ def test_too_many_losses_within_the_window_end_the_run() -> None:
 
 
 def test_losses_outside_the_window_do_not_count() -> None:
-    steps = Steps(0, 3, max_restarts=1, window_steps=2)
-    steps.models.complete = 0
-    for step in (1, 2, 3):
+    steps = Steps(0, 11, max_restarts=1)
+    for step in range(1, 12):
         steps.models.complete = step - 1
         steps.run(step)
-    assert steps.trained == [1, 1, 2, 3, 3]
+    assert steps.trained == [1, 1, *range(2, 11), 11, 11]
 
 
 def test_without_a_snapshot_the_steps_since_the_checkpoint_are_repeated(

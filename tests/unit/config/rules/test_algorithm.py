@@ -83,7 +83,7 @@ REFUSED = [
     ),
     (
         ("kl.where=loss", "kl.controller.kind=adaptive"),
-        "but where is 'loss'; use where=reward, or kind=fixed",
+        "is adaptive, but has no effect with algorithm.kl.where=loss: it adjusts the penalty in the reward",
     ),
     (
         ("policy_loss.kind=gspo",),

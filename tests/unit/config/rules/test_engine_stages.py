@@ -48,7 +48,7 @@ def test_stages_that_are_accepted(tmp_path: Path, overrides: list[str], fields: 
             {},
             f"{PP}, rollout.max_staleness, rollout.on_update: is 2, but SGLang pauses only one of",
         ),
-        ([NGRAM, "device=cuda"], {}, "SGLang decodes speculatively in engines of one stage only; use"),
+        ([NGRAM, "device=cuda"], {}, "SGLang decodes speculatively in engines of one stage only; remove"),
         (["actor.lora.rank=4", "actor.lora.sync=adapter"], {}, f"{PP}, actor.lora.sync: is 2, but engines"),
         (["rollout.dtype=fp8"], {}, f"{PP}, rollout.dtype: is 2, but megarl has no test of FP8 in engines"),
         (["engine.routing_replay=rollout"], {}, f"{PP}, engine.routing_replay: is 2, but SGLang's first"),

@@ -42,7 +42,7 @@ def test_good_judges_have_none(tmp_path: Path) -> None:
         judge(),
         judge(name="second", parse={"json": "score"}, url="https://api.example.com/v1/", api_key_env="A_KEY"),
         judge(
-            name="third", parse={"path": "reward.py"}, request={"reasoning_effort": "low"}, max_tokens=None
+            name="third", parse={"path": "reward.py"}, request={"reasoning_effort": "low", "max_tokens": None}
         ),
     ]
     config = config_of(tmp_path, judges, functions=False)

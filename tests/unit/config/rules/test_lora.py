@@ -49,7 +49,6 @@ def test_engines_can_get_adapters_separately(ppo: str) -> None:
     ("overrides", "message"),
     [
         (["actor.lora.alpha=8"], "is 8, but has no effect with actor.lora.rank=null: all weights train"),
-        ([RANK, "actor.lora.dropout=0.1"], "is 0.1, but dropout of adapters is not supported"),
         (
             [RANK, "actor.lora.targets=[c_attn]"],
             "'c_attn' is not a projection of qwen2 that can have an adapter",

@@ -1,0 +1,154 @@
+"""Keys of earlier versions are still read from files, overrides and the configurations of old runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.config.compare import differences
+from megarl.config.load import dump_config, load_config
+from megarl.config.migration import former_keys, with_current_keys
+from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.values import item_section, key_types, schema_keys
+from megarl.machine.errors import ConfigError
+from tests.unit.config.folders import ppo_values, write_yaml
+
+JUDGE = {"name": "a", "url": "http://localhost:1/v1", "model": "m", "prompt": "a.jinja"}
+# What an earlier version wrote into the folder of a run.
+OF_OLD = {
+    "actor": {"lora": {"dropout": 0.0}},
+    "critic": {"lora": {"dropout": 0.0}},
+    "data": {"max_image_mb": 32},
+    "recovery": {"window_steps": 10},
+    "rollout": {"restart_window_s": 86400.0, "top_p": 1.0, "top_k": -1},
+    "tracking": {"samples_max_gb": 4.0},
+}
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return one | {
+        name: merged(one[name], value) if isinstance(one.get(name), dict) else value
+        for name, value in other.items()
+    }
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    return ppo_values(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_is_read_without_a_word(
+    values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", values))
+    dump_config(config, tmp_path / "config.yaml")
+    saved = merged(yaml.safe_load((tmp_path / "config.yaml").read_text()), OF_OLD)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+
+    assert load_config(PPOConfig, tmp_path / "config.yaml") == config
+    assert differences(tmp_path / "config.yaml", config) == []
+    assert caplog.messages == []
+
+
+def test_the_old_run_covers_the_table() -> None:
+    current, found = with_current_keys(OF_OLD)
+    assert found == []
+    assert all(values in ({}, {"lora": {}}) for values in current.values())
+    gone = {section for (section, _), former in former_keys().items() if "values" not in former}
+    assert gone == {"actor.lora", "critic.lora", "reward.judges[]", *(OF_OLD.keys() - {"actor", "critic"})}
+
+
+@pytest.mark.parametrize(
+    ("override", "warning"),
+    [
+        ("data.max_image_mb=64", "data.max_image_mb: is 64, but has no effect any more: a file has at most"),
+        ("recovery.window_steps=3", "recovery.window_steps: is 3, but has no effect any more: losses count"),
+        ("rollout.restart_window_s=60", "rollout.restart_window_s: is 60, but has no effect any more: "),
+        ("tracking.samples_max_gb=9", "tracking.samples_max_gb: is 9, but has no effect any more: the limit"),
+    ],
+)
+def test_a_key_that_became_a_constant_is_a_warning(
+    values: dict[str, Any], tmp_path: Path, override: str, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_yaml(tmp_path / "run.yaml", values)
+    assert load_config(PPOConfig, path, [override]) == load_config(PPOConfig, path)
+    [said] = caplog.messages
+    assert said.startswith(warning)
+    assert said.endswith("[command line]")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("actor.lora.dropout=0.1", "actor.lora.dropout: is 0.1: dropout of adapters is not supported"),
+        ("critic.lora.dropout=0.1", "critic.lora.dropout: is 0.1: dropout of adapters is not supported"),
+        (
+            "rollout.top_p=0.9",
+            "rollout.top_p: is 0.9: a truncated sampler draws from a different distribution",
+        ),
+        ("rollout.top_k=50", "rollout.top_k: is 50: a truncated sampler draws from a different distribution"),
+    ],
+)
+def test_a_value_that_training_never_had_is_refused(
+    values: dict[str, Any], tmp_path: Path, override: str, problem: str
+) -> None:
+    path = write_yaml(tmp_path / "run.yaml", values)
+    with pytest.raises(ConfigError) as refused:
+        load_config(PPOConfig, path, [override])
+    [said] = refused.value.problems
+    assert said.startswith(problem)
+
+
+def test_fields_of_a_judges_request_move_there(
+    values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    judges = [JUDGE | {"seed": None, "max_tokens": 64}, JUDGE | {"temperature": 0.5, "name": "b"}]
+    judges[1]["request"] = {"stop": ["."], "temperature": 1.0}
+    path = write_yaml(tmp_path / "run.yaml", values | {"reward": {"judges": judges}})
+    first, second = load_config(PPOConfig, path).reward.judges
+    assert first.request == {"seed": None, "max_tokens": 64}
+    assert second.request == {"stop": ["."], "temperature": 1.0}  # today's name decides
+    assert [said.partition(" [")[0] for said in caplog.messages] == [
+        "reward.judges[1].temperature: is now reward.judges[1].request.temperature; write that",
+        "reward.judges[0].seed: is now reward.judges[0].request.seed; write that",
+        "reward.judges[0].max_tokens: is now reward.judges[0].request.max_tokens; write that",
+    ]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"rollout": None, "reward": {"judges": "a"}, "actor": {"lora": 3}},
+        {"reward": {"judges": [None, {"seed": 1, "request": "text"}]}},
+        {"rollout": {"on_update": ["go_on"]}, "data": []},
+    ],
+)
+def test_values_of_a_wrong_type_are_left_to_the_schema(odd: dict[str, Any]) -> None:
+    current, _ = with_current_keys(odd)
+    if "rollout" in odd:
+        assert current == odd
+    else:
+        assert current["reward"]["judges"] == [None, {"request": "text"}]
+
+
+def test_other_kinds_of_run_do_not_have_the_keys(tmp_path: Path) -> None:
+    run = {"kind": "sft", "model": {"path": "m"}, "data": {"train_files": ["a.parquet"]}}
+    path = write_yaml(tmp_path / "run.yaml", run | {"rollout": {"top_p": 1.0}})
+    with pytest.raises(ConfigError, match=r"rollout"):
+        load_config(SFTConfig, path)
+
+
+def test_the_table_names_keys_that_are_gone_and_keys_that_exist() -> None:
+    known = set(schema_keys(PPOConfig))
+    judge = item_section(key_types(key_types(PPOConfig)["reward"])["judges"])
+    known |= {f"reward.judges[].{key}" for key in schema_keys(judge)}
+    for (section, name), former in former_keys().items():
+        assert section in known or section == "reward.judges[]"
+        assert (f"{section}.{name}" in known) == ("values" in former)
+        # A moved key may be a field of a mapping.
+        if "ours" in former:
+            assert f"{section}.{former['ours'].partition('.')[0]}" in known
+        assert former.keys() & {"note", "ours", "values"}
