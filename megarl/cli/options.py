@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+# An override. The signs are Hydra's, which a message explains.
+OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 Adds = Callable[[argparse._ActionsContainer], object]  # adds an argument, or several, to a parser
 
 
@@ -50,22 +55,30 @@ class Command:
     """A command. Its module is imported when it runs.
 
     Attributes:
+        group: The heading in `megarl --help`, one of commands.GROUPS.
         module: The module whose function `run` runs the command. Its parameters are the options.
+        parts: Options that select another module instead, by their names in the parsed command line. A module
+            gets the options that are its parameters, and any other one is refused.
+        summary: The line in `megarl --help`.
         arguments: What add the arguments, in the order of the help.
         examples: Command lines for the help and the documentation. A test parses all of them.
         description: The first lines of the help; None: the summary.
         abbreviates: Whether options may be abbreviated.
         owns_processes: Whether the processes that the command starts end with it.
+        owns_none_with: Options with which it starts no processes, or only ones that continue.
         extend: Adds subcommands, which say what they run.
     """
 
+    group: str
     module: str
+    parts: Mapping[str, str] = MappingProxyType({})
     summary: str
     arguments: tuple[Adds, ...] = ()
     examples: tuple[str, ...]
     description: str | None = None
     abbreviates: bool = False
     owns_processes: bool = False
+    owns_none_with: tuple[str, ...] = ()
     extend: Callable[[argparse.ArgumentParser], None] | None = None
 
     def add_to(self, commands: argparse._SubParsersAction, name: str) -> None:
@@ -79,14 +92,49 @@ class Command:
             epilog="\n".join(["examples:", *(f"  {line}" for line in self.examples)]),
         )
         _add(self.arguments, parser)
-        parser.set_defaults(start=partial(_start, self.module))
+        parser.set_defaults(start=partial(self._start, parser))
         if self.extend is not None:
             self.extend(parser)
 
+    def _start(self, parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+        """Run the command's module, or those of the selected parts, and return the highest exit code.
 
-def _start(module: str, parsed: argparse.Namespace) -> int:
-    options = {name: value for name, value in vars(parsed).items() if name not in ("command", "start")}
-    return importlib.import_module(module).run(**options)
+        Raises:
+            ValueError: An option applies to none of the modules, or to several of them.
+        """
+        options = {name: value for name, value in vars(parsed).items() if name not in ("command", "start")}
+        selected = [name for name in self.parts if options[name] not in (None, False)]
+        modules = [self.parts[name] for name in selected] or [self.module]
+        calls = [self._call(module, options) for module in modules]
+        flags = {each.dest: each.option_strings[-1] for each in parser._actions if each.option_strings}
+
+        for name in flags:
+            if name not in options or name in selected or options[name] == parser.get_default(name):
+                continue
+            takers = [part for part, (_, own) in zip(selected or [""], calls, strict=True) if name in own]
+            if len(takers) == 1:
+                continue
+            if takers:
+                parts = " and to ".join(flags[part] for part in takers)
+                raise ValueError(f"{flags[name]} applies to {parts}; give one of them")
+            owners = [part for part in self.parts if name in self._call(self.parts[part], options)[1]]
+            if owners:
+                raise ValueError(f"{flags[name]} requires {' or '.join(flags[part] for part in owners)}")
+            parts = " and ".join(flags[part] for part in selected)
+            raise ValueError(f"{flags[name]} does not apply to {parts}; remove it")
+
+        return max(run(**own) for run, own in calls)
+
+    def _call(self, module: str, options: Mapping[str, Any]) -> tuple[Callable[..., int], dict[str, Any]]:
+        """Return the function of a module, and the options that are its parameters."""
+        run = importlib.import_module(module).run
+        parameters = inspect.signature(run).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return run, {
+            name: value
+            for name, value in options.items()
+            if name in parameters or (takes_all and name not in self.parts)
+        }
 
 
 # ---- options of the commands that have many, or that share them
@@ -97,6 +145,10 @@ CONFIG = argument(
     help="a YAML file; configs/quickstart.yaml and others are included in megarl",
 )
 RUN = (CONFIG, overrides("such as trainer.total_steps=10 or algorithm=grpo"))
+MAYBE_RUN = (
+    argument("config_path", metavar="CONFIG", nargs="?", help="a run's YAML file"),
+    overrides("as for `megarl train`"),
+)
 RUN_DIR = argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
 VERBOSE = argument(
     "--verbose",
@@ -155,11 +207,19 @@ DRY_RUN = (
 
 TUNE = (
     argument(
+        "--calibrate",
+        dest="device_file",
+        metavar="FILE",
+        help="instead, measure this machine's devices for the run's model, and write them to a device file. "
+        "Without CONFIG, a run that is included in megarl gives the shapes",
+    ),
+    argument(
         "--device",
         metavar="NAME",
         help="a device file: a shipped name such as h100_80gb, or a path; by default "
         "placement.device_profile, or else h100_80gb. The memory and the nodes of the device replace those "
-        "of the file, unless they are set on the command line",
+        "of the file, unless they are set on the command line. With --calibrate: the nearest device file; by "
+        "default that of the GPU, or cpu",
     ),
     argument(
         "--from-run",
@@ -265,6 +325,19 @@ EVAL = (
         help="folder for the results; the default is a new folder in the run's folder, or in outputs",
     ),
     argument("--json", action="store_true", help="print the results as one JSON document"),
+    argument(
+        "--rows",
+        dest="rows_path",
+        metavar="FILE",
+        help="instead, run the rewards of a configuration, given as MODEL, on a .parquet, .jsonl or .csv "
+        "file with response, data_source and ground truth, such as generations.jsonl of a run",
+    ),
+    argument(
+        "--ground-truth",
+        dest="of_ground_truth",
+        action="store_true",
+        help="with --rows: score each row's ground truth instead of a response",
+    ),
 )
 
 GENERATE = (

@@ -1,4 +1,4 @@
-"""`megarl schema [KIND]`: prints the JSON Schema of a configuration file, for editors and other tools."""
+"""`megarl config --schema [KIND]`: prints the JSON Schema of a configuration file, for editors."""
 
 from __future__ import annotations
 
