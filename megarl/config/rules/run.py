@@ -31,7 +31,7 @@ from megarl.config.schema import (
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.machine.wording import counted
 
-SFT_METRIC = "val/loss"  # the only validation metric of `megarl sft`
+SFT_METRIC = "val/loss"  # the only validation metric of supervised fine-tuning
 # The validation metrics of runs on pairs of answers that can be compared, and which values are better.
 PAIR_METRICS = {"val/loss": MetricMode.min, "val/accuracy": MetricMode.max, "val/margin": MetricMode.max}
 
@@ -110,7 +110,7 @@ def sft_metrics(config: SFTConfig) -> Findings:
     """Check that `checkpoint.keep_best` and `trainer.early_stop` use the metric of a supervised run."""
     for key, section in _compared(config):
         if section.metric != SFT_METRIC:
-            message = f"is {section.metric!r}, but `megarl sft` measures only {SFT_METRIC}; use that, or null"
+            message = f"is {section.metric!r}, but fine-tuning measures only {SFT_METRIC}; use that, or null"
             yield Finding((f"{key}.metric",), message)
         elif section.mode is MetricMode.max:
             yield Finding((f"{key}.mode",), f"is max, but a smaller {SFT_METRIC} is better; use min")

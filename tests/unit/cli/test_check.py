@@ -267,15 +267,13 @@ def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "write `kind: sft` into the file, or kind=sft on the command line" in capsys.readouterr().err
     write_yaml(tmp_path / "sft.yaml", {"kind": "sft"} | values)
     assert main(["check", "--fast", path]) == 0
-    assert main(["score", path, "rows.jsonl"]) == 2
+    assert main(["eval", path, "--rows", "rows.jsonl"]) == 2
     assert (
         "kind is 'sft', which this command does not support; give the configuration of a reinforcement "
         "learning run" in capsys.readouterr().err
     )
     assert main(["check", "--fast", path, "kind=rl"]) == 2
     assert "kind: is 'rl', but must be one of ppo, sft" in capsys.readouterr().err
-    assert main(["sft", path, "kind=ppo"]) == 2
-    assert "kind is 'ppo', which this command does not support; use `megarl train`" in capsys.readouterr().err
 
 
 BROKEN = [

@@ -1,6 +1,6 @@
 """Placements as a user sees them.
 
-`megarl check` refuses impossible ones with a reason and a hint, and `megarl plan` shows valid ones.
+`megarl check` refuses impossible ones with a reason and a hint, and `megarl check --plan` shows valid ones.
 """
 
 from __future__ import annotations
@@ -188,5 +188,5 @@ def test_a_plan_predicts_the_step(
 
 
 def test_a_drawing_has_a_format_that_can_be_drawn(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", ppo, "--output", "plan.pdf"]) == 2
+    assert main(["check", "--plan", ppo, "--output", "plan.pdf"]) == 2
     assert ".svg or .png" in capsys.readouterr().err

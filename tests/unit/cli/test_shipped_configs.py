@@ -337,7 +337,7 @@ def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
 def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", path_of(run)]) == 0
+    assert main(["check", "--plan", path_of(run)]) == 0
     assert f"on {RUNS[run].nodes} x 8 devices" in capsys.readouterr().out
     config = load(run)
     plan = plan_placement(config)

@@ -558,7 +558,7 @@ def test_what_is_compared_must_be_a_metric_of_validation() -> None:
     for keep_best, said in (
         (
             best,
-            "checkpoint.keep_best.metric: is 'val/score/mean', but `megarl sft` measures only val/loss; use "
+            "checkpoint.keep_best.metric: is 'val/score/mean', but fine-tuning measures only val/loss; use "
             "that, or null",
         ),
         (loss, "checkpoint.keep_best.mode: is max, but a smaller val/loss is better; use min"),
