@@ -72,7 +72,10 @@ def _hint(schema: type, key: str) -> Any:
 
 def _refuse(schema: type, key: str) -> typing.NoReturn:
     """Raise the loader's error for an unknown key, with the nearest key or that of another framework."""
-    problems = read_config(schema, {}, [f"{key}=0"]).problems
+    values: Any = 0
+    for name in reversed(key.split(".")):
+        values = {name: values}
+    problems = read_config(schema, values).problems
     raise ConfigError("explain", [line for line in problems if ": is required;" not in line] or [key])
 
 

@@ -77,7 +77,10 @@ def test_a_machine_without_a_gpu_is_measured(
     [
         (["--calibrate", "none/mine.yaml"], "there is no folder"),
         (["--calibrate", "mine.yaml", "--device", "h100"], "no device called 'h100'"),
-        (["configs/quickstart.yaml", "--calibrate", "mine.yaml", "actor.optm.lr=1"], "actor.optm: unknown key"),
+        (
+            ["configs/quickstart.yaml", "--calibrate", "mine.yaml", "actor.optm.lr=1"],
+            "actor.optm: unknown key",
+        ),
         (["none.yaml", "--calibrate", "mine.yaml"], "there is no such file"),
         (
             ["configs/qwen2.5_7b_grpo.yaml", "device=cuda", "--calibrate", "mine.yaml"],

@@ -56,9 +56,7 @@ def test_overrides_may_stand_anywhere(
 ) -> None:
     calls = []
 
-    def run(
-        config_path: str, overrides: list[str], role_name: str, ranks: str, json_path: str | None
-    ) -> int:
+    def run(config_path: str, overrides: list[str], role_name: str, ranks: str, json_path: str | None) -> int:
         calls.append((config_path, overrides, role_name, ranks, json_path))
         return 0
 
@@ -168,7 +166,10 @@ def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.C
             ["train", "x.yaml", "--epochs", "3"],
             "unrecognized arguments: --epochs; write settings as key=value",
         ),
-        (["scale", "outputs/x", "--replicas", "2", "--style", "dark"], "unrecognized arguments: --style dark\n"),
+        (
+            ["scale", "outputs/x", "--replicas", "2", "--style", "dark"],
+            "unrecognized arguments: --style dark\n",
+        ),
         (["check"], "the following arguments are required: CONFIG\n"),
         (["eval"], "the following arguments are required: MODEL\n"),
     ],

@@ -50,7 +50,10 @@ def test_all_ranks_are_rehearsed_and_compared(
     written = tmp_path / "out.json"
     run["device"] = "auto"  # which is no GPU here
     delta = "resharding.delta=true"  # whose first weight sync sends everything
-    assert main(["check", "--dry-run", write(tmp_path, run), "--ranks", "all", "--json", str(written), delta]) == 0
+    assert (
+        main(["check", "--dry-run", write(tmp_path, run), "--ranks", "all", "--json", str(written), delta])
+        == 0
+    )
     out = capsys.readouterr().out
     rows = lines(out)
     parameters = (64 * 128 + 64 * 64 + 3 * 64 * 96 + 128) + 256 * 64
@@ -92,7 +95,12 @@ def test_a_sync_in_fp8(run: dict[str, Any], tmp_path: Path) -> None:
     run["actor"]["parallel"] = {"tensor_parallel_size": 2}
     run["rollout"] = {"engine": "sglang", "dtype": "fp8"}
     corrected = "algorithm.rollout_correction.level=token"
-    assert main(["check", "--dry-run", write(tmp_path, run), "--ranks", "all", "--json", str(written), corrected]) == 0
+    assert (
+        main(
+            ["check", "--dry-run", write(tmp_path, run), "--ranks", "all", "--json", str(written), corrected]
+        )
+        == 0
+    )
 
     ranks = json.loads(written.read_text())["ranks"]
     pushes = [next(phase for phase in rank["phases"] if phase["name"] == "push") for rank in ranks]
