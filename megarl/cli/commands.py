@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarl.cli.convert_options import CONVERT
 from megarl.cli.options import (
     DRY_RUN,
     EVAL,
@@ -21,7 +22,6 @@ from megarl.cli.options import (
     overrides,
     positive,
 )
-from megarl.cli.run.convert import add_commands
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
 from megarl.config.schema import Device
@@ -461,9 +461,18 @@ COMMANDS: Mapping[str, Command] = {
     "convert": Command(
         group=AFTER,
         module="megarl.cli.run.convert",
+        parts={"inspect": "megarl.cli.run.convert:inspect", "verify": "megarl.cli.run.convert:verify"},
         summary="convert, inspect and compare models of Hugging Face and Megatron",
-        extend=add_commands,
-        examples=("megarl convert hf-to-megatron --help",),
+        description="convert a model between Hugging Face and Megatron, in the direction that follows from "
+        "SOURCE; merge an adapter; or inspect and compare models",
+        arguments=CONVERT,
+        examples=(
+            "megarl convert HF_DIR CHECKPOINT_DIR --tensor-parallel-size 2",
+            "megarl convert outputs/run/checkpoints HF_DIR --dtype fp8",
+            "megarl convert ADAPTER_DIR MERGED_DIR --base HF_DIR",
+            "megarl convert outputs/run/checkpoints --inspect",
+            "megarl convert A B --verify",
+        ),
         abbreviates=True,
     ),
     "completion": Command(

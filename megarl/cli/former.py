@@ -67,6 +67,35 @@ FORMER: Mapping[str, Former] = {
     "schema": Former("config --schema", lambda words: ["config", "--schema", *words]),
 }
 
+# Former subcommands of `convert`, which work as before, and the options that stand for them.
+_CONVERSIONS: Mapping[str, tuple[str, ...]] = {
+    "hf-to-megatron": ("--to", "megatron"),
+    "megatron-to-hf": ("--to", "hf"),
+    "merge-adapter": (),
+    "inspect": ("--inspect",),
+    "verify": ("--verify",),
+}
+
+
+def _conversion(words: Sequence[str]) -> list[str]:
+    name, *rest = words
+    if name in ("inspect", "verify"):
+        return ["convert", *rest, *_CONVERSIONS[name]]
+    source, rest = _taken(rest, "--input")
+    target, rest = _taken(rest, "--output")
+    return ["convert", source, target, *_CONVERSIONS[name], *rest]
+
+
+def _taken(words: Sequence[str], option: str) -> tuple[str, list[str]]:
+    """Return the value of an option, and the other words."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option and equals:
+            return value, [*words[:index], *words[index + 1 :]]
+        if name == option and index + 1 < len(words):
+            return words[index + 1], [*words[:index], *words[index + 2 :]]
+    raise ValueError(f"{option} is required")
+
 
 def in_current_words(words: Sequence[str]) -> list[str]:
     """Return a command line with the current name and options of its command.
@@ -75,6 +104,10 @@ def in_current_words(words: Sequence[str]) -> list[str]:
         ValueError: It is one of a former command without its required options.
     """
     name, *rest = words
+    if name == "convert" and rest and rest[0] in _CONVERSIONS:
+        return ["convert", "--help"] if "--help" in rest or "-h" in rest else _conversion(rest)
+    if name not in FORMER:
+        return list(words)
     if any(word in ("-h", "--help") for word in rest):
         return [FORMER[name].now.split()[0], "--help"]
     return FORMER[name].rewrite(rest)

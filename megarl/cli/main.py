@@ -54,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         importlib.import_module("megarl.cli.inspect.completion").answer(parser)
     given = sys.argv[1:] if arguments is None else arguments
-    if given and (former := FORMER.get(given[0])) is not None:
-        print(f"`megarl {given[0]}` is now `megarl {former.now}`", file=sys.stderr)
-        try:
-            given = in_current_words(given)
-        except ValueError as error:
-            print(f"megarl {given[0]}: {error}", file=sys.stderr)
-            return USER_ERROR
+    if given and given[0] in FORMER:
+        print(f"`megarl {given[0]}` is now `megarl {FORMER[given[0]].now}`", file=sys.stderr)
+    try:
+        given = in_current_words(given) if given else given
+    except ValueError as error:
+        print(f"megarl {given[0]}: {error}", file=sys.stderr)
+        return USER_ERROR
     parsed, unknown = parser.parse_known_args(in_argparse_order(given, commands_of(parser)))
     if unknown:
         # The usage is that of the command, with its options.
@@ -144,37 +144,48 @@ def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 
 def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> list[str]:
-    """Reorder the arguments of a command with overrides: options, then positional arguments, then overrides.
+    """Reorder the arguments of a command: options, then positional arguments, then overrides.
 
-    argparse accepts positional arguments only as one block, but users put them anywhere. `--key.sub=value`
-    and `--key.sub value` are overrides too.
+    argparse accepts optional positional arguments only as one block, but users put them anywhere.
+    `--key.sub=value` and `--key.sub value` are overrides too.
     """
-    # Commands without overrides keep argparse's own order.
+    # Other commands keep argparse's own order.
     command = commands.get(arguments[0]) if arguments else None
-    if command is None or all(action.dest != "overrides" for action in command._actions):
+    if command is None:
+        return list(arguments)
+    positional = [action for action in command._actions if not action.option_strings]
+    has_overrides = any(action.dest == "overrides" for action in positional)
+    if not has_overrides and all(action.nargs != "?" for action in positional):
         return list(arguments)
 
-    with_values = _options_with_values(command)
     # An option that lacks its value must not take the next argument of the new order, such as CONFIG.
-    if arguments[-1] in with_values:
+    if _takes_value(arguments[-1], command):
         return list(arguments)
-    own = {option for action in command._actions for option in action.option_strings}
-    arguments = _with_plain_overrides(arguments, own)
+    if has_overrides:
+        own = {option for action in command._actions for option in action.option_strings}
+        arguments = _with_plain_overrides(arguments, own)
     options: list[str] = []
     others: list[str] = []
     overrides: list[str] = []
 
     # The argument after an option that takes a value belongs to that option.
     for before, each in pairwise(arguments):
-        is_option = each.startswith("-") or before in with_values
-        kind = options if is_option else overrides if OVERRIDE.match(each) else others
+        is_option = each.startswith("-") or _takes_value(before, command)
+        is_override = has_overrides and OVERRIDE.match(each)
+        kind = options if is_option else overrides if is_override else others
         kind.append(each)
 
     return [arguments[0], *options, *others, *overrides]
 
 
-def _options_with_values(command: argparse.ArgumentParser) -> Collection[str]:
-    return {option for action in command._actions if action.nargs != 0 for option in action.option_strings}
+def _takes_value(word: str, command: argparse.ArgumentParser) -> bool:
+    """Whether a word is an option of a command, or its abbreviation, whose value is the next word."""
+    options = {option: action for action in command._actions for option in action.option_strings}
+    if word in options:
+        return options[word].nargs != 0
+    if not word.startswith("--") or word == "--" or "=" in word:
+        return False
+    return any(option.startswith(word) and action.nargs != 0 for option, action in options.items())
 
 
 def _with_plain_overrides(arguments: Sequence[str], own: Collection[str]) -> list[str]:

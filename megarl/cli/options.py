@@ -6,7 +6,7 @@ import argparse
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -56,9 +56,10 @@ class Command:
 
     Attributes:
         group: The heading in `megarl --help`, one of commands.GROUPS.
-        module: The module whose function `run` runs the command. Its parameters are the options.
-        parts: Options that select another module instead, by their names in the parsed command line. A module
-            gets the options that are its parameters, and any other one is refused.
+        module: The module whose function `run` runs the command, or MODULE:FUNCTION. Its parameters are the
+            options.
+        parts: Options that select another function instead, by their names in the parsed command line. A
+            function gets the options that are its parameters, and any other one is refused.
         summary: The line in `megarl --help`.
         arguments: What add the arguments, in the order of the help.
         examples: Command lines for the help and the documentation. A test parses all of them.
@@ -66,7 +67,6 @@ class Command:
         abbreviates: Whether options may be abbreviated.
         owns_processes: Whether the processes that the command starts end with it.
         owns_none_with: Options with which it starts no processes, or only ones that continue.
-        extend: Adds subcommands, which say what they run.
     """
 
     group: str
@@ -79,7 +79,6 @@ class Command:
     abbreviates: bool = False
     owns_processes: bool = False
     owns_none_with: tuple[str, ...] = ()
-    extend: Callable[[argparse.ArgumentParser], None] | None = None
 
     def add_to(self, commands: argparse._SubParsersAction, name: str) -> None:
         """Add the parser of the command, under its name."""
@@ -93,41 +92,44 @@ class Command:
         )
         _add(self.arguments, parser)
         parser.set_defaults(start=partial(self._start, parser))
-        if self.extend is not None:
-            self.extend(parser)
 
     def _start(self, parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-        """Run the command's module, or those of the selected parts, and return the highest exit code.
+        """Run the command's function, or those of the selected parts, and return the highest exit code.
 
         Raises:
-            ValueError: An option applies to none of the modules, or to several of them.
+            ValueError: An option applies to none of the functions, or to several of them.
         """
         options = {name: value for name, value in vars(parsed).items() if name not in ("command", "start")}
         selected = [name for name in self.parts if options[name] not in (None, False)]
-        modules = [self.parts[name] for name in selected] or [self.module]
-        calls = [self._call(module, options) for module in modules]
-        flags = {each.dest: each.option_strings[-1] for each in parser._actions if each.option_strings}
+        calls = [self._call(self.parts[name], options) for name in selected] or [
+            self._call(self.module, options)
+        ]
+        names = {action.dest: _name(action) for action in parser._actions}
+        positional = {action.dest for action in parser._actions if not action.option_strings}
 
-        for name in flags:
-            if name not in options or name in selected or options[name] == parser.get_default(name):
+        for option in options:
+            if option in selected or options[option] == parser.get_default(option):
                 continue
-            takers = [part for part, (_, own) in zip(selected or [""], calls, strict=True) if name in own]
-            if len(takers) == 1:
-                continue
-            if takers:
-                parts = " and to ".join(flags[part] for part in takers)
-                raise ValueError(f"{flags[name]} applies to {parts}; give one of them")
-            owners = [part for part in self.parts if name in self._call(self.parts[part], options)[1]]
-            if owners:
-                raise ValueError(f"{flags[name]} requires {' or '.join(flags[part] for part in owners)}")
-            parts = " and ".join(flags[part] for part in selected)
-            raise ValueError(f"{flags[name]} does not apply to {parts}; remove it")
+            takers = [names[part] for part, (_, own) in zip(selected, calls, strict=False) if option in own]
+            if len(takers) > 1 and option not in positional:
+                raise ValueError(f"{names[option]} applies to {' and to '.join(takers)}; give one of them")
+            if not any(option in own for _, own in calls):
+                raise ValueError(f"{names[option]} {self._remedy(option, selected, names)}")
 
         return max(run(**own) for run, own in calls)
 
-    def _call(self, module: str, options: Mapping[str, Any]) -> tuple[Callable[..., int], dict[str, Any]]:
-        """Return the function of a module, and the options that are its parameters."""
-        run = importlib.import_module(module).run
+    def _remedy(self, option: str, selected: Sequence[str], names: Mapping[str, str]) -> str:
+        """Say what an option needs that none of the selected functions takes."""
+        places = self.parts.items()
+        owners = [names[part] for part, place in places if option in self._call(place, {option: 0})[1]]
+        if owners:
+            return f"requires {' or '.join(owners)}"
+        return f"does not apply to {' and '.join(names[part] for part in selected)}; remove it"
+
+    def _call(self, place: str, options: Mapping[str, Any]) -> tuple[Callable[..., int], dict[str, Any]]:
+        """Return the function at a place, MODULE or MODULE:FUNCTION, and the options that it takes."""
+        module, _, function = place.partition(":")
+        run = getattr(importlib.import_module(module), function or "run")
         parameters = inspect.signature(run).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         return run, {
@@ -135,6 +137,11 @@ class Command:
             for name, value in options.items()
             if name in parameters or (takes_all and name not in self.parts)
         }
+
+
+def _name(action: argparse.Action) -> str:
+    """Return how an argument is written in the usage."""
+    return action.option_strings[-1] if action.option_strings else str(action.metavar)
 
 
 # ---- options of the commands that have many, or that share them

@@ -15,12 +15,7 @@ from megarl.cli.inspect.tune import TuneOptions
 from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
 
 EXAMPLES = {name: command.examples for name, command in COMMANDS.items()}
-LINES = [
-    (name, line)
-    for name, lines in EXAMPLES.items()
-    for line in lines
-    if name not in ("convert", "completion")
-]
+LINES = [(name, line) for name, lines in EXAMPLES.items() for line in lines if name != "completion"]
 
 
 @pytest.mark.parametrize(("name", "line"), LINES)
@@ -36,22 +31,23 @@ def test_an_example_is_a_command_line(name: str, line: str) -> None:
     own = parameters_of(COMMANDS[name].module)
     assert own <= vars(parsed).keys() - parts.keys()
     taken = own.union(*map(parameters_of, parts.values()))
-    if name in ("tune", "eval", "generate"):  # they take all other options
+    if name in ("tune", "eval", "generate", "convert"):  # they take all other options
         taken |= vars(parsed).keys() - parts.keys()
     if name == "tune":
         assert {each.name for each in fields(TuneOptions)} <= vars(parsed).keys()
     assert vars(parsed).keys() - {"command", "start"} - parts.keys() <= taken
 
 
-def parameters_of(module: str) -> set[str]:
-    """Return the parameters of the function `run` of a module."""
+def parameters_of(place: str) -> set[str]:
+    """Return the parameters of the function at a place: `run` of a module, or MODULE:FUNCTION."""
+    module, _, function = place.partition(":")
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     functions = [
         each for each in ast.parse(Path(spec.origin).read_text()).body if isinstance(each, ast.FunctionDef)
     ]
-    (run,) = (each for each in functions if each.name == "run")
+    (run,) = (each for each in functions if each.name == (function or "run"))
     return {each.arg for each in run.args.args}
 
 

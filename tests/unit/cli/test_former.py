@@ -25,7 +25,16 @@ from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
         ("score --ground-truth run.yaml rows.jsonl", "eval --ground-truth run.yaml --rows rows.jsonl"),
         ("schema", "config --schema"),
         ("schema sft", "config --schema sft"),
+        (
+            "convert hf-to-megatron --input A --output B --dtype float16",
+            "convert A B --to megatron --dtype float16",
+        ),
+        ("convert megatron-to-hf --role actor --output=B --input A", "convert A B --to hf --role actor"),
+        ("convert merge-adapter --input A --base C --output B", "convert A B --base C"),
+        ("convert inspect --json A", "convert --json A --inspect"),
+        ("convert verify A B", "convert A B --verify"),
         ("plan --help", "check --help"),
+        ("convert verify --help", "convert --help"),
         ("calibrate -h", "tune --help"),
     ],
 )
