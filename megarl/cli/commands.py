@@ -147,6 +147,13 @@ COMMANDS: Mapping[str, Command] = {
                 help="check within a second: no tokenizers, data, weights, reward functions or weight-sync "
                 "plan",
             ),
+            argument(
+                "--all",
+                dest="shows_all",
+                action="store_true",
+                help="print all tables instead of the summary: models, arithmetic, placement, memory, weight "
+                "sync, checkpoints",
+            ),
             group(
                 "parts: select one or several instead of the default check",
                 argument(

@@ -142,7 +142,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml --fast algorithm.advantage.estimator=distillation algorithm.kl.where=none "
     "teacher.path=outputs/quickstart/sft/huggingface": Executed(),
     "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),
-    "megarl check configs/qwen2.5_7b_grpo.yaml": Executed(),
+    "megarl check configs/qwen2.5_7b_grpo.yaml --all": Executed(),
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.lora=lora": Executed(),
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.lora=lora 'actor.lora.modules_to_save=[embed_tokens, lm_head]'": Executed(),
     "megarl check configs/qwen3_32b_grpo.yaml rollout.dtype=fp8 algorithm.rollout_correction.level=token": Executed(),

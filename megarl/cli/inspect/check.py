@@ -9,6 +9,7 @@ from rich.console import Console
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
 from megarl.cli.tables.run import print_run
+from megarl.cli.tables.verdict import print_verdict
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
@@ -19,11 +20,12 @@ from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
 
 
-def run(config_path: str, overrides: Sequence[str], fast: bool = False) -> int:
-    """Print models, arithmetic and placement of a valid configuration, and return 0.
+def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_all: bool = False) -> int:
+    """Print the verdict on a valid configuration and what the run needs, and return 0.
 
     Args:
         fast: Read no input files except the models' `config.json`, and plan no weight sync.
+        shows_all: Print all tables, with the verdict in the last line.
 
     Raises:
         ConfigError: The configuration has errors.
@@ -32,16 +34,23 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False) -> int:
     config = loaded.config
 
     console = output_console()
-    print_run(config, console, with_push=not fast, is_here=not loaded.absent)
+    plan = plan_placement(config)
+    status = "OK, except for files that are not on this machine" if loaded.absent else "OK"
+    processes, devices = counted(plan.num_processes, "process"), counted(plan.num_devices, "device")
+    verdict = f"{config_path}: {status} ({processes}, {devices}; {_planned_for(config, plan)})"
+
+    if shows_all:
+        print_run(config, console, with_push=not fast, is_here=not loaded.absent)
+    else:
+        print_line(console, verdict)
+        print_verdict(config, console, with_push=not fast, is_here=not loaded.absent)
     if not fast and isinstance(config, PPOConfig):
         print_judge_prompts(config, console)
     for warning in loaded.warnings:
         print_line(console, f"warning: {warning}", style="yellow")
-    plan = plan_placement(config)
     print_absent(loaded.absent, console)
-    verdict = "OK, except for files that are not on this machine" if loaded.absent else "OK"
-    processes, devices = counted(plan.num_processes, "process"), counted(plan.num_devices, "device")
-    print_line(console, f"{config_path}: {verdict} ({processes}, {devices}; {_planned_for(config, plan)})")
+    if shows_all:
+        print_line(console, verdict)
 
     return 0
 

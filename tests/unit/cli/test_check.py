@@ -37,7 +37,7 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["check", "--fast", ppo]) == 0
+    assert main(["check", "--fast", "--all", ppo]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "samples 48 12 prompts x 4" in rows
@@ -59,7 +59,7 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "replicas 1 x 1 device separate devices" in rows
     assert "OK (8 processes, 7 devices; planned for a CPU in bfloat16)" in out
     assert "Weight sync" not in out
-    assert main(["plan", ppo, "resharding.delta=true"]) == 0
+    assert main(["check", "--plan", ppo, "resharding.delta=true"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "transport group resharding.transport=auto" in rows
     assert any(
@@ -86,12 +86,34 @@ def test_at_80_columns_no_word_or_number_is_broken(
         "megarl.cli.tables.run.free_bytes", lambda path: 2**40
     )  # others write at the same time
     words = {}
+    overrides = ["placement.strategy=hybrid", "rollout.engine=sglang"]
     for columns in ("80", "300"):
         monkeypatch.setenv("COLUMNS", columns)
-        assert main(["check", "--fast", ppo, "placement.strategy=hybrid", "rollout.engine=sglang"]) == 0
+        assert main(["check", "--fast", "--all", ppo, *overrides]) == 0
         words[columns] = sorted(re.findall(r"[^\s\u2500]+", capsys.readouterr().out))
 
     assert words["80"] == words["300"]
+
+
+def test_the_summary_is_short_and_begins_with_the_verdict(
+    ppo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", ppo, "model.dtype=float32", "--fast", "placement.device_memory_gb=40"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].endswith("run.yaml: OK (8 processes, 7 devices; planned for a CPU in float32)")
+    labels = [line.split()[0] for line in lines[1:] if not line.startswith(" ")]
+    assert labels == ["MODELS", "BATCH", "MEMORY", "LAYOUT", "DISK", "REWARD", "SYNC", "TIME", "MORE"]
+    assert len(lines) < 25
+    assert "BATCH   PPO: 10 steps x 48 samples (12 prompts x 4), in 3 mini-batches of 16 rows; " in out
+    assert "MEMORY  fullest device of the pool actor, budget 40 GiB: " in out
+    assert "actor, reference: TP 2 x DP 2 on 4 devices (pool actor)" in out
+    assert "rollout: hf on 1 x 1 device, separate devices" in out
+    assert "of a step is not predicted: set placement.device_profile" in out
+
+    # With a device, the weight sync and the time of a step are planned too.
+    assert main(["check", "--fast", ppo, "placement.device_profile=cpu"]) == 0
+    assert "TIME" not in capsys.readouterr().out
 
 
 def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Path) -> None:
@@ -139,6 +161,7 @@ def test_a_reward_model_is_shown_with_its_place_and_its_limit(
             [
                 "check",
                 "--fast",
+                "--all",
                 ppo,
                 f"reward.model.path={judge}",
                 sizes,
@@ -168,7 +191,9 @@ def test_the_disk_that_checkpoints_take_is_counted(
     Each parameter has 12 float32 bytes in addition to the bfloat16 weights.
     """
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["check", "--fast", ppo, "checkpoint.every_steps=3", "checkpoint.dir=/large/disk"]) == 0
+    assert (
+        main(["check", "--fast", "--all", ppo, "checkpoint.every_steps=3", "checkpoint.dir=/large/disk"]) == 0
+    )
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
@@ -197,7 +222,7 @@ def test_what_saves_and_what_is_kept_is_said(
         "trainer.validate_every_steps=2",
         "checkpoint.keep_best.metric=val/score/mean",
     ]
-    assert main(["check", "--fast", ppo, *best, "checkpoint.every_minutes=30"]) == 0
+    assert main(["check", "--fast", "--all", ppo, *best, "checkpoint.every_minutes=30"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "saved every 30 min, after the best validation and at the end checkpoint.every_minutes" in rows
     assert any("the newest 2" in row and "val/score/mean checkpoint.keep" in row for row in rows)
@@ -244,7 +269,7 @@ def test_engines_on_the_devices_of_the_actor(
         "rollout.num_replicas=2",
         "rollout.tensor_parallel_size=2",
     ]
-    assert main(["check", "--fast", ppo, *overrides]) == 0
+    assert main(["check", "--fast", "--all", ppo, *overrides]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "engine sglang rollout.engine" in rows
@@ -252,7 +277,7 @@ def test_engines_on_the_devices_of_the_actor(
     assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
     assert "actor rollout 0-1 rollout 0 0-1; 2-3" in rows
     assert "OK (9 processes, 6 devices; planned for a CPU in bfloat16)" in out
-    assert main(["plan", ppo, *overrides]) == 0
+    assert main(["check", "--plan", ppo, *overrides]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "transport device resharding.transport=auto" in rows
     assert any(row.startswith("sent to other devices 0.") for row in rows)
@@ -329,7 +354,9 @@ def test_weights_through_files_are_said_to_be(
     ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["plan", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
+    assert (
+        main(["check", "--plan", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
+    )
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "transport folder resharding.transport=folder" in rows
     assert "medium files in trainer.output_dir, which all nodes must see" in rows
@@ -459,11 +486,11 @@ trainer: {total_steps: 109, prompts_per_step: 1024, updates_per_step: 4}
 
 
 def planned(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str, str]:
-    """Return the exit status, the last line of the output, and everything that was printed."""
+    """Return the exit status, the first line of the output, and everything that was printed."""
     (folder / "run.yaml").write_text(UNBUDGETED)
     status = main(["check", "--fast", str(folder / "run.yaml"), *overrides])
     printed = capsys.readouterr()
-    return status, printed.out.strip().rpartition("\n")[2], printed.out + printed.err
+    return status, printed.out.partition("\n")[0], printed.out + printed.err
 
 
 def test_a_layout_of_several_gpus_is_planned_for_them(
