@@ -9,7 +9,7 @@ from rich.console import Console
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
 from megarl.cli.tables.run import print_run
-from megarl.cli.tables.verdict import print_verdict
+from megarl.cli.tables.summary import print_summary
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
@@ -18,6 +18,11 @@ from megarl.machine.wording import counted
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
+
+_MORE = (
+    "more: --all (every table), --plan (memory and predicted step), --simulate (asynchronous training), "
+    "--dry-run (a role on fake devices), --machine (this node)"
+)
 
 
 def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_all: bool = False) -> int:
@@ -43,14 +48,13 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_al
         print_run(config, console, with_push=not fast, is_here=not loaded.absent)
     else:
         print_line(console, verdict)
-        print_verdict(config, console, with_push=not fast, is_here=not loaded.absent)
+        print_summary(config, console, with_push=not fast, is_here=not loaded.absent)
     if not fast and isinstance(config, PPOConfig):
         print_judge_prompts(config, console)
     for warning in loaded.warnings:
         print_line(console, f"warning: {warning}", style="yellow")
     print_absent(loaded.absent, console)
-    if shows_all:
-        print_line(console, verdict)
+    print_line(console, verdict if shows_all else _MORE)
 
     return 0
 

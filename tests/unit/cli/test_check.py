@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,29 +104,27 @@ def test_the_summary_is_short_and_begins_with_the_verdict(
     lines = out.splitlines()
     assert lines[0].endswith("run.yaml: OK (8 processes, 7 devices; planned for a CPU in float32)")
     labels = [line.split()[0] for line in lines[1:] if not line.startswith(" ")]
-    assert labels == ["MODELS", "BATCH", "MEMORY", "LAYOUT", "DISK", "REWARD", "SYNC", "TIME", "MORE"]
+    assert labels == ["MODELS", "BATCH", "MEMORY", "LAYOUT", "DISK", "REWARD", "SYNC", "more:"]
     assert len(lines) < 25
     assert "BATCH   PPO: 10 steps x 48 samples (12 prompts x 4), in 3 mini-batches of 16 rows; " in out
     assert "MEMORY  fullest device of the pool actor, budget 40 GiB: " in out
     assert "actor, reference: TP 2 x DP 2 on 4 devices (pool actor)" in out
     assert "rollout: hf on 1 x 1 device, separate devices" in out
-    assert "of a step is not predicted: set placement.device_profile" in out
-
-    # With a device, the weight sync and the time of a step are planned too.
-    assert main(["check", "--fast", ppo, "placement.device_profile=cpu"]) == 0
-    assert "TIME" not in capsys.readouterr().out
+    assert "SYNC    weights by group\n" in out
 
 
-def test_what_a_run_says_when_it_starts_is_a_dozen_lines(ppo: str, tmp_path: Path) -> None:
-    overrides = ["algorithm=grpo", "trainer.critic_warmup_steps=0"]
+def test_the_summary_plans_the_weight_sync_and_the_time_of_a_step(ppo: str, tmp_path: Path) -> None:
+    overrides = ["algorithm=grpo", "trainer.critic_warmup_steps=0", "placement.device_profile=cpu"]
     config = load_for_plan(PPOConfig, ppo, overrides).config
-    print_summary(config, console := Console(file=io.StringIO(), width=80))
+    print_summary(config, console := Console(file=io.StringIO(), width=80), with_push=True, is_here=False)
     said = console.file.getvalue()
-    assert said.startswith(
-        "GRPO: 10 steps of 12 prompts x 4 = 48 rows of at most 24 tokens, mini-batches: 3\n"
-    )
-    assert "\nKL: in the loss, k3 x 0.001\n" in said
-    assert len(said.splitlines()) < 12
+    assert "GRPO: 10 steps x 48 samples (12 prompts x 4), in 3 mini-batches of 16 rows; " in said
+    assert "        KL: in the loss, k3 x 0.001\n" in said
+    assert " MiB for each engine rank in 1 round; verification: first\n" in said
+    assert re.search(r"^TIME +[\d.,]+ s per step are predicted on ", said, re.MULTILINE)
+    without = config.with_sections(placement=replace(config.placement, device_profile=None))
+    print_summary(without, console, with_push=True, is_here=False)
+    assert "of a step is not predicted: set placement.device_profile" in console.file.getvalue()
     write_plan(config, tmp_path)
     assert "Work of each role" in (tmp_path / "plan.txt").read_text()
 
