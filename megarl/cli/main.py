@@ -47,17 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A wrong command line exits in argparse, with code 2."""
     collect_rarely()
     parser = build_parser()
-    if not (sys.argv[1:] if arguments is None else arguments) and "_ARGCOMPLETE" not in os.environ:
-        parser.print_help(sys.stderr)
-        return USER_ERROR
-
     if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         importlib.import_module("megarl.cli.inspect.completion").answer(parser)
     given = sys.argv[1:] if arguments is None else arguments
-    if given and given[0] in FORMER:
+    if not given:
+        parser.print_help(sys.stderr)
+        return USER_ERROR
+
+    if given[0] in FORMER:
         print(f"`megarl {given[0]}` is now `megarl {FORMER[given[0]].now}`", file=sys.stderr)
     try:
-        given = in_current_words(given) if given else given
+        given = in_current_words(given)
     except ValueError as error:
         print(f"megarl {given[0]}: {error}", file=sys.stderr)
         return USER_ERROR

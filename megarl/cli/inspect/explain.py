@@ -21,6 +21,7 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.wording import written
 
 _INDEX = re.compile(r"\[\d*\]$")
+_Path = list[tuple[type, Field[Any]]]  # the sections on the way to a key, each with its field
 
 
 def run(key: str, config_path: str | None, overrides: Sequence[str]) -> int:
@@ -29,66 +30,68 @@ def run(key: str, config_path: str | None, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: No kind of run has the key, or the configuration has errors.
     """
+    key = key.removesuffix("[]")
     config = None if config_path is None else read_config(RunConfig, config_path, overrides).required()
     schemas = list(SCHEMAS.values()) if config is None else [type(config)]
-    owners = [schema for schema in schemas if _path_to(schema, key) is not None]
-    if not owners:
-        _refuse(schemas[0], key)
+    paths = {schema: path for schema in schemas if (path := _path_to(schema, key))}
+    if not paths:
+        raise _unknown(schemas[0], key)
+    schema, path = next(iter(paths.items()))
 
     print(key)
-    kinds = [kind.value for kind, schema in SCHEMAS.items() if schema in owners]
-    if config is None and len(owners) < len(SCHEMAS):
+    if len(paths) < len(schemas):
+        kinds = [kind.value for kind, each in SCHEMAS.items() if each in paths]
         print(f"    only in runs of kind: {', '.join(kinds)}")
-    for line in _lines(owners[0], key):
+    for line in _lines(key, path, _default(schema, path)):
         print(f"    {line}")
-    if config is not None and not is_dataclass(_hint(type(config), key)):
-        values = [written(value) for value in values_at(config, key)]
+    if config is not None and not is_dataclass(_type_of(path)):
+        try:
+            values = [written(value) for value in values_at(config, key)]
+        except IndexError:
+            raise ConfigError(str(config_path), [f"{key}: the list has fewer items"]) from None
         print(f"    value: {', '.join(values)}")
         for line in _sources(read_layers(str(config_path), overrides), key):
             print(f"    {line}")
     return 0
 
 
-def _path_to(schema: type, key: str) -> list[tuple[type, Field[Any]]] | None:
-    """Return each section on the way to a key with its field; None if there is no such key."""
-    path: list[tuple[type, Field[Any]]] = []
+def _path_to(schema: type, key: str) -> _Path:
+    """Return each section on the way to a key with its field; empty if there is no such key."""
+    path: _Path = []
     section: Any = schema
     for part in key.split("."):
         name = _INDEX.sub("", part)
         if section is None or name not in key_types(section):
-            return None
+            return []
         path.append((section, next(entry for entry in fields(section) if entry.name == name)))
-        hint = key_types(section)[name]
+        hint = _type_of(path)
         section = hint if is_dataclass(hint) else item_section(hint)
     return path
 
 
-def _hint(schema: type, key: str) -> Any:
-    path = _path_to(schema, key)
-    assert path is not None
+def _type_of(path: _Path) -> Any:
     owner, entry = path[-1]
     return key_types(owner)[entry.name]
 
 
-def _refuse(schema: type, key: str) -> typing.NoReturn:
-    """Raise the loader's error for an unknown key, with the nearest key or that of another framework."""
+def _unknown(schema: type, key: str) -> ConfigError:
+    """Return the loader's error for an unknown key, with the nearest key or that of another framework."""
     values: Any = 0
     for name in reversed(key.split(".")):
         values = {name: values}
     problems = read_config(schema, values).problems
-    raise ConfigError("explain", [line for line in problems if ": is required;" not in line] or [key])
+    return ConfigError("explain", [line for line in problems if ": is required;" not in line])
 
 
-def _lines(schema: type, key: str) -> Iterator[str]:
-    """Yield the description of a key: its text, choices, type, range, default, and what it needs."""
-    path = _path_to(schema, key)
-    assert path is not None
+def _lines(key: str, path: _Path, default: Any) -> Iterator[str]:
+    """Yield the description of a key: its text, type, range, choices, default, and what it needs."""
     owner, entry = path[-1]
-    hint = key_types(owner)[entry.name]
+    hint = _type_of(path)
     if is_dataclass(hint):
-        yield section_explanation(typing.cast(type, hint)) or "a section"
+        section = typing.cast(type, hint)
+        yield section_explanation(section)
         for inner in fields(hint):
-            yield f"{key}.{inner.name}: {explanation(typing.cast(type, hint), inner.name)}".rstrip(": ")
+            yield f"{key}.{inner.name}: {explanation(section, inner.name)}".rstrip(": ")
     else:
         yield explanation(owner, entry.name)
         allowed = entry.metadata.get(ItemRange) or entry.metadata.get(Range)
@@ -96,14 +99,13 @@ def _lines(schema: type, key: str) -> Iterator[str]:
         kind = without_null(hint)
         for choice in kind if isinstance(kind, type) and issubclass(kind, Enum) else ():
             yield f"  {choice.value}: {explanation(kind, choice.name)}"
-        default = _default(schema, path)
         yield "required" if default == MISSING else f"default: {written(default)}"
 
     for _, outer in path:
         yield from needs_in_words(outer)
 
 
-def _default(schema: type, path: Sequence[tuple[type, Field[Any]]]) -> Any:
+def _default(schema: type, path: _Path) -> Any:
     value = default_of(schema)
     for owner, entry in path:
         # A list of sections has its defaults in each section.
