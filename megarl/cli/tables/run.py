@@ -59,7 +59,8 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
     """
     architectures, _ = read_architectures(config)
     work = work_of_roles(config, architectures)
-    print_models(config, architectures, console)
+    for line in model_lines(config, architectures, work):
+        print_line(console, line)
     console.print(_models(model_roles(config), architectures, work))
     print_line(console, f"layers: {describe_layers(config)}")
     print_megatron_options(config, console)
@@ -90,18 +91,18 @@ def warnings_of(
     yield from map(str, unread_keys(config, architectures, refused=False))
 
 
-def print_models(config: RunConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
-    """Print a line for each model folder, with the roles that load it."""
-    roles: dict[str, list[str]] = {}
-    for role in model_roles(config):
-        roles.setdefault(role.path, []).append(role.name)
-
-    for path, names in roles.items():
-        print_line(
-            console,
-            f"{', '.join(names)}: {shown(Path(path))} ({architectures[names[0]].model_type}, "
-            f"{config.model.dtype.value})",
-        )
+def model_lines(
+    config: RunConfig, architectures: Mapping[str, Architecture], work: Sequence[RoleArithmetic]
+) -> Iterator[str]:
+    """Yield a line for each model folder, with the roles that load it, and the parameters of the first."""
+    roles = model_roles(config)
+    rows = {row.role: row for row in work}
+    for path in dict.fromkeys(role.path for role in roles):
+        names = [role.name for role in roles if role.path == path]
+        architecture = architectures[names[0]]
+        parameters = _parameters(rows[names[0]], architecture)
+        what = f"{architecture.model_type}, {config.model.dtype.value}, {parameters} parameters"
+        yield f"{', '.join(names)}: {shown(Path(path))} ({what})"
 
 
 def print_megatron_options(config: RunConfig, console: Console) -> None:
@@ -116,7 +117,7 @@ def print_megatron_options(config: RunConfig, console: Console) -> None:
         console.print(drawn)
 
 
-def parameters_of(row: RoleArithmetic, architecture: Architecture) -> str:
+def _parameters(row: RoleArithmetic, architecture: Architecture) -> str:
     """Return the number of parameters, and how many of them are those of adapters."""
     if architecture.lora is None:
         return f"{row.num_parameters:,}"
@@ -135,7 +136,7 @@ def _models(
         architecture = architectures[role.name]
         parallel = role.parallel
         columns[role.name] = (
-            parameters_of(row, architecture),
+            _parameters(row, architecture),
             str(architecture.num_hidden_layers),
             str(architecture.hidden_size),
             f"{architecture.num_attention_heads} ({architecture.num_key_value_heads})",

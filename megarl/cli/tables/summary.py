@@ -16,7 +16,7 @@ from megarl.cli.tables.console import print_line
 from megarl.cli.tables.placement import fullest_devices, memory_warnings, size_range
 from megarl.cli.tables.run import (
     gib,
-    parameters_of,
+    model_lines,
     print_run,
     reward_lines,
     shared_devices,
@@ -35,7 +35,6 @@ from megarl.config.schema import (
     PPOConfig,
     RunConfig,
 )
-from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
@@ -93,7 +92,7 @@ def print_summary(config: RunConfig, console: Console, *, with_push: bool, is_he
     plan = plan_placement(config)
     memory = plan_memory(config, plan, architectures)
     sections: dict[str, Iterator[str]] = {
-        "MODELS": _models(config, architectures),
+        "MODELS": model_lines(config, architectures, work_of_roles(config, architectures)),
         "BATCH": _batch(config),
         "MEMORY": _memory(config, memory),
         "LAYOUT": _layout(config, plan),
@@ -111,18 +110,6 @@ def print_summary(config: RunConfig, console: Console, *, with_push: bool, is_he
             print_line(console, f"{'' if number else label:{_LABEL_WIDTH}}{line}")
     for warning in (*warnings_of(config, architectures, is_here), *memory_warnings(config, memory)):
         print_line(console, f"warning: {warning}", style="yellow")
-
-
-def _models(config: RunConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
-    """Yield each model folder, with the roles that load it and the parameters of the first."""
-    roles = model_roles(config)
-    work = {row.role: row for row in work_of_roles(config, architectures)}
-    for path in dict.fromkeys(role.path for role in roles):
-        names = [role.name for role in roles if role.path == path]
-        architecture = architectures[names[0]]
-        parameters = parameters_of(work[names[0]], architecture)
-        what = f"{architecture.model_type}, {config.model.dtype.value}, {parameters} parameters"
-        yield f"{', '.join(names)}: {shown(Path(path))} ({what})"
 
 
 def _batch(config: RunConfig) -> Iterator[str]:

@@ -170,7 +170,7 @@ def test_a_reward_model_is_shown_with_its_place_and_its_limit(
         == 0
     )
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert f"reward_model: {judge} (qwen2, bfloat16)" in rows
+    assert any(row.startswith(f"reward_model: {judge} (qwen2, bfloat16, ") for row in rows)
     assert [row.split()[-1] for row in rows if row.startswith(("ranks", "rows per pass "))] == ["2", "48"]
     assert "micro-batches 1 to 4 1 6 2 to 24" in rows
     assert "critic reward_model 0-1 reward_model 0 4-5" in rows
