@@ -62,13 +62,10 @@ def test_every_option_of_a_command_is_taken_by_a_module() -> None:
 
 
 def test_every_command_has_a_description_and_an_example() -> None:
-    parser = build_parser()
-    [commands] = [
-        action for action in parser._actions if hasattr(action, "choices") and action.dest == "command"
-    ]
-    assert set(EXAMPLES) == set(commands.choices)
+    commands = commands_of(build_parser())
+    assert set(EXAMPLES) == set(commands)
 
-    for name, command in commands.choices.items():
+    for name, command in commands.items():
         assert command.description, name
         assert f"examples:\n  {EXAMPLES[name][0]}" in command.format_help()
 
