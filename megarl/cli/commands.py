@@ -231,7 +231,7 @@ COMMANDS: Mapping[str, Command] = {
     "config": Command(
         group=BEFORE,
         module="megarl.cli.inspect.config",
-        parts={"kind": "megarl.cli.inspect.schema"},
+        parts={"kind": "megarl.cli.inspect.config:schema"},
         summary="print a configuration with its base, presets and overrides merged",
         description="print a configuration as YAML, with its base, presets and overrides merged, or the JSON "
         "Schema of configuration files",

@@ -1,12 +1,14 @@
-"""`megarl config CONFIG`: prints a configuration with its base, presets and overrides merged."""
+"""`megarl config CONFIG`: prints a configuration with everything merged, or the schema of its files."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from megarl.config.json_schema import json_schema
 from megarl.config.load import plain_values, read_config
 from megarl.config.schema import RunConfig
 from megarl.config.schema.keys import default_of
@@ -34,6 +36,12 @@ def run(config_path: str | None, overrides: Sequence[str], changed: bool = False
     # Without its kind, a file is read as a reinforcement learning run.
     values = {"kind": config.kind.value} | values
     print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000), end="")
+    return 0
+
+
+def schema(kind: str) -> int:
+    """Print the JSON Schema of one of `json_schema.KINDS`, and return 0."""
+    print(json.dumps(json_schema(kind), indent=2))
     return 0
 
 

@@ -66,7 +66,7 @@ def print_placement(
         print_line(console, f"warning: {warning}", style="yellow")
 
 
-def memory_warnings(config: RunConfig, memory: Sequence[DeviceMemory]) -> Iterator[str]:
+def memory_warnings(config: RunConfig, memory: list[DeviceMemory]) -> Iterator[str]:
     """Yield what the memory plan does not count, and the devices that exceed their memory."""
     for role in model_roles(config):
         if names := uncounted_options(role.megatron):
