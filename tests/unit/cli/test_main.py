@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from megarl.cli.run.context import run_context_of
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.machine.errors import ConfigError
+from megarl.machine.reaper import OWNER
 from megarl.trainers.monitor import Position
 
 
@@ -98,6 +100,29 @@ def test_overrides_may_be_written_as_options(
 )
 def test_arguments_are_reordered_for_argparse(typed: list[str], ordered: list[str]) -> None:
     assert in_argparse_order(typed, commands_of(build_parser())) == ordered
+
+
+def test_a_submitted_run_is_not_owned_by_this_process(
+    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job continues on its cluster when this process ends."""
+    calls = []
+
+    def submit(config_path: str, overrides: list[str], address: str) -> int:
+        calls.append((config_path, overrides, address, OWNER in os.environ))
+        return 7
+
+    command("train --address", submit)
+    assert main(["train", "x.yaml", "--submit", "http://HEAD:8265", "a.b=1"]) == 7
+    assert main(["submit", "x.yaml", "--address=http://HEAD:8265"]) == 7
+    assert main(["submit", "x.yaml"]) == 7
+    assert calls == [
+        ("x.yaml", ["a.b=1"], "http://HEAD:8265", False),
+        ("x.yaml", [], "http://HEAD:8265", False),
+        ("x.yaml", [], "auto", False),
+    ]
+    assert main(["train", "x.yaml", "--submit", "auto", "--verbose"]) == 2
+    assert "--verbose does not apply to --submit; remove it" in capsys.readouterr().err
 
 
 def test_a_part_gets_its_options_and_its_status_is_ours(
