@@ -107,7 +107,7 @@ def test_the_summary_is_short_and_begins_with_the_verdict(
     assert labels == ["MODELS", "BATCH", "MEMORY", "LAYOUT", "DISK", "REWARD", "SYNC", "more:"]
     assert len(lines) < 25
     assert "BATCH   PPO: 10 steps x 48 samples (12 prompts x 4), in 3 mini-batches of 16 rows; " in out
-    assert "MEMORY  fullest device of the pool actor, budget 40 GiB: " in out
+    assert "fullest device of the pool actor, budget 40 GiB: " in out
     assert "actor, reference: TP 2 x DP 2 on 4 devices (pool actor)" in out
     assert "rollout: hf on 1 x 1 device, separate devices" in out
     assert "SYNC    weights by group\n" in out
