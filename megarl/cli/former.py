@@ -97,6 +97,13 @@ def _taken(words: Sequence[str], option: str) -> tuple[str, list[str]]:
     raise ValueError(f"{option} is required")
 
 
+def message(words: Sequence[str]) -> str:
+    """Say what a former command is now."""
+    name = words[0]
+    now = "check --simulate" if name == "plan" and "--simulate" in words else FORMER[name].now
+    return f"`megarl {name}` is now `megarl {now}`"
+
+
 def in_current_words(words: Sequence[str]) -> list[str]:
     """Return a command line with the current name and options of its command.
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from megarl import __version__
 from megarl.cli.commands import COMMANDS, FIRST, GROUPS
-from megarl.cli.former import FORMER, in_current_words
+from megarl.cli.former import FORMER, in_current_words, message
 from megarl.cli.options import OVERRIDE
 from megarl.cli.run.context import RunContext, RunFailedError
 from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR
 
     if given[0] in FORMER:
-        print(f"`megarl {given[0]}` is now `megarl {FORMER[given[0]].now}`", file=sys.stderr)
+        print(message(given), file=sys.stderr)
     try:
         given = in_current_words(given)
     except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.cli.commands import COMMANDS
-from megarl.cli.former import FORMER, in_current_words
+from megarl.cli.former import FORMER, in_current_words, message
 from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
 
 
@@ -60,6 +60,11 @@ def test_the_message_is_on_standard_error(capsys: pytest.CaptureFixture[str]) ->
     assert err == "`megarl schema` is now `megarl config --schema`\n"
     assert main(["config", "--schema", "algorithm"]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_a_simulation_is_a_part_of_its_own() -> None:
+    assert message(["plan", "x.yaml"]) == "`megarl plan` is now `megarl check --plan`"
+    assert message(["plan", "x.yaml", "--simulate"]) == "`megarl plan` is now `megarl check --simulate`"
 
 
 @pytest.mark.parametrize(
