@@ -89,7 +89,7 @@ def _lines(key: str, path: _Path, default: Any) -> Iterator[str]:
     hint = _type_of(path)
     if is_dataclass(hint):
         section = typing.cast(type, hint)
-        yield section_explanation(section)
+        yield section_explanation(section) or "a section"
         for inner in fields(hint):
             yield f"{key}.{inner.name}: {explanation(section, inner.name)}".rstrip(": ")
     else:

@@ -131,8 +131,10 @@ def _memory(config: RunConfig, memory: Sequence[DeviceMemory]) -> Iterator[str]:
     budget = "" if budget_gb is None else f", budget {budget_gb:g} GiB"
     pools = fullest_devices(memory)
     for pool, device in sorted(pools.items(), key=lambda item: -item[1].peak):
-        phases = ", ".join(f"{phase} {gib(device.total(phase))}" for phase in device.phases)
-        yield f"fullest device of the pool {pool}{budget}: {phases}"
+        sizes = {phase: gib(device.total(phase)) for phase in device.phases}
+        by_phase = ", ".join(f"{phase} {size}" for phase, size in sizes.items())
+        constant = f"{gib(device.peak)} in every phase" if len(set(sizes.values())) == 1 else ""
+        yield f"fullest device of the pool {pool}{budget}: {constant or by_phase}"
 
         usage = sum(device.phases[device.peak_phase].values(), Usage())
         parts = {each.name.replace("_", " "): getattr(usage, each.name) for each in fields(usage)}
