@@ -4,8 +4,8 @@ Test it on responses before a run, without a model, a GPU or Ray. Each row of th
 data_source, a ground truth and extra_info, like a run's generations.jsonl. With `--ground-truth` the command
 scores the ground truths as responses; each should score 1:
 
-    megarl score CONFIG outputs/run/generations.jsonl 'reward.functions=[{path: examples/custom_reward.py}]'
-    megarl score CONFIG train.parquet 'reward.functions=[{path: examples/custom_reward.py}]' --ground-truth
+    megarl eval CONFIG --rows outputs/run/generations.jsonl 'reward.functions=[{path: examples/custom_reward.py}]'
+    megarl eval CONFIG --rows train.parquet 'reward.functions=[{path: examples/custom_reward.py}]' --ground-truth
 
 Then train on it with the same override.
 """

@@ -2,7 +2,7 @@
 
     python -m examples.resume sft configs/quickstart_sft.yaml trainer.total_steps=40
 
-The command starts `megarl sft` with a checkpoint every 2 steps, kills it after the first checkpoint, and runs
+The command starts `megarl train` with a checkpoint every 2 steps, kills it after the first checkpoint, and runs
 the same command again until the run is complete. Use `train` instead of `sft` for PPO.
 """
 
@@ -25,7 +25,7 @@ def main(command: str, config_path: str, overrides: list[str]) -> int:
     kind: type[PPOConfig | SFTConfig] = PPOConfig if command == "train" else SFTConfig
     config = load_config(kind, config_path, overrides)
     latest = checkpoint_path(config) / "latest"  # a file that names the newest complete checkpoint
-    run = [sys.executable, "-m", "megarl", command, config_path, *overrides]
+    run = [sys.executable, "-m", "megarl", "train", config_path, *overrides]
     first = subprocess.Popen(run)
     while not latest.exists() and first.poll() is None:
         time.sleep(0.1)

@@ -19,7 +19,7 @@
 A batch is a `DataProto` with the keys listed in docs/concepts.md. Calls of roles return futures. `union` and
 `get()` wait for the result; until then, roles on different pools work concurrently. Everything else is the
 same as in `megarl train`: checks before a process starts, the run's folder, checkpoints and resuming,
-validation, `megarl plot` and the other commands.
+validation, `megarl report --png` and the other commands.
 """
 
 from __future__ import annotations

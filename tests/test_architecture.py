@@ -62,6 +62,13 @@ WITHOUT_TORCH = (
     "megarl.config",
     "megarl.agents",
     "megarl.plan",
+    # What `megarl check --fast` and the help read, besides these packages.
+    "megarl.cli.commands",
+    "megarl.cli.inspect",
+    "megarl.cli.main",
+    "megarl.doctor.checks",
+    "megarl.rollout.engines",
+    "megarl.rollout.sglang.user_arguments",
 )
 # Roles create the losses on the driver; worker processes receive them with the rows, so they know no
 # algorithm.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tuning.shipped [--configs qwen3_32b_grpo ...]
 
-The device is the smallest of H100, H200 and B300 that has the run's memory budget. Lengths are those that `megarl plan` assumes, and
+The device is the smallest of H100, H200 and B300 that has the run's memory budget. Lengths are those that `megarl check --plan` assumes, and
 `rollout.max_staleness` stays as it is.
 `memory` is the peak of the fullest device by the plan.
 """

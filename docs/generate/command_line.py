@@ -1,4 +1,4 @@
-"""Generates docs/cli.md: the help of every command, from the parser."""
+"""Generates docs/cli.md: the help of every command by group, and the former names, from the program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from megarl.cli.main import build_parser
+from megarl.cli.commands import COMMANDS, FIRST, GROUPS
+from megarl.cli.former import FORMER
+from megarl.cli.main import build_parser, commands_of
 
 _WIDTH = "110"
 _HEAD = """# Command line
@@ -16,33 +18,51 @@ This page lists every `megarl` command with its arguments. It is generated from 
 configuration is a YAML file; `key.sub=value` after it overrides one value. `megarl check` reports all configuration errors before
 anything starts. The exit code is 0 for success, 2 for a user or configuration error, and 1 for a runtime failure.
 
-| command | description |
+To begin, six commands are enough: {first}.
+
+"""
+_FORMER = """## Former names
+
+These commands have another name now. Their command lines still work, with a message that says the new one.
+
+| former command | now |
 |---|---|
 """
 
 
 def commands_page() -> str:
     """Return the page as Markdown."""
-    parser = build_parser()
-    [(summaries, choices)] = _commands_of(parser)
-    rows = "".join(f"| [`megarl {name}`](#megarl-{name}) | {summaries[name]} |\n" for name in choices)
-    with patch.dict(os.environ, COLUMNS=_WIDTH):
-        sections = [_section(f"megarl {name}", command) for name, command in choices.items()]
+    parsers = commands_of(build_parser())
+    first = ", ".join(_link(name) for name in FIRST)
+    parts = [_HEAD.format(first=first), "| command | description |\n|---|---|\n"]
+    for group, names in _groups():
+        parts.append(f"| **{group}** | |\n")
+        parts += [f"| {_link(name)} | {COMMANDS[name].summary} |\n" for name in names]
 
-    return _HEAD + rows + "\n" + "\n".join(sections)
+    with patch.dict(os.environ, COLUMNS=_WIDTH):
+        for group, names in _groups():
+            parts.append(f"\n## {group}\n")
+            parts += [_section(f"megarl {name}", parsers[name]) for name in names]
+
+    parts += ["\n", _FORMER]
+    parts += [f"| `megarl {name}` | `megarl {former.now}` |\n" for name, former in FORMER.items()]
+    return "".join(parts)
+
+
+def _groups() -> Iterator[tuple[str, list[str]]]:
+    """Yield each group with the names of its commands."""
+    for group in GROUPS:
+        yield group, [name for name, command in COMMANDS.items() if command.group == group]
+
+
+def _link(name: str) -> str:
+    return f"[`megarl {name}`](#megarl-{name})"
 
 
 def _section(title: str, command: argparse.ArgumentParser) -> str:
-    text = f"## {title}\n\n```text\n{command.format_help().rstrip()}\n```\n"
-    for _, choices in _commands_of(command):
-        text += "".join(f"\n```text\n{each.format_help().rstrip()}\n```\n" for each in choices.values())
-    return text
-
-
-def _commands_of(
-    parser: argparse.ArgumentParser,
-) -> Iterator[tuple[dict[str, str], dict[str, argparse.ArgumentParser]]]:
-    """Yield the summaries and the parsers of a parser's subcommands."""
-    for action in parser._actions:
+    text = f"\n### {title}\n\n```text\n{command.format_help().rstrip()}\n```\n"
+    for action in command._actions:
         if isinstance(action, argparse._SubParsersAction):
-            yield {each.dest: each.help or "" for each in action._choices_actions}, dict(action.choices)
+            for each in action.choices.values():
+                text += f"\n```text\n{each.format_help().rstrip()}\n```\n"
+    return text

@@ -19,10 +19,10 @@ import yaml
 from docs.generate.papers import link_papers
 from megarl.config import schema
 from megarl.config.json_schema import explanation, section_explanation
-from megarl.config.schema.keys import Range, Reader, needs_of, range_of, when_to_change
+from megarl.config.readers import needs_in_words
+from megarl.config.schema.keys import Range, range_of, when_to_change
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH
-from megarl.machine.wording import written
 
 _PRESETS = CONFIGS_DIR / "algorithm"
 _INTRODUCTION = """# Configuration reference
@@ -164,7 +164,7 @@ def _section(
         yield f"{_same_as(value, *seen[section])}\n"
     elif about := section_explanation(section):
         yield about + "\n"
-    for line in _needs(declared) if declared is not None else []:
+    for line in needs_in_words(declared) if declared is not None else []:
         yield f"This section has an effect {line}.\n"
     if section in seen:
         return
@@ -236,22 +236,8 @@ def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
     ]
     return (
         f"| `{key}` | {_values(kind, range_of(entry))} | {_shown(default)} | "
-        f"{'<br>'.join(cell(line) for line in (text, *choices, *_needs(entry)))} |"
+        f"{'<br>'.join(cell(line) for line in (text, *choices, *needs_in_words(entry)))} |"
     )
-
-
-def _needs(entry: Field[Any]) -> list[str]:
-    """Return the lines about the settings without which a key or a section has no effect."""
-    return [f"only with {' or '.join(map(_needed, needed.readers))}" for needed in needs_of(entry)]
-
-
-def _needed(reader: Reader) -> str:
-    key = reader.key.removeprefix(".")
-    if reader.architecture:
-        return "a model with " + {"experts": "experts", "vision": "a vision tower"}[reader.architecture]
-    if reader.values:
-        return f"`{key}` {', '.join(f'`{written(value)}`' for value in reader.values)}"
-    return f"`{key}` above {reader.above:g}" if reader.above else f"`{key}`"
 
 
 def _values(kind: Any, allowed: Range) -> str:

@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from megarl import __version__
-from megarl.cli.commands import COMMANDS
+from megarl.cli.commands import COMMANDS, FIRST, GROUPS
+from megarl.cli.former import FORMER, in_current_words, message
+from megarl.cli.options import OVERRIDE
 from megarl.cli.run.context import RunContext, RunFailedError
 from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
 from megarl.machine.errors import ConfigError
@@ -31,7 +33,6 @@ READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE 
 FAILED = 1
 USER_ERROR = 2
 
-_OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 # Overrides written as options, as other programs accept them.
 _OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")
 _EXAMPLES = """examples:
@@ -46,13 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A wrong command line exits in argparse, with code 2."""
     collect_rarely()
     parser = build_parser()
-    if not (sys.argv[1:] if arguments is None else arguments) and "_ARGCOMPLETE" not in os.environ:
-        parser.print_help(sys.stderr)
-        return USER_ERROR
-
     if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         importlib.import_module("megarl.cli.inspect.completion").answer(parser)
     given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        parser.print_help(sys.stderr)
+        return USER_ERROR
+
+    if given[0] in FORMER:
+        print(message(given), file=sys.stderr)
+    try:
+        given = in_current_words(given)
+    except ValueError as error:
+        print(f"megarl {given[0]}: {error}", file=sys.stderr)
+        return USER_ERROR
     parsed, unknown = parser.parse_known_args(in_argparse_order(given, commands_of(parser)))
     if unknown:
         # The usage is that of the command, with its options.
@@ -92,7 +100,8 @@ def _reader_is_gone() -> bool:
 @contextmanager
 def _own_processes(parsed: argparse.Namespace) -> Generator[None]:
     """End all processes of a command when the command ends, however it ends."""
-    if not COMMANDS[parsed.command].owns_processes or getattr(parsed, "fast", False):
+    command = COMMANDS[parsed.command]
+    if not command.owns_processes or any(getattr(parsed, option) for option in command.owns_none_with):
         yield
         return
     with owned_processes() as owner, ends_by_signal(lambda: end_processes_of(owner)):
@@ -135,34 +144,48 @@ def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 
 def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> list[str]:
-    """Reorder the arguments of a command with overrides: options, then positional arguments, then overrides.
+    """Reorder the arguments of a command: options, then positional arguments, then overrides.
 
-    argparse accepts positional arguments only as one block, but users put them anywhere. `--key.sub=value`
-    and `--key.sub value` are overrides too.
+    argparse accepts optional positional arguments only as one block, but users put them anywhere.
+    `--key.sub=value` and `--key.sub value` are overrides too.
     """
-    # Commands without overrides keep argparse's own order.
+    # Other commands keep argparse's own order.
     command = commands.get(arguments[0]) if arguments else None
-    if command is None or all(action.dest != "overrides" for action in command._actions):
+    if command is None:
+        return list(arguments)
+    positional = [action for action in command._actions if not action.option_strings]
+    has_overrides = any(action.dest == "overrides" for action in positional)
+    if not has_overrides and all(action.nargs != "?" for action in positional):
         return list(arguments)
 
-    with_values = _options_with_values(command)
-    own = {option for action in command._actions for option in action.option_strings}
-    arguments = _with_plain_overrides(arguments, own)
+    # An option that lacks its value must not take the next argument of the new order, such as CONFIG.
+    if _takes_value(arguments[-1], command):
+        return list(arguments)
+    if has_overrides:
+        own = {option for action in command._actions for option in action.option_strings}
+        arguments = _with_plain_overrides(arguments, own)
     options: list[str] = []
     others: list[str] = []
     overrides: list[str] = []
 
     # The argument after an option that takes a value belongs to that option.
     for before, each in pairwise(arguments):
-        is_option = each.startswith("-") or before in with_values
-        kind = options if is_option else overrides if _OVERRIDE.match(each) else others
+        is_option = each.startswith("-") or _takes_value(before, command)
+        is_override = has_overrides and OVERRIDE.match(each)
+        kind = options if is_option else overrides if is_override else others
         kind.append(each)
 
     return [arguments[0], *options, *others, *overrides]
 
 
-def _options_with_values(command: argparse.ArgumentParser) -> Collection[str]:
-    return {option for action in command._actions if action.nargs != 0 for option in action.option_strings}
+def _takes_value(word: str, command: argparse.ArgumentParser) -> bool:
+    """Whether a word is an option of a command, or its abbreviation, whose value is the next word."""
+    options = {option: action for action in command._actions for option in action.option_strings}
+    if word in options:
+        return options[word].nargs != 0
+    if not word.startswith("--") or word == "--" or "=" in word:
+        return False
+    return any(option.startswith(word) and action.nargs != 0 for option, action in options.items())
 
 
 def _with_plain_overrides(arguments: Sequence[str], own: Collection[str]) -> list[str]:
@@ -208,15 +231,35 @@ def _is_of_a_framework(option: str) -> bool:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
+    *most, last = FIRST
     parser = argparse.ArgumentParser(
         prog="megarl",
-        description="Reinforcement learning of large language models on Megatron-Core and Ray.",
+        usage="megarl [-h] [--version] COMMAND ...",
+        description="Reinforcement learning of large language models on Megatron-Core and Ray.\n"
+        f"To begin, six commands are enough: {', '.join(most)} and {last}.\n\n{_list_of_commands()}",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # The description lists the commands, because argparse has no groups of them.
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="megarl"
+    )
     for name, command in COMMANDS.items():
         command.add_to(commands, name)
 
     return parser
+
+
+def _list_of_commands() -> str:
+    """Return the commands by group, with one line each."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = []
+    for group in GROUPS:
+        lines.append(f"{group}:")
+        lines += [
+            f"    {name:{width}}{command.summary}"
+            for name, command in COMMANDS.items()
+            if command.group == group
+        ]
+    return "\n".join(lines)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+# An override. The signs are Hydra's, which a message explains.
+OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
 Adds = Callable[[argparse._ActionsContainer], object]  # adds an argument, or several, to a parser
 
 
@@ -50,23 +55,30 @@ class Command:
     """A command. Its module is imported when it runs.
 
     Attributes:
-        module: The module whose function `run` runs the command. Its parameters are the options.
+        group: The heading in `megarl --help`, one of commands.GROUPS.
+        module: The module whose function `run` runs the command, or MODULE:FUNCTION. Its parameters are the
+            options.
+        parts: Options that select another function instead, by their names in the parsed command line. A
+            function gets the options that are its parameters, and any other one is refused.
+        summary: The line in `megarl --help`.
         arguments: What add the arguments, in the order of the help.
         examples: Command lines for the help and the documentation. A test parses all of them.
         description: The first lines of the help; None: the summary.
         abbreviates: Whether options may be abbreviated.
         owns_processes: Whether the processes that the command starts end with it.
-        extend: Adds subcommands, which say what they run.
+        owns_none_with: Options with which it starts no processes, or only ones that continue.
     """
 
+    group: str
     module: str
+    parts: Mapping[str, str] = MappingProxyType({})
     summary: str
     arguments: tuple[Adds, ...] = ()
     examples: tuple[str, ...]
     description: str | None = None
     abbreviates: bool = False
     owns_processes: bool = False
-    extend: Callable[[argparse.ArgumentParser], None] | None = None
+    owns_none_with: tuple[str, ...] = ()
 
     def add_to(self, commands: argparse._SubParsersAction, name: str) -> None:
         """Add the parser of the command, under its name."""
@@ -79,14 +91,57 @@ class Command:
             epilog="\n".join(["examples:", *(f"  {line}" for line in self.examples)]),
         )
         _add(self.arguments, parser)
-        parser.set_defaults(start=partial(_start, self.module))
-        if self.extend is not None:
-            self.extend(parser)
+        parser.set_defaults(start=partial(self._start, parser))
+
+    def _start(self, parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+        """Run the command's function, or those of the selected parts, and return the highest exit code.
+
+        Raises:
+            ValueError: An option applies to none of the functions, or to several of them.
+        """
+        options = {name: value for name, value in vars(parsed).items() if name not in ("command", "start")}
+        selected = [name for name in self.parts if options[name] not in (None, False)]
+        calls = [self._call(self.parts[name], options) for name in selected] or [
+            self._call(self.module, options)
+        ]
+        names = {action.dest: _name(action) for action in parser._actions}
+        positional = {action.dest for action in parser._actions if not action.option_strings}
+
+        for option in options:
+            if option in selected or options[option] == parser.get_default(option):
+                continue
+            takers = [names[part] for part, (_, own) in zip(selected, calls, strict=False) if option in own]
+            if len(takers) > 1 and option not in positional:
+                raise ValueError(f"{names[option]} applies to {' and to '.join(takers)}; give one of them")
+            if not any(option in own for _, own in calls):
+                raise ValueError(f"{names[option]} {self._remedy(option, selected, names)}")
+
+        return max(run(**own) for run, own in calls)
+
+    def _remedy(self, option: str, selected: Sequence[str], names: Mapping[str, str]) -> str:
+        """Say what an option needs that none of the selected functions takes."""
+        places = self.parts.items()
+        owners = [names[part] for part, place in places if option in self._call(place, {option: 0})[1]]
+        if owners:
+            return f"requires {' or '.join(owners)}"
+        return f"does not apply to {' and '.join(names[part] for part in selected)}; remove it"
+
+    def _call(self, place: str, options: Mapping[str, Any]) -> tuple[Callable[..., int], dict[str, Any]]:
+        """Return the function at a place, MODULE or MODULE:FUNCTION, and the options that it takes."""
+        module, _, function = place.partition(":")
+        run = getattr(importlib.import_module(module), function or "run")
+        parameters = inspect.signature(run).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return run, {
+            name: value
+            for name, value in options.items()
+            if name in parameters or (takes_all and name not in self.parts)
+        }
 
 
-def _start(module: str, parsed: argparse.Namespace) -> int:
-    options = {name: value for name, value in vars(parsed).items() if name not in ("command", "start")}
-    return importlib.import_module(module).run(**options)
+def _name(action: argparse.Action) -> str:
+    """Return how an argument is written in the usage."""
+    return action.option_strings[-1] if action.option_strings else str(action.metavar)
 
 
 # ---- options of the commands that have many, or that share them
@@ -97,6 +152,10 @@ CONFIG = argument(
     help="a YAML file; configs/quickstart.yaml and others are included in megarl",
 )
 RUN = (CONFIG, overrides("such as trainer.total_steps=10 or algorithm=grpo"))
+MAYBE_RUN = (
+    argument("config_path", metavar="CONFIG", nargs="?", help="a run's YAML file"),
+    overrides("as for `megarl train`"),
+)
 RUN_DIR = argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
 VERBOSE = argument(
     "--verbose",
@@ -155,11 +214,19 @@ DRY_RUN = (
 
 TUNE = (
     argument(
+        "--calibrate",
+        dest="device_file",
+        metavar="FILE",
+        help="instead, measure this machine's devices for the run's model, and write them to a device file. "
+        "Without CONFIG, a run that is included in megarl gives the shapes",
+    ),
+    argument(
         "--device",
         metavar="NAME",
         help="a device file: a shipped name such as h100_80gb, or a path; by default "
         "placement.device_profile, or else h100_80gb. The memory and the nodes of the device replace those "
-        "of the file, unless they are set on the command line",
+        "of the file, unless they are set on the command line. With --calibrate: the nearest device file; by "
+        "default that of the GPU, or cpu",
     ),
     argument(
         "--from-run",
@@ -265,6 +332,19 @@ EVAL = (
         help="folder for the results; the default is a new folder in the run's folder, or in outputs",
     ),
     argument("--json", action="store_true", help="print the results as one JSON document"),
+    argument(
+        "--rows",
+        dest="rows_path",
+        metavar="FILE",
+        help="instead, run the rewards of a configuration, given as MODEL, on a .parquet, .jsonl or .csv "
+        "file with response, data_source and ground truth, such as generations.jsonl of a run",
+    ),
+    argument(
+        "--ground-truth",
+        dest="of_ground_truth",
+        action="store_true",
+        help="with --rows: score each row's ground truth instead of a response",
+    ),
 )
 
 GENERATE = (

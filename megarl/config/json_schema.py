@@ -1,7 +1,8 @@
 """JSON Schemas (draft 2020-12) of the configuration files, for completion and checks in editors.
 
-`megarl schema` writes them. They are generated from the typed schema: keys, types, ranges, choices, defaults,
-and comments as descriptions. A schema covers one file. `megarl check` covers rules across keys and files.
+`megarl config --schema` prints them. They are generated from the typed schema: keys, types, ranges, choices,
+defaults, and comments as descriptions. A schema covers one file. `megarl check` covers rules across keys and
+files.
 """
 
 from __future__ import annotations

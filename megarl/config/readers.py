@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from megarl.config.dotted import values_at
@@ -50,6 +50,20 @@ def unread_keys(
                 needed.why,
                 keys,
             )
+
+
+def needs_in_words(entry: Field[Any]) -> list[str]:
+    """Return a line about each setting without which a key or a section has no effect."""
+    return [f"only with {' or '.join(map(_in_words, needed.readers))}" for needed in needs_of(entry)]
+
+
+def _in_words(reader: Reader) -> str:
+    key = reader.key.removeprefix(".")
+    if reader.architecture:
+        return "a model with " + {"experts": "experts", "vision": "a vision tower"}[reader.architecture]
+    if reader.values:
+        return f"`{key}` {', '.join(f'`{written(value)}`' for value in reader.values)}"
+    return f"`{key}` above {reader.above:g}" if reader.above else f"`{key}`"
 
 
 def _changed(

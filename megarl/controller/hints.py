@@ -68,7 +68,7 @@ RAY_ENDED = (
 )
 NO_RESOURCES = (
     "the cluster does not have the resources this run requests ({placement.strategy, placement.num_nodes, "
-    "placement.devices_per_node}); `megarl plan` shows them, `ray status` what is free",
+    "placement.devices_per_node}); `megarl check --plan` shows them, `ray status` what is free",
     "another job may hold them: `ray list actors --filter state=ALIVE`; or a node has left: `ray list nodes`",
 )
 SLOW_CONSTRUCTION = (

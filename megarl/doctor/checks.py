@@ -42,6 +42,7 @@ from megarl.machine.ray_address import cluster_address
 from megarl.plan.placement.memory import budget_problems, plan_memory, refuses
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport
+from megarl.rollout.engines import SERVER_ARGS_CHECKS
 
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (
@@ -87,9 +88,6 @@ def server_arguments(loaded: Loaded[PPOConfig], found: Sequence[Finding]) -> Fin
         settings = rollout.settings_of(engine)
         if settings is None or not settings.server_args:
             continue
-        # Imported here, because the engine's library needs torch and takes seconds to import.
-        from megarl.rollout.engines import SERVER_ARGS_CHECKS
-
         try:
             SERVER_ARGS_CHECKS[engine](settings.server_args)
         except ConfigError as error:

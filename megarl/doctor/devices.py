@@ -234,7 +234,7 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
     if smallest is not None and smallest.memory < peak:
         message = f"the plan needs {sized(peak)} on one GPU, which has {sized(smallest.memory)}"
         hint = (
-            "see `megarl plan` for the memory of each device; use larger parallel sizes, smaller "
+            "see `megarl check --plan` for the memory of each device; use larger parallel sizes, smaller "
             "micro-batches, recompute=full, or another placement"
         )
         yield wrong(CHECK, message, hint, peak=peak, memory=smallest.memory)

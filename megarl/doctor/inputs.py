@@ -171,7 +171,7 @@ def judge_device(config: Config) -> Finding:
     try:
         profile = profile_of(config)
     except ConfigError as error:
-        hint = "name a device of configs/devices, or a file of `megarl calibrate`"
+        hint = "name a device of configs/devices, or a file of `megarl tune --calibrate`"
         return refused(DEVICES, key, error, hint)
     assert profile is not None
     return good(DEVICES, f"{key}: {profile.name}")

@@ -161,8 +161,8 @@ def _cgroup_limit() -> int | None:
 def judge_memory(total: int, available: int, planned: int) -> Finding:
     facts = {"total": total, "available": available, "planned": planned}
     hint = (
-        "use fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of "
-        "the container"
+        "use fewer or smaller processes on this node (see `megarl check --plan`), more nodes, or a higher "
+        "limit of the container"
     )
 
     if planned > total:

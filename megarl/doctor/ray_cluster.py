@@ -246,7 +246,7 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
         "start nodes with more resources (ray start --num-gpus, and --num-cpus with one per process), add "
         "nodes, or use smaller parallel "
     )
-    hint += "sizes or a placement whose roles share devices; `megarl plan` shows the required resources"
+    hint += "sizes or a placement whose roles share devices; `megarl check --plan` shows what is required"
 
     # Demands above the whole cluster can never be met; demands above its free part can wait.
     if not fits(demands, report.whole):

@@ -102,7 +102,7 @@ def judge_rewards(
     source.
     """
     files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
-    hint = f"fix {files}; test it with `megarl score` on a file of responses"
+    hint = f"fix {files}; test it with `megarl eval CONFIG --rows` on a file of responses"
 
     try:
         trials = try_reward(reward, rows, limit_s)
@@ -189,7 +189,7 @@ def _refusals(trials: Sequence[Trial], files: str) -> Iterator[Finding]:
         yield wrong(
             REWARDS,
             in_files(lines),
-            "correct or remove these rows; `megarl score --ground-truth` lists them",
+            "correct or remove these rows; `megarl eval CONFIG --rows FILE --ground-truth` lists them",
             files=files,
         )
 

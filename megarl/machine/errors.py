@@ -78,7 +78,7 @@ class CheckpointError(RunError):
     hint = (
         "see above for the problem and the older complete checkpoints; none of them is used automatically",
         "resume from an older one: set {checkpoint.resume} in the same command, as checkpoint.resume=PATH",
-        "`megarl convert verify` compares the weights of two checkpoints",
+        "`megarl convert A B --verify` compares the weights of two checkpoints",
     )
 
 

@@ -108,6 +108,21 @@ class Owner:
         return f"process {self.pid} on {self.host}, since {since}"
 
 
+def owner_of(folder: Path) -> Owner | None:
+    """Return the process that has locked a folder, or had when it was killed; None if there is none.
+
+    Call it in another process than the owner, whose lock it would release.
+    """
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return Owner.read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _start_of(pid: int) -> int | None:
     """Return when a process started, in ticks since boot; None if it has ended."""
     try:

@@ -27,8 +27,8 @@ def host_and_port(address: str) -> tuple[str, int]:
     if "://" in address:
         raise ValueError(
             f"{VARIABLE}={address}: megarl's driver must run inside the cluster and does not connect as a "
-            "Ray client; submit the run as a Ray job (megarl submit --address http://HEAD:8265), or run it "
-            f"on a node of the cluster with {VARIABLE}=HOST:PORT or auto"
+            "Ray client; submit the run as a Ray job (megarl train CONFIG --submit http://HEAD:8265), or run "
+            f"it on a node of the cluster with {VARIABLE}=HOST:PORT or auto"
         )
 
     host, _, port = address.rpartition(":")

@@ -1,12 +1,19 @@
-"""Inference engines by kind. A rollout replica builds its engine in its own process."""
+"""Inference engines by kind. A rollout replica builds its engine in its own process.
+
+This module does not import torch, because `megarl check --fast` uses it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from megarl.config.schema import RolloutEngineKind
-from megarl.rollout.interface import EnginePart, RolloutEngineSpec
 from megarl.rollout.nodes import ONLY_NODE, EngineNode
+from megarl.rollout.sglang.user_arguments import refuse_unknown_server_args
+
+if TYPE_CHECKING:
+    from megarl.rollout.interface import EnginePart, RolloutEngineSpec
 
 
 def build_engine(spec: RolloutEngineSpec, node: EngineNode = ONLY_NODE) -> EnginePart:
@@ -30,12 +37,6 @@ def _sglang_engine(spec: RolloutEngineSpec, node: EngineNode) -> EnginePart:
     return SGLangEngine(spec, node) if node.rank == 0 else SGLangEnginePart(spec, node)
 
 
-def _refuse_unknown_sglang_args(names: Collection[str]) -> None:
-    from megarl.rollout.sglang.server_args import refuse_unknown_server_args
-
-    refuse_unknown_server_args(names)
-
-
 ENGINES: dict[RolloutEngineKind, Callable[[RolloutEngineSpec, EngineNode], EnginePart]] = {
     RolloutEngineKind.hf: _hf_engine,
     RolloutEngineKind.sglang: _sglang_engine,
@@ -43,5 +44,5 @@ ENGINES: dict[RolloutEngineKind, Callable[[RolloutEngineSpec, EngineNode], Engin
 # Checks for engines with a `server_args` section: raise ConfigError for names that the engine's library does
 # not know.
 SERVER_ARGS_CHECKS: dict[RolloutEngineKind, Callable[[Collection[str]], None]] = {
-    RolloutEngineKind.sglang: _refuse_unknown_sglang_args,
+    RolloutEngineKind.sglang: refuse_unknown_server_args,
 }

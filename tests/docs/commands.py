@@ -142,7 +142,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml --fast algorithm.advantage.estimator=distillation algorithm.kl.where=none "
     "teacher.path=outputs/quickstart/sft/huggingface": Executed(),
     "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),
-    "megarl check configs/qwen2.5_7b_grpo.yaml": Executed(),
+    "megarl check configs/qwen2.5_7b_grpo.yaml --all": Executed(),
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.lora=lora": Executed(),
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.lora=lora 'actor.lora.modules_to_save=[embed_tokens, lm_head]'": Executed(),
     "megarl check configs/qwen3_32b_grpo.yaml rollout.dtype=fp8 algorithm.rollout_correction.level=token": Executed(),
@@ -194,9 +194,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     _TUNE_32B: InTest(_TUNE, ("--top", "--output", "data.max_prompt_length")),
     _TUNE_SIZES: InTest(_TUNE_CLUSTERS, ("algorithm=async_grpo", "--devices", "--max-staleness", "--plot")),
     "megarl check tuned.yaml": InTest(_TUNE, ('main(["check"',)),
-    "megarl plan tuned.yaml": InTest(_TUNE, ('main(["plan"',)),
-    "megarl calibrate --output my_device.yaml": InTest(_CALIBRATE, ('"calibrate"', "--output")),
-    "megarl calibrate run.yaml --output my_device.yaml": InTest(_CALIBRATE, ('"calibrate"', "--output")),
+    "megarl plan tuned.yaml": InTest(_TUNE, ('main(["check", "--plan"',)),
+    "megarl calibrate --output my_device.yaml": InTest(_CALIBRATE, ('"tune"', "--calibrate")),
+    "megarl calibrate run.yaml --output my_device.yaml": InTest(_CALIBRATE, ('"tune"', "--calibrate")),
     f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
         "tests/unit/rehearse/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
@@ -241,7 +241,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EXAMPLES}::test_what_init_writes_trains", ('"init"', "trainer.total_steps=")
     ),
     "megarl schema > megarl.schema.json": InTest(
-        "tests/unit/config/test_json_schema.py::test_without_a_kind_it_is_that_of_any_run", ('["schema"]',)
+        "tests/unit/config/test_json_schema.py::test_without_a_kind_it_is_that_of_any_run",
+        ('["config", "--schema"]',),
     ),
     "megarl schema algorithm": Executed(),
     "megarl schema ppo": Executed(),
@@ -342,7 +343,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(
         _DOCTOR, ("configs/quickstart.yaml", "--json")
     ),
-    "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),
+    "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl train configs",)),
     "megarl train configs/quickstart_dpo.yaml trainer.output_dir=outputs/dpo": InTest(
         f"{_PREFERENCES}::test_a_resumed_run_has_the_same_reference", ('"train"',)
     ),
@@ -350,7 +351,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_PREFERENCES}::test_a_reward_model_scores_as_hugging_faces_class_does", ("run_pairs",)
     ),
     "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
-        _STAGES, ("megarl sft configs",)
+        _STAGES, ("megarl train configs",)
     ),
     f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
         _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from megarl.cli.former import FORMER
 from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.config.schema import SCHEMAS, DataConfig, LossyText, PPOConfig
@@ -83,9 +84,8 @@ def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     helped = capsys.readouterr().out
-    known = {f"make {target}" for target in targets} | {
-        f"megarl {name}" for name in re.findall(r"^    ([a-z]+)\b", helped, re.MULTILINE)
-    }
+    names = [*re.findall(r"^    ([a-z]+)\b", helped, re.MULTILINE), *FORMER]
+    known = {*(f"make {target}" for target in targets), *(f"megarl {name}" for name in names)}
     named = {
         " ".join(command.text.split()[:2])
         for command in INLINE
@@ -189,8 +189,8 @@ def _problems(kind: type, file: Path) -> list[str]:
 def test_quickstart_stages(quickstart: Ended, clone: Clone) -> None:
     """Each stage is printed as the command that it is, and leaves what the page says."""
     assert quickstart.status == 0, quickstart.printed
-    made = ("-m megarl.recipes.quickstart.prepare", "-m megarl sft configs/", "-m megarl train configs/")
-    for stage in (*made, "-m megarl plot outputs/", "-m megarl report outputs/"):
+    made = ("-m megarl.recipes.quickstart.prepare", "-m megarl train configs/")
+    for stage in (*made, "-m megarl report outputs/"):
         assert f"$ python {stage}" in quickstart.printed
     page = next(page for page in PAGES if page.name == "quickstart.md").read_text()
     left = [

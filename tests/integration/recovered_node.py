@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megarl.cli.run import session, supervised
+from megarl.cli.run import session, train
 from megarl.config.load import dump_config, load_config
 from megarl.config.schema import (
     CheckpointConfig,
@@ -108,7 +108,7 @@ def with_fewer_replicas(
     folder = Path(config.trainer.output_dir)
     with_export = replace(config, checkpoint=replace(config.checkpoint, save_hf=True))
     dump_config(with_export, file := folder.with_suffix(".yaml"))
-    status = supervised.run(str(file), [])
+    status = train.run(str(file), [])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         "status": status,

@@ -330,7 +330,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         check_convert,
     ),
-    "score": Command(("score", "{run}/config.yaml", "{run}/generations.jsonl"), check_score),
+    "score": Command(("eval", "{run}/config.yaml", "--rows", "{run}/generations.jsonl"), check_score),
     "eval": Command(("eval", "{run}", "--output", "{folder}/eval"), check_eval),
     "replay": Command(("replay", "{run}", "2"), check_replay),
     "resume": Command((MORE_STEPS,), check_resume),

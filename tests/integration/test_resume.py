@@ -158,7 +158,7 @@ def test_a_flipped_bit_is_named_with_its_tensor_and_what_is_whole_is_listed(
 def test_a_complete_run_says_so_and_starts_nothing(
     straight: Outcome, straight_run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["sft", str(straight_run.folder / "run.yaml")]) == 0
+    assert main(["train", str(straight_run.folder / "run.yaml")]) == 0
     out = capsys.readouterr().out
     assert (
         f"is complete: {straight_run.checkpoints.latest()} is the checkpoint of step {SFT_STEPS}. To train "
@@ -185,7 +185,7 @@ def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
     assert summary["stopped_early"].startswith(why)
 
     for more in ([], ["trainer.total_steps=12"]):
-        assert main(["sft", str(run.folder / "run.yaml"), *more]) == 0
+        assert main(["train", str(run.folder / "run.yaml"), *more]) == 0
         assert "It ended early: none of the last 1 validations" in capsys.readouterr().out
 
     command = run.start("trainer.early_stop.metric=null", "trainer.total_steps=3")
@@ -223,7 +223,7 @@ def test_what_would_be_another_run_is_refused(
 ) -> None:
     override = override.replace("OTHER", f"[{inputs / 'sft_validation.parquet'}]")
     steps = [] if "total_steps" in override else [f"trainer.total_steps={SFT_STEPS + 1}"]
-    assert main(["sft", str(straight_run.folder / "run.yaml"), override, *steps]) == 2
+    assert main(["train", str(straight_run.folder / "run.yaml"), override, *steps]) == 2
     out, err = capsys.readouterr()
     assert said in err
     assert "Traceback" not in err
@@ -236,7 +236,7 @@ def test_damage_that_the_driver_sees_is_known_before_a_process_starts(
     state = latest / "trainer.json"
     content = state.read_bytes()
     state.write_bytes(content.replace(b"num_served", b"num_severd"))
-    assert main(["sft", str(straight_run.folder / "run.yaml"), f"trainer.total_steps={SFT_STEPS + 1}"]) == 1
+    assert main(["train", str(straight_run.folder / "run.yaml"), f"trainer.total_steps={SFT_STEPS + 1}"]) == 1
     state.write_bytes(content)
     said = capsys.readouterr().err
     check_documented("checkpoint-damaged", last_page_of(said))

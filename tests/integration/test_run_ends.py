@@ -44,17 +44,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 class Run(Command):
-    """`megarl train` or `megarl sft` in a folder."""
+    """`megarl train` in a folder."""
 
     def __init__(self, folder: Path, config: PPOConfig | SFTConfig, python: Sequence[str]) -> None:
         self.output_dir = folder / "run"
         dump_config(config, folder / "run.yaml")
-        arguments = [
-            "-m",
-            "megarl",
-            "sft" if isinstance(config, SFTConfig) else "train",
-            str(folder / "run.yaml"),
-        ]
+        arguments = ["-m", "megarl", "train", str(folder / "run.yaml")]
         super().__init__(arguments, folder / "log.txt", python=python)
 
     def steps(self) -> int:
@@ -133,7 +128,7 @@ def test_ctrl_c_ends_cleanly_also_when_it_is_pressed_again(start: Callable[..., 
     run.interrupt()
     assert run.status(LIMIT_S) == 130
     assert gone_within(everything, LIMIT_S) == []
-    assert run.said().count("megarl sft: interrupted; ") == 1
+    assert run.said().count("megarl train: interrupted; ") == 1
     assert "; the same command " in run.said().splitlines()[-1]
     assert "Traceback" not in run.said()
     assert (run.output_dir / "timeline.json").exists()
@@ -163,11 +158,11 @@ def test_a_second_start_on_a_folder_of_a_run_is_refused_and_the_first_goes_on(
         ]
     ):
         log = folder / f"second_{number}.txt"
-        second = Command(["-m", "megarl", "sft", str(folder / "run.yaml"), *changes], log)
+        second = Command(["-m", "megarl", "train", str(folder / "run.yaml"), *changes], log)
         assert second.status() == 2, second.said()
-        (line,) = (line for line in second.said().splitlines() if "megarl sft: " in line)
+        (line,) = (line for line in second.said().splitlines() if "megarl train: " in line)
         named = re.search(
-            rf"megarl sft: {key}='\S+' is used by a run that has not ended \(process (\d+) on \S+, since "
+            rf"megarl train: {key}='\S+' is used by a run that has not ended \(process (\d+) on \S+, since "
             rf"[-\d]+ [:\d]+\); wait for its end, end it, or give another {key}$",
             line,
         )

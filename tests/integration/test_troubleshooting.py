@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_a_number(forked_processes: None, sft: Path) -> None:
     """Run the whole command to its exit status; the file has the printed page, and the next start removes
     it."""
     ended = subprocess.run(
-        [*fork_server.PYTHON, "-m", "megarl", "sft", str(sft)], capture_output=True, text=True, check=False
+        [*fork_server.PYTHON, "-m", "megarl", "train", str(sft)], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 1, ended.stderr
     page = last_page_of(ended.stderr)
@@ -156,7 +156,7 @@ def test_a_disk_that_is_full(sft: Path, capsys: pytest.CaptureFixture[str]) -> N
     (output_dir := sft.parent / "run").mkdir()
     (output_dir / ".config.yaml.partial").symlink_to("/dev/full")
     (output_dir / f".{FAILURE_FILE}.partial").symlink_to("/dev/full")
-    assert main(["sft", str(sft)]) == 1
+    assert main(["train", str(sft)]) == 1
     said = capsys.readouterr().err
     assert f"{FAILURE_FILE} could not be written: [Errno 28] No space left on device" in said
     check_documented("disk-full", last_page_of(said))

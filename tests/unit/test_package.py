@@ -73,10 +73,7 @@ def test_in_an_empty_folder_what_ships_is_found(built: Path, tmp_path: Path) -> 
     )
     assert (checked.returncode, checked.stderr) == (0, "")
     assert checked.stdout.startswith(str(built))
-    assert (
-        f"reward: 1 x compute_score in {built.resolve() / 'megarl/recipes/quickstart/reward.py'}"
-        in checked.stdout
-    )
+    assert f"1 x compute_score in {built.resolve() / 'megarl/recipes/quickstart/reward.py'}" in checked.stdout
     assert "OK, except for files that are not on this machine" in checked.stdout
 
 

@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "make_data.py": "python mine/make_data.py",
     "reward.py": "python mine/reward.py",
     "check": "check mine/run.yaml rollout.engine=hf",
-    "rehearse": "rehearse configs/quickstart.yaml device=cuda",
+    "dry run": "check configs/quickstart.yaml device=cuda --dry-run",
     "train, hf": f"{_RUN} rollout.engine=hf trainer.output_dir=outputs/mine trainer.total_steps=2",
     "resume, hf": f"{_RUN} rollout.engine=hf trainer.output_dir=outputs/mine trainer.total_steps=3",
     "eval, hf": "eval outputs/mine --data mine/validation.jsonl --max-tokens 8 rollout.engine=hf",

@@ -219,7 +219,6 @@ def _base_model(folder: Path, fields: dict[str, Any]) -> Path:
     if not isinstance(name, str) or not (Path(name) / CONFIG_OF_MODEL).is_file():
         raise CheckpointError(
             f"{folder}: has adapters only, and their base model {name!r} is not on this machine; run "
-            f"`megarl convert merge-adapter --input {folder} --base HF_DIR --output MERGED_DIR`, and "
-            "give MERGED_DIR"
+            f"`megarl convert {folder} MERGED_DIR --base HF_DIR`, and give MERGED_DIR"
         )
     return Path(name)

@@ -50,6 +50,8 @@ from megarl.weights.shard_layout import numbered_pieces, whole_layout
 from megarl.weights.shard_layout import pieces as shard_pieces
 from megarl.weights.tensors import TensorSlice, WeightTransferError
 
+HUGGING_FACE = "Hugging Face"  # the format, as `ModelSource.kind`
+
 
 def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSource:
     """Open a Hugging Face folder. One with `score.weight` is a critic or a reward model.
@@ -78,7 +80,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
 
     return ModelSource(
         folder=folder,
-        kind="Hugging Face",
+        kind=HUGGING_FACE,
         layout=f"{counted(len(starts), 'safetensors file')}{_packing(index)}",
         companions=folder,
         architecture=architecture,

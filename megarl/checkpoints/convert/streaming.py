@@ -134,11 +134,9 @@ def new_folder(folder: Path, nbytes: int) -> Generator[Path]:
 def check_new(folder: Path) -> None:
     """Raise CheckpointError if `folder` is a file or not empty."""
     if folder.is_dir() and any(folder.iterdir()):
-        raise CheckpointError(
-            f"{folder}: already exists and is not empty; give another --output, or remove it"
-        )
+        raise CheckpointError(f"{folder}: already exists and is not empty; give another folder, or remove it")
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: already exists and is not a folder; give another --output")
+        raise CheckpointError(f"{folder}: already exists and is not a folder; give another one")
 
 
 def _check_space(folder: Path, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""`megarl calibrate [CONFIG] --output FILE`: measures this machine, and writes its device file.
+"""`megarl tune [CONFIG] --calibrate FILE`: measures this machine, and writes its device file.
 
 This module does not import torch: the processes that measure do.
 """
@@ -60,21 +60,26 @@ _UNITS = {
 _TFLOPS = "peak_tflops."
 
 
-def run(config_path: str | None, overrides: Sequence[str], output: str, device: str | None = None) -> int:
+def run(
+    config_path: str | None, overrides: Sequence[str], device_file: str, device: str | None = None
+) -> int:
     """Measure this machine, write the device file, and print all values.
 
     Args:
         config_path: The run whose shapes and dtype are measured. None: a shipped one for this machine.
-        output: The device file to write.
+        device_file: The file to write.
         device: The name or the path of the nearest device file. None: by the name of the device.
 
     Raises:
-        ConfigError: The configuration or the device file has errors, or there is no folder for the output.
+        ConfigError: The configuration or the device file has errors, or the output has no folder, or is a
+            file of another kind.
         ValueError: The run's device does not exist here, or no device file describes it.
     """
-    file = Path(output)
+    file = Path(device_file)
     if not file.absolute().parent.is_dir():
-        raise ConfigError("--output", [f"there is no folder {str(file.absolute().parent)!r}; create it"])
+        raise ConfigError("--calibrate", [f"there is no folder {str(file.absolute().parent)!r}; create it"])
+    if file.exists():
+        load_device(device_file)  # so that no other file, such as the run's, is overwritten
     path = config_path or (_CUDA_CONFIG if has_gpu() else _CPU_CONFIG)
     config = _checked(path, overrides)
 
@@ -114,7 +119,8 @@ def run(config_path: str | None, overrides: Sequence[str], output: str, device: 
     if decoding.problem is None:
         console.print(decode_table(decoding))
     console.print(profile_table(found, base, base_name))
-    print_line(console, f"{output}: {len(found.measured)} of {len(found.profile.sources)} values measured")
+    measured = f"{len(found.measured)} of {len(found.profile.sources)} values measured"
+    print_line(console, f"{device_file}: {measured}")
 
     return GOOD
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from megarl.cli.inspect.plan import refuse_without_simulation
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
 from megarl.cli.tables.run import print_run
+from megarl.cli.tables.summary import print_summary
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
@@ -20,87 +19,42 @@ from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
 
-
-def run(
-    config_path: str,
-    overrides: Sequence[str],
-    fast: bool = False,
-    plan: bool = False,
-    simulate: bool = False,
-    machine: bool = False,
-    dry_run: bool = False,
-    output: str | None = None,
-    lengths: str | None = None,
-    training_s: float | None = None,
-    tokens_per_s: float | None = None,
-    run_dir: str | None = None,
-    role_name: str = "actor",
-    ranks: str = "distinct",
-    json_path: str | None = None,
-) -> int:
-    """Check a configuration, or run the selected parts, each of which is also a command.
-
-    Returns:
-        0, or the highest exit code of the parts.
-
-    Raises:
-        ConfigError: The configuration has errors.
-        ValueError: An option requires a part that is not selected.
-    """
-    # With neither part there would be no drawing, with both there would be two in one file.
-    if output is not None and plan == simulate:
-        raise ValueError(f"--output {output} draws either --plan or --simulate; give one of them")
-    work = (lengths, training_s, tokens_per_s, run_dir)
-    if not simulate:
-        refuse_without_simulation(*work)
-    given = {"role": role_name != "actor", "ranks": ranks != "distinct", "json": json_path is not None}
-    for name in (name for name, is_given in given.items() if is_given and not dry_run):
-        raise ValueError(f"--{name} requires --dry-run")
-
-    parts: dict[str, tuple[object, ...]] = {}
-    if plan:
-        parts["plan"] = (False, output)
-    if simulate:
-        parts["plan --simulate"] = (True, output, *work)
-    if machine:
-        parts["doctor"] = ()
-    if dry_run:
-        parts["rehearse"] = (role_name, ranks, json_path)
-    if not parts:
-        return _check(config_path, overrides, fast)
-    if fast:
-        raise ValueError(
-            "--fast applies to the default check only; remove it, or remove --plan, --simulate, --machine "
-            "and --dry-run"
-        )
-
-    modules = {name: f"megarl.cli.inspect.{name.partition(' ')[0]}" for name in parts}
-    return max(
-        importlib.import_module(modules[name]).run(config_path, overrides, *options)
-        for name, options in parts.items()
-    )
+_MORE = (
+    "more: --all (every table), --plan (memory and predicted step), --simulate (asynchronous training), "
+    "--dry-run (a role on fake devices), --machine (this node)"
+)
 
 
-def _check(config_path: str, overrides: Sequence[str], fast: bool) -> int:
-    """Print models, arithmetic and placement of a valid configuration, and return 0.
+def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_all: bool = False) -> int:
+    """Print the verdict on a valid configuration and what the run needs, and return 0.
 
     Args:
         fast: Read no input files except the models' `config.json`, and plan no weight sync.
+        shows_all: Print all tables, with the verdict in the last line.
+
+    Raises:
+        ConfigError: The configuration has errors.
     """
     loaded = load_for_plan(RunConfig, config_path, overrides, reads_inputs=not fast)
     config = loaded.config
 
     console = output_console()
-    print_run(config, console, with_push=not fast, is_here=not loaded.absent)
+    plan = plan_placement(config)
+    status = "OK, except for files that are not on this machine" if loaded.absent else "OK"
+    processes, devices = counted(plan.num_processes, "process"), counted(plan.num_devices, "device")
+    verdict = f"{config_path}: {status} ({processes}, {devices}; {_planned_for(config, plan)})"
+
+    if shows_all:
+        print_run(config, console, with_push=not fast, is_here=not loaded.absent)
+    else:
+        print_line(console, verdict)
+        print_summary(config, console, with_push=not fast, is_here=not loaded.absent)
     if not fast and isinstance(config, PPOConfig):
         print_judge_prompts(config, console)
     for warning in loaded.warnings:
         print_line(console, f"warning: {warning}", style="yellow")
-    plan = plan_placement(config)
     print_absent(loaded.absent, console)
-    verdict = "OK, except for files that are not on this machine" if loaded.absent else "OK"
-    processes, devices = counted(plan.num_processes, "process"), counted(plan.num_devices, "device")
-    print_line(console, f"{config_path}: {verdict} ({processes}, {devices}; {_planned_for(config, plan)})")
+    print_line(console, verdict if shows_all else _MORE)
 
     return 0
 

@@ -25,7 +25,7 @@ def run(shell: str) -> int:
 def answer(parser: argparse.ArgumentParser) -> None:
     """Print the completions for the shell, and exit."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    completers = {"config_path": _configs, "overrides": _keys}
+    completers = {"config_path": _configs, "overrides": _keys, "key": _names}
 
     # Attach the completers to the positional arguments of all commands.
     for command in commands.choices.values():
@@ -39,6 +39,11 @@ def answer(parser: argparse.ArgumentParser) -> None:
 def _configs(prefix: str, **_: object) -> Iterator[str]:
     yield from argcomplete.FilesCompleter(("yaml", "yml"))(prefix)
     yield from (shown(file) for file in sorted(CONFIGS_DIR.glob("*.yaml")))
+
+
+def _names(prefix: str, **_: object) -> Iterator[str]:
+    """Yield the keys and sections of a reinforcement learning run, for `megarl explain`."""
+    yield from schema_keys(PPOConfig)
 
 
 def _keys(parsed_args: argparse.Namespace, **_: object) -> Iterator[str]:

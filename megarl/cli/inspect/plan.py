@@ -1,11 +1,10 @@
-"""`megarl plan CONFIG`: shows the placement of all roles and the memory of each device.
+"""`megarl check CONFIG --plan`: shows the placement of all roles and the memory of each device.
 
 The result is printed as tables and can be saved as a drawing.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,39 +35,13 @@ def check_drawing(output: str | None, option: str = "--output") -> None:
         raise ValueError(f"{option} {output}: the file name must end in {' or '.join(_FORMATS)}")
 
 
-def refuse_without_simulation(*options: object) -> None:
-    """Raise ValueError if one of the options of a simulation is given."""
-    if any(value is not None for value in options):
-        raise ValueError("--lengths, --from, --training-s and --tokens-per-s require --simulate")
-
-
-def run(
-    config_path: str,
-    overrides: Sequence[str],
-    simulate: bool = False,
-    output: str | None = None,
-    lengths: str | None = None,
-    training_s: float | None = None,
-    tokens_per_s: float | None = None,
-    run_dir: str | None = None,
-) -> int:
-    """Print the placement of a valid configuration or a simulation of its steps, and draw it to `output`.
+def run(config_path: str, overrides: Sequence[str], output: str | None = None) -> int:
+    """Print the placement of a valid configuration, and draw it to `output`.
 
     Raises:
         ConfigError: The configuration has errors.
         ValueError: `output` is not a drawing.
     """
-    if simulate:
-        return importlib.import_module("megarl.cli.inspect.simulate").run(
-            config_path,
-            overrides,
-            output,
-            lengths=lengths,
-            run_dir=run_dir,
-            training_s=training_s,
-            tokens_per_s=tokens_per_s,
-        )
-    refuse_without_simulation(lengths, run_dir, training_s, tokens_per_s)
     check_drawing(output)
     loaded = load_for_plan(RunConfig, config_path, overrides)
     config = loaded.config

@@ -1,9 +1,8 @@
-"""`megarl plot RUN_DIR`: draws a run's curves."""
+"""`megarl report RUN_DIR --png`: draws a run's curves."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +23,10 @@ _SMOOTHED_FROM = 30  # number of points from which a moving average is drawn ove
 _TESTING = "timing_s/testing"
 
 
-def run(run_dir: str) -> int:
-    """Write RUN_DIR/curves.png, and return the exit code: 0, or 2 with one line for a user error."""
-    try:
-        written = plot_run(Path(run_dir))
-    except MetricsFileError as error:
-        print(f"megarl plot: {error}", file=sys.stderr)
-        return 2
-
-    print(f"curves drawn to {written}")
+def run(run_dirs: Sequence[str]) -> int:
+    """Write curves.png in the folder of each run, and return 0. Raises MetricsFileError."""
+    for run_dir in run_dirs:
+        print(f"curves drawn to {plot_run(Path(run_dir))}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`megarl rehearse CONFIG`: a dry run of a role's CUDA engine on fake devices, rank by rank.
+"""`megarl check CONFIG --dry-run`: a dry run of a role's CUDA engine on fake devices, rank by rank.
 
 It prints memory, collectives and host-device synchronizations. Of the models it reads only `config.json`.
 This module does not import torch: the processes of the ranks do.

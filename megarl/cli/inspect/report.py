@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -39,17 +38,16 @@ def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -
         port: The port of the server; 0: any free port.
 
     Returns:
-        The exit code: 0, or 2 with one line for a user error.
+        The exit code 0.
+
+    Raises:
+        RunFolderError: A folder is not that of a run, or the report cannot be written or served.
     """
-    try:
-        runs = list(open_runs([Path(each) for each in run_dirs], planned_memory))
-        if is_live:
-            _serve(runs, port)
-        else:
-            _write(runs, Path(run_dirs[0]) / REPORT_FILE if output is None else Path(output))
-    except RunFolderError as error:
-        print(f"megarl report: {error}", file=sys.stderr)
-        return 2
+    runs = list(open_runs([Path(each) for each in run_dirs], planned_memory))
+    if is_live:
+        _serve(runs, port)
+    else:
+        _write(runs, Path(run_dirs[0]) / REPORT_FILE if output is None else Path(output))
     return 0
 
 

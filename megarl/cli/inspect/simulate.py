@@ -1,4 +1,4 @@
-"""`megarl plan CONFIG --simulate`: estimates step time and idle time.
+"""`megarl check CONFIG --simulate`: estimates step time and idle time.
 
 It compares several values of `rollout.max_staleness` and splits of devices.
 """

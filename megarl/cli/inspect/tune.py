@@ -69,13 +69,15 @@ class Tuned(NamedTuple):
     lengths: Lengths
 
 
-def run(config_path: str, overrides: Sequence[str], **options: Any) -> int:
+def run(config_path: str | None, overrides: Sequence[str], **options: Any) -> int:
     """Search, print the results, and write the files that are asked for.
 
     Raises:
         ConfigError: The run has errors that the search cannot change, or no configuration is valid.
         ValueError: An option is wrong.
     """
+    if config_path is None:
+        raise ValueError("give the CONFIG of the run to tune, or --calibrate FILE to measure this machine")
     wishes = TuneOptions(**options)
     check_drawing(wishes.plot, "--plot")
 

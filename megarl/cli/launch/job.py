@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
     if missing := missing_packages():
         python = f"{sys.executable} (Python {sys.version.split()[0]})"
         print(
-            f"megarl submit: the cluster runs jobs with {python}, which lacks {', '.join(missing)}. Install "
+            f"megarl train: the cluster runs jobs with {python}, which lacks {', '.join(missing)}. Install "
             f"megarl there, or run `ray start` on the head in an environment with megarl",
             file=sys.stderr,
         )

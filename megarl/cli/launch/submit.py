@@ -1,4 +1,4 @@
-"""`megarl submit`: submits a run to an existing Ray cluster.
+"""`megarl train CONFIG --submit URL`: submits a run to an existing Ray cluster.
 
 It follows the run's log, and returns the job's exit code.
 
@@ -55,6 +55,7 @@ _AGENT_REMEDY = (
     "--dashboard-agent-listen-port"
 )
 RUN_FILE = "run.yaml"
+AUTO = "auto"  # the address of the environment
 LIMIT_MB = 100  # limited because Ray keeps the package in the head's memory
 _IGNORE_FILES = (".gitignore", ".rayignore")  # already applied; Ray would apply them again
 
@@ -63,11 +64,11 @@ class SubmissionError(ValueError):
     """Raised when the cluster cannot take the job. The message says why."""
 
 
-def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
+def run(config_path: str, overrides: Sequence[str], address: str) -> int:
     """Submit `megarl train` with this configuration and follow the job until it ends.
 
     Args:
-        address: URL of the cluster's job server. None reads RAY_API_SERVER_ADDRESS.
+        address: URL of the cluster's job server; AUTO reads RAY_API_SERVER_ADDRESS.
 
     Returns:
         The exit code of the job's command.
@@ -88,8 +89,8 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
         print(f"not on this machine: {line}", flush=True)
     for line in absent_secrets(config):
         print(f"not sent with the job: {line}", flush=True)
-    address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
-    client = _connect(address)
+    url = os.environ.get("RAY_API_SERVER_ADDRESS") if address == AUTO else address
+    client = _connect(url)
 
     with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
         num_files, nbytes = pack(config, Path(folder), Path.cwd())
@@ -99,14 +100,14 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
         )
         job = Job(client, folder)
 
-    print(f"job {job.name} at {address}", flush=True)
+    print(f"job {job.name} at {url}", flush=True)
     return job.stay()
 
 
 def _connect(address: str | None) -> JobSubmissionClient:
     if not address or "://" not in address:
         raise SubmissionError(
-            f"the job server's address is {address!r}; give --address http://HEAD:8265, or set "
+            f"the job server's address is {address!r}; give --submit http://HEAD:8265, or set "
             f"RAY_API_SERVER_ADDRESS"
         )
     try:
@@ -204,7 +205,7 @@ class Job:
                     seen += len(text)
                     self._show(text, seen)
             except (RuntimeError, aiohttp.ClientError) as error:
-                print(f"megarl submit: lost the log ({error}); reconnecting", file=sys.stderr)
+                print(f"megarl train: lost the log ({error}); reconnecting", file=sys.stderr)
                 await asyncio.sleep(_RECONNECT_S)
             info: Any = self._client.get_job_info(self.name)  # declared as None without pydantic
             if info.status.is_terminal():
@@ -226,11 +227,11 @@ def _status(info: JobInfo) -> int:
     if info.status is JobStatus.SUCCEEDED:
         return 0
     if info.status is JobStatus.STOPPED:
-        print("megarl submit: the job was stopped", file=sys.stderr)
+        print("megarl train: the job was stopped", file=sys.stderr)
         return TERMINATED
 
     if info.driver_exit_code is None:  # the job ended without running its command to the end
-        print(f"megarl submit: the job failed: {info.message}", file=sys.stderr)
+        print(f"megarl train: the job failed: {info.message}", file=sys.stderr)
         return FAILED
 
     # A negative code is the number of a signal, reported as a shell does.

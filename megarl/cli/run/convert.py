@@ -1,175 +1,376 @@
-"""`megarl convert`: converts models between Hugging Face and Megatron, inspects them and compares them.
+"""`megarl convert`: writes a model in another format, inspects one, and compares two.
 
-This module has only the command line, so that help needs no torch. The implementation is in conversion.py.
+It needs no process group and no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import re
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
+from typing import Any
 
-from megarl.cli.options import Adds, argument, positive
-from megarl.config.paths import is_url
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
 
-DTYPES = ("float32", "bfloat16", "float16")
-FP8 = "fp8"  # Hugging Face folders only
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+from megarl.checkpoints.convert.adapters import merged_source, write_peft
+from megarl.checkpoints.convert.distributed_writer import write_distributed
+from megarl.checkpoints.convert.hugging_face import HUGGING_FACE, open_hugging_face
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
+from megarl.checkpoints.convert.open import open_model
+from megarl.checkpoints.convert.source import ModelSource, describe
+from megarl.checkpoints.convert.streaming import Progress as Report
+from megarl.checkpoints.convert.streaming import check_new
+from megarl.checkpoints.convert.verify import Comparison, Match, TensorComparison, compare
+from megarl.checkpoints.object_storage import local_copy
+from megarl.checkpoints.role_folder import Layout
+from megarl.checkpoints.run_folder import CheckpointFolder
+from megarl.cli.convert_options import DEFAULT_SHARD_BYTES, FP8
+from megarl.cli.tables.console import output_console, print_line
+from megarl.machine.errors import CheckpointError
+from megarl.machine.files import existing_folder
+from megarl.machine.wording import counted
+from megarl.weights.hf_folder import CONFIG_FILE
+from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
+from megarl.weights.peft_folder import has_adapter
+from megarl.weights.tensors import WeightTransferError
+
+GOOD = 0
+NOT_THE_SAME = 1
+USER_ERROR = 2
+_MAX_DIFFERING = 20
+_HUGGING_FACE = "hf"
+_MEGATRON = "megatron"
+
+_Writer = Callable[[ModelSource, torch.dtype | None, Report], tuple[int, int]]
 
 
-def _output(metavar: str, *more_dtypes: str) -> tuple[Adds, ...]:
-    """Return what adds the options of a conversion's output."""
-    about_fp8 = ", bfloat16 for one in FP8; fp8: projections in blocks of 128 x 128, the rest in bfloat16"
-    return (
-        argument("--output", required=True, metavar=metavar, type=Path, help="a new or empty folder"),
-        argument(
-            "--dtype",
-            choices=(*DTYPES, *more_dtypes),
-            help="data type of the written weights; the default is that of the input"
-            + (about_fp8 if FP8 in more_dtypes else ", bfloat16 for one in FP8"),
-        ),
+def run(source: Path | str, target: Path | str | None, **options: Any) -> int:
+    """Write a model in another format, layout or dtype, and return 0, or 2 with one line for a user error.
+
+    Raises:
+        ValueError: The options do not fit together.
+    """
+    wishes = argparse.Namespace(**options)
+    if not isinstance(target, Path):
+        raise ValueError("give TARGET, a new or empty folder on this machine, or --inspect")
+    if wishes.json:
+        raise ValueError("--json requires --inspect")
+    with _errors_in_one_line() as failed:
+        check_new(target)  # before large files are read
+        with _downloaded(target.parent, source) as (folder,):
+            _convert(folder, target, wishes)
+    return USER_ERROR if failed else GOOD
+
+
+def inspect(
+    source: Path | str, json: bool, role: str | None, config: Path | None, trust_remote_code: bool
+) -> int:
+    """Print what is in a model's folder, and return 0, or 2 with one line if it cannot be read."""
+    with _errors_in_one_line() as failed, _downloaded(None, source) as (folder,):
+        description = describe(open_model(folder, role, trust_remote_code, config, check_contents=False))
+        if json:
+            print(dumps(description, indent=2))
+        else:
+            print_description(description, output_console())
+    return USER_ERROR if failed else GOOD
+
+
+def verify(
+    source: Path | str,
+    target: Path | str | None,
+    role: str | None,
+    config: Path | None,
+    trust_remote_code: bool,
+) -> int:
+    """Compare two models. Return 0 if they are the same, 1 if not, and 2 if one cannot be read."""
+    if target is None:
+        raise ValueError("--verify compares two models; give TARGET too")
+    same = False
+    with _errors_in_one_line() as failed, _downloaded(None, source, target) as folders:
+        # A Hugging Face folder uses its own configuration.
+        left, right = (
+            open_model(folder, role, trust_remote_code, None if (folder / CONFIG_FILE).is_file() else config)
+            for folder in folders
+        )
+        with _progress_bar("verify") as report:
+            comparison = compare(left, right, report)
+        print_comparison(comparison, output_console())
+        same = comparison.is_same
+    if failed:
+        return USER_ERROR
+    return GOOD if same else NOT_THE_SAME
+
+
+def _convert(folder: Path, target: Path, wishes: argparse.Namespace) -> None:
+    start_s = time.monotonic()
+    # An adapter in PEFT's format does not specify its model.
+    companions = wishes.base if has_adapter(folder) and wishes.base is not None else wishes.config
+    model = open_model(folder, wishes.role, wishes.trust_remote_code, companions)
+    write = _writer(model, target, wishes)
+    with _progress_bar("convert") as report:
+        num_files, nbytes = write(model, _dtype(wishes.dtype), report)
+    seconds = time.monotonic() - start_s
+    print(
+        f"{target}: {counted(model.num_parameters, 'parameter')}, {counted(nbytes, 'byte')} "
+        f"in {counted(num_files, 'file')}, {seconds:.1f} s, {nbytes / seconds / 1e9:.2f} "
+        f"GB/s, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB "
+        "including the program"
     )
 
 
-def _model(text: str) -> Path | str:
-    """Return the path of a model, or the URL of a checkpoint as it is."""
-    return text if is_url(text) else Path(text)
+@contextmanager
+def _errors_in_one_line() -> Generator[list[CheckpointError]]:
+    """Print a CheckpointError of the block in one line, and put it into the list."""
+    torch.set_num_threads(1)  # the conversion has its own threads
+    failed: list[CheckpointError] = []
+    try:
+        yield failed
+    except CheckpointError as error:
+        print(f"megarl convert: {error}", file=sys.stderr)
+        failed.append(error)
 
 
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if (
-        match is None
-        or match[2].upper() not in _UNITS
-        or (size := int(float(match[1]) * _UNITS[match[2].upper()])) < 1
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; give a number of bytes, or a size such as 5GB, 500MB or 2GiB"
+@contextmanager
+def _downloaded(beside: Path | None, *models: Path | str) -> Generator[list[Path]]:
+    """Yield the folders of models. URLs of checkpoints are replaced by temporary local copies.
+
+    Args:
+        beside: The folder for the copies; None: that of the system.
+    """
+    if not any(isinstance(model, str) for model in models):
+        yield [Path(model) for model in models]
+        return
+    place = None if beside is None else existing_folder(beside)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=place) as folder:
+        yield [
+            local_copy(model, CheckpointFolder(Path(folder) / str(number)))
+            if isinstance(model, str)
+            else model
+            for number, model in enumerate(models)
+        ]
+
+
+def _writer(model: ModelSource, target: Path, wishes: argparse.Namespace) -> _Writer:
+    """Return the function that writes the model as the options ask for.
+
+    Raises:
+        CheckpointError: The model cannot be written so.
+        ValueError: The options do not fit together.
+    """
+    is_adapter = model.architecture.lora is not None
+    by_default = _MEGATRON if model.kind == HUGGING_FACE else _HUGGING_FACE
+    to = wishes.to or (_HUGGING_FACE if wishes.base is not None else by_default)
+    sizes = {
+        "tensor_parallel_size": wishes.tensor_parallel_size,
+        "pipeline_parallel_size": wishes.pipeline_parallel_size,
+        "virtual_pipeline_parallel_size": wishes.virtual_pipeline_parallel_size,
+    }
+    if wishes.base is not None and not is_adapter:
+        raise CheckpointError(f"{model.folder}: has no adapters; convert it without --base")
+
+    if to == _MEGATRON:
+        if wishes.base is not None:
+            raise ValueError("--base writes a Hugging Face folder; convert that one to Megatron's format")
+        if is_adapter:
+            raise CheckpointError(
+                f"{model.folder}: is an adapter; start a run from it with actor.lora.path, or merge it with "
+                "--base HF_DIR"
+            )
+        if wishes.dtype == FP8 or wishes.max_shard_size != DEFAULT_SHARD_BYTES:
+            raise ValueError("--dtype fp8 and --max-shard-size require --to hf")
+        layout = Layout(**sizes, data_parallel_size=1)
+        return lambda source, dtype, report: write_distributed(source, target, layout, dtype, report)
+
+    if list(sizes.values()) != [1, 1, None]:
+        raise ValueError("a layout requires --to megatron; a Hugging Face folder has none")
+    if is_adapter and wishes.base is None:
+        if wishes.dtype == FP8:
+            raise CheckpointError(
+                f"{model.folder}: has adapters, which are not quantized; merge them into the base model with "
+                "--base HF_DIR, or use --dtype bfloat16"
+            )
+        return lambda source, dtype, report: write_peft(source, target, dtype, report)
+
+    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> tuple[int, int]:
+        if wishes.base is not None:
+            source = merged_source(source, open_hugging_face(wishes.base, wishes.trust_remote_code))
+        kept = _read_kept_tensors(source, target, dtype, has_original=wishes.config is not None)
+        return write_hugging_face(source, target, dtype, wishes.max_shard_size, report, kept)
+
+    return write
+
+
+def _read_kept_tensors(
+    source: ModelSource, target: Path, dtype: torch.dtype | None, *, has_original: bool
+) -> KeptTensors | None:
+    """Return the tensors that are kept, of the folder with the model's configuration.
+
+    If they cannot be copied, the reason is printed.
+    """
+    without = f"megarl convert: {target} is written without"
+    try:
+        kept = read_kept_tensors(
+            source.companions, source.architecture, source.head, dtype or source.single_dtype
+        )
+    except WeightTransferError as error:
+        # A checkpoint has the configuration of the original model, but not its weights.
+        is_known = has_original or source.companions == source.folder
+        hint = "" if is_known else "; pass --config HF_DIR, the folder of the original model"
+        print(f"{without} {kept_parts(source.architecture)}: {error}{hint}", file=sys.stderr)
+        return None
+
+    if kept is not None and kept.missing is not None:
+        print(f"{without} {MTP_LAYERS}: {kept.missing}", file=sys.stderr)
+    return kept
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype: torch.dtype = torch.float8_e4m3fn if name == FP8 else getattr(torch, name)
+    return dtype
+
+
+@contextmanager
+def _progress_bar(name: str) -> Generator[Report]:
+    """Show a progress bar on a terminal, and yield the function that workers report to."""
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    console = output_console(stderr=True)
+
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda nbytes, total: bar.update(task, advance=nbytes, total=total)
+
+
+def print_description(description: dict[str, Any], console: Console) -> None:
+    """Print the model, then every tensor on one line."""
+    facts = _table("Model", "quantity", "value")
+    for name, value in _facts(description):
+        facts.add_row(name, value)
+
+    for name, value in description["architecture"].items():
+        if name != "model_type":
+            facts.add_row(name, str(value))
+
+    console.print(facts)
+    rows = [
+        (
+            each["name"],
+            " x ".join(f"{size:,}" for size in each["shape"]),
+            each["dtype"],
+            f"{each['nbytes']:,}",
+        )
+        for each in description["tensors"]
+    ]
+    tensors = Table(
+        title=f"Tensors: {len(rows):,}, by their Hugging Face names", title_justify="left", title_style="bold"
+    )
+    for column, cells in zip(("name", "shape", "dtype", "bytes"), zip(*rows, strict=True), strict=True):
+        tensors.add_column(column, no_wrap=True, min_width=max(map(len, cells)))  # names stay whole, for grep
+    for row in rows:
+        tensors.add_row(*row)
+    console.print(tensors, crop=False)
+
+
+def _facts(description: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("folder", description["folder"]),
+        ("format", description["format"]),
+        ("layout", description["layout"]),
+        ("step", "not recorded" if description["step"] is None else f"{description['step']:,}"),
+        ("family", description["family"]),
+        ("class", description["model_class"] or "none in config.json"),
+        ("head", description["head"]),
+        ("dtype", description["dtype"]),
+        ("parameters", f"{description['num_parameters']:,}"),
+        ("bytes", f"{description['nbytes']:,}"),
+        ("tokenizer", description["tokenizer"]),
+    ]
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print the tensors that differ, if any, and the verdict in the last line."""
+    if comparison.architecture:
+        table = _table("Architecture", "field", str(comparison.left.folder), str(comparison.right.folder))
+        for name, left, right in comparison.architecture:
+            table.add_row(name, str(left), str(right))
+        console.print(table)
+
+    # Show the first tensors that differ; the verdict counts all of them.
+    if differing := comparison.differing:
+        shown = differing[:_MAX_DIFFERING]
+        table = _table(
+            f"Tensors that differ: {len(differing):,}, the first {len(shown)}",
+            "name",
+            "elements",
+            "largest difference",
+            "",
+        )
+        for tensor in shown:
+            table.add_row(
+                tensor.name, _elements(tensor), _difference(tensor), tensor.reason or tensor.match.value
+            )
+        console.print(table)
+
+    print_line(console, verdict(comparison))
+
+
+def verdict(comparison: Comparison) -> str:
+    """Describe in one line whether the models are identical."""
+    counts = ", ".join(
+        f"{counted(count, 'tensor')} {match.value}" for match in Match if (count := comparison.count(match))
+    )
+
+    if comparison.num_kept_skipped:
+        counts += (
+            f"; not compared: {counted(comparison.num_kept_skipped, 'tensor')} of layers that predict "
+            "further tokens or of a vision tower, which Megatron's formats do not contain"
         )
 
-    return size
+    if not comparison.is_same:
+        return f"different: {counts}"
+    rounded = [tensor for tensor in comparison.tensors if tensor.match is Match.rounded]
+    if not rounded:
+        return f"identical: {counts}"
+    largest = max(tensor.max_difference for tensor in rounded)
+    ways = ", ".join(sorted({tensor.reason for tensor in rounded}))
+
+    return f"identical except for rounding ({ways}; largest difference {largest:.3g}): {counts}"
 
 
-_SHARD_SIZE = argument(
-    "--max-shard-size",
-    type=_bytes,
-    default=5 * 10**9,
-    metavar="SIZE",
-    help="maximum size of a file, such as 5GB (the default)",
-)
-_SOURCE = (
-    argument(
-        "--role",
-        metavar="actor|critic",
-        help="model of a run's checkpoint with several models; the default is actor",
-    ),
-    argument(
-        "--config",
-        metavar="HF_DIR",
-        type=Path,
-        help="a Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint without them; "
-        "layers that predict further tokens, and vision towers that are not trained, are copied from it",
-    ),
-    argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="accept a folder with its own model code, which is never executed; the model is that of its "
-        "model_type",
-    ),
-)
-# The summary of each conversion, and what add its arguments. Its function in conversion.py has the same name.
-_CONVERSIONS: dict[str, tuple[str, tuple[Adds, ...]]] = {
-    "hf-to-megatron": (
-        "write a Megatron distributed checkpoint in any layout",
-        (
-            argument("--input", required=True, metavar="HF_DIR", type=Path),
-            *_output("DIR"),
-            argument("--tensor-parallel-size", type=positive, default=1, metavar="N"),
-            argument("--pipeline-parallel-size", type=positive, default=1, metavar="N"),
-            argument(
-                "--virtual-pipeline-parallel-size",
-                type=positive,
-                metavar="N",
-                help="virtual stages of each pipeline rank",
-            ),
-            *_SOURCE,
-        ),
-    ),
-    "megatron-to-hf": (
-        "write a Hugging Face folder: safetensors with index, configuration, tokenizer; of a checkpoint of "
-        "adapters, an adapter in PEFT's format",
-        (
-            argument(
-                "--input",
-                required=True,
-                metavar="CKPT_DIR",
-                type=_model,
-                help="a checkpoint of megarl or Megatron-LM, or the URL of one that checkpoint.upload has "
-                "copied",
-            ),
-            *_output("HF_DIR", FP8),
-            _SHARD_SIZE,
-            *_SOURCE,
-        ),
-    ),
-    "merge-adapter": (
-        "write a Hugging Face folder of a base model with an adapter merged into its weights",
-        (
-            argument(
-                "--input",
-                required=True,
-                metavar="ADAPTER_DIR",
-                type=_model,
-                help="a checkpoint of a run that trains adapters, or an adapter in PEFT's format",
-            ),
-            argument(
-                "--base", required=True, metavar="HF_DIR", type=Path, help="the folder of the base model"
-            ),
-            *_output("HF_DIR", FP8),
-            _SHARD_SIZE,
-            *_SOURCE,
-        ),
-    ),
-    "inspect": (
-        "show architecture, layout, and the name, shape and dtype of every tensor",
-        (
-            argument("folder", metavar="CKPT_OR_HF_DIR", type=_model),
-            argument("--json", action="store_true", help="print one JSON document"),
-            *_SOURCE,
-        ),
-    ),
-    "verify": (
-        "compare two folders tensor by tensor, across formats and layouts",
-        (
-            argument("left", metavar="A", type=_model),
-            argument("right", metavar="B", type=_model),
-            *_SOURCE,
-        ),
-    ),
-}
-_DESCRIPTIONS = {"verify": "Exit code: 0 identical, 1 different, 2 one of the models cannot be read."}
+def _elements(tensor: TensorComparison) -> str:
+    return f"{tensor.num_different:,} of {tensor.num_elements:,}" if tensor.num_elements else ""
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="conversion", required=True, metavar="COMMAND")
-    for name, (summary, arguments) in _CONVERSIONS.items():
-        command = commands.add_parser(name, help=summary, description=_DESCRIPTIONS.get(name, summary))
-        for add in arguments:
-            add(command)
-        command.set_defaults(start=_run)
+def _difference(tensor: TensorComparison) -> str:
+    return f"{tensor.max_difference:.3g}" if tensor.num_elements else ""
 
 
-def _run(parsed: argparse.Namespace) -> int:
-    conversion = importlib.import_module("megarl.cli.run.conversion")
-    return getattr(conversion, parsed.conversion.replace("-", "_"))(parsed)
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

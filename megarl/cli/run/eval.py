@@ -74,6 +74,8 @@ def run(**options: Any) -> int:
         ValueError: The model, data or configuration is invalid. Raised before any process is started.
     """
     refuse_launched_ranks("eval")
+    if options.pop("of_ground_truth", False):
+        raise ValueError("--ground-truth requires --rows")
     parsed = argparse.Namespace(**options)
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
@@ -203,7 +205,10 @@ def _claim(output: Path) -> None:
         )
 
     if (partial := output / PARTIAL_FILE).exists():
-        what = f"{partial} contains the samples of an unfinished evaluation, which `megarl score` can read"
+        what = (
+            f"{partial} contains the samples of an unfinished evaluation, which `megarl eval CONFIG --rows` "
+            "can read"
+        )
         raise ConfigError("--output", [f"{what}; give another folder, or remove the file"])
 
     try:

@@ -213,7 +213,7 @@ _DEVICE_MEMORY = (
     "role.parallel.context_parallel_size, role.parallel.pipeline_parallel_size, "
     "role.parallel.data_parallel_size}; the optimizer state is sharded over data_parallel_size too",
     "reduce the logits: {logit_chunk}; try half",
-    "share devices with fewer roles: {placement.strategy}; `megarl plan` prints the memory of each device",
+    "share devices with fewer roles: {placement.strategy}; `megarl check --plan` shows the memory of devices",
 )
 _GPU_FULL = (
     "CUDA out of memory|CUDA error: out of "

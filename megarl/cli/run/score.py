@@ -1,4 +1,4 @@
-"""`megarl score CONFIG ROWS`: runs the reward functions and judges on a file of responses, without a model.
+"""`megarl eval CONFIG --rows FILE`: runs reward functions and judges on a file of responses.
 
 This module does not import torch.
 """
@@ -34,10 +34,11 @@ _COLUMNS = (
 )
 
 
-def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_truth: bool) -> int:
+def run(model: str, overrides: Sequence[str], rows_path: str, of_ground_truth: bool) -> int:
     """Print the scores, and every kind of error with its row.
 
     Args:
+        model: The configuration with the rewards.
         of_ground_truth: Score the ground truth of each row as a response (see rewards.truths).
 
     Returns:
@@ -48,12 +49,12 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
         DataError: A row has no response.
         RewardFunctionError: A function cannot be loaded.
     """
-    config = load_config(PPOConfig, config_path, overrides)
+    config = load_config(PPOConfig, model, overrides)
     reward = config.reward
     if not of_ground_truth and judge_roles(config):
         names = ", ".join(judge.settings.name for judge in judge_roles(config).values())
         raise ConfigError(
-            config_path,
+            model,
             [
                 f"reward.judges: a run serves the models of {names}, and this command starts no servers; "
                 "start them by hand, and set url and model instead of path"

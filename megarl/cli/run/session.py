@@ -83,7 +83,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Generator[Sessio
     if context.verbose:
         print_run(config, console)
     else:
-        print_summary(config, console)
+        print_summary(config, console, with_push=False, is_here=True)
         print_line(console, f"for all tables see {output_dir / PLAN_FILE} or use --verbose", style="dim")
 
     with (

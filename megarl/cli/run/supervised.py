@@ -1,4 +1,4 @@
-"""Training on given answers: `megarl sft`, and `kind: sft`, `dpo` or `reward_model` of `megarl train`."""
+"""Training on given answers: `kind: sft`, `dpo` or `reward_model` of `megarl train`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.cli.run.context import RunContext, run_context_of
-from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
-from megarl.cli.run.processes import refuse_launched_ranks
+from megarl.cli.run.context import RunContext
 from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered
 from megarl.cli.tables.console import print_line
@@ -38,21 +36,6 @@ from megarl.trainers.supervised import FILES, PreferenceTrainer, SFTTrainer, com
 
 _TRAIN = "data.train_files"
 _HELD_OUT = "data.val_files"
-
-
-def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
-    """Run `megarl sft`: train on conversations, and return 0 at the end or 143 after SIGTERM.
-
-    Raises:
-        ValueError: The configuration, model or data is invalid. Raised before any process is started.
-    """
-    refuse_launched_ranks("sft")
-
-    def train(config: SFTConfig) -> int:
-        with run_context_of(config, verbose) as context:
-            return train_on_answers(config, context)
-
-    return run_with_fewer_replicas(SFTConfig, config_path, overrides, train)
 
 
 def train_on_answers(config: SFTConfig | PreferenceConfig, context: RunContext) -> int:

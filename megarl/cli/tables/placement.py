@@ -62,19 +62,22 @@ def print_placement(
     if with_push and isinstance(config, PPOConfig):
         console.print(push_table(config, plan, architectures["actor"]))
 
+    for warning in memory_warnings(config, memory):
+        print_line(console, f"warning: {warning}", style="yellow")
+
+
+def memory_warnings(config: RunConfig, memory: list[DeviceMemory]) -> Iterator[str]:
+    """Yield what the memory plan does not count, and the devices that exceed their memory."""
     for role in model_roles(config):
         if names := uncounted_options(role.megatron):
-            print_line(
-                console,
-                f"warning: the memory plan of {role.name} does not count {', '.join(names)} of "
-                f"{role.megatron_key}, which changes its working memory; measure it with a short run",
-                style="yellow",
+            yield (
+                f"the memory plan of {role.name} does not count {', '.join(names)} of {role.megatron_key}, "
+                "which changes its working memory; measure it with a short run"
             )
 
     # If the configuration refuses such a plan, the command has already ended.
     if not refuses(config):
-        for problem in budget_problems(config, memory):
-            print_line(console, f"warning: {problem}", style="yellow")
+        yield from budget_problems(config, memory)
 
 
 def print_absent(lines: Sequence[str], console: Console) -> None:
@@ -176,7 +179,7 @@ def _turns(plan: PlacementPlan, generates_ahead: bool) -> str:
 
 def memory_table(memory: Sequence[DeviceMemory]) -> Table:
     """Return the memory of the fullest device of each pool in each phase, in GiB."""
-    fullest = _fullest(memory)
+    fullest = fullest_devices(memory)
     phases = list(memory[0].phases)
     columns = {pool: [_gib(device.total(phase)) for phase in phases] for pool, device in fullest.items()}
     drawn = table_of_numbers("Memory of the fullest device of each pool, GiB", columns, phases)
@@ -192,7 +195,7 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     is_pinned = any(device.pinned[role] for device in memory for role in device.pinned)
     columns: dict[str, list[str]] = {}
 
-    for pool, device in _fullest(memory).items():
+    for pool, device in fullest_devices(memory).items():
         for role in next(iter(device.phases.values())):
             usages: list[Usage] = [phase[role] for phase in device.phases.values()]
             most = [max(getattr(usage, kind) for usage in usages) for kind in kinds]
@@ -218,21 +221,21 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
     if (forecast := forecast_weights(config, plan, policy)) is None:
         size = num_parameters(policy.base) * weight_bytes(config.model.dtype)
         drawn.add_row("medium", "files", "in trainer.output_dir, which all nodes must see")
-        drawn.add_row("written, and read by each engine", _range([size]), "model.dtype")
+        drawn.add_row("written, and read by each engine", size_range([size]), "model.dtype")
         if resharding.delta:
             drawn.add_row("in later syncs", "only what changed", "resharding.delta=true")
     else:
         about = "about " if config.rollout.tensor_parallel_size > policy.num_key_value_heads else ""
         drawn.add_row(
             "received per engine rank",
-            about + _range(forecast.received),
+            about + size_range(forecast.received),
             f"{counted(len(forecast.received), 'rank')}, only their own shards",
         )
         drawn.add_row(
-            "sent per trainer rank", about + _range(forecast.sent), counted(len(forecast.sent), "rank")
+            "sent per trainer rank", about + size_range(forecast.sent), counted(len(forecast.sent), "rank")
         )
         if transport.needs.shares_devices:
-            away = about + _range(forecast.sent_away)
+            away = about + size_range(forecast.sent_away)
             drawn.add_row(
                 "sent to other devices",
                 away,
@@ -240,13 +243,13 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
             )
         smaller = ", less on CPU" if transport.needs.shares_devices and config.device is Device.auto else ""
         largest = (
-            f"at most {_range([forecast.message_bytes])} per rank: "
+            f"at most {size_range([forecast.message_bytes])} per rank: "
             f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
         )
         if resharding.delta:
             drawn.add_row(
                 "kept in host memory per trainer rank",
-                _range(forecast.acknowledged),
+                size_range(forecast.acknowledged),
                 "the last weights of the engines: resharding.delta=true",
             )
         if config.rollout.dtype is EngineDType.fp8:
@@ -254,7 +257,7 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
 
     if config.actor.served_adapters is not None:
-        nbytes = _range([num_parameters(policy, trained_only=True) * weight_bytes(config.model.dtype)])
+        nbytes = size_range([num_parameters(policy, trained_only=True) * weight_bytes(config.model.dtype)])
         # Engines that share devices release the model in each step, so that all of it is sent again.
         is_kept = not OffloadPlan(plan).engines_move
         sent = ", ".join(("adapters", *config.actor.lora.modules_to_save))
@@ -265,14 +268,15 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
     return drawn
 
 
-def _range(sizes: Sequence[int]) -> str:
+def size_range(sizes: Sequence[int]) -> str:
     """Format the minimum and maximum of some sizes in bytes."""
     scale, unit = (2**30, "GiB") if max(sizes) >= 2**30 else (2**20, "MiB")
     least, most = (f"{size / scale:,.2f}" for size in (min(sizes), max(sizes)))
     return f"{least} {unit}" if least == most else f"{least} to {most} {unit}"
 
 
-def _fullest(memory: Sequence[DeviceMemory]) -> dict[str, DeviceMemory]:
+def fullest_devices(memory: Sequence[DeviceMemory]) -> dict[str, DeviceMemory]:
+    """Return the device of each pool with the highest peak."""
     found: dict[str, DeviceMemory] = {}
     for device in memory:
         if device.pool not in found or device.peak > found[device.pool].peak:

@@ -59,7 +59,8 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
     """
     architectures, _ = read_architectures(config)
     work = work_of_roles(config, architectures)
-    print_models(config, architectures, console)
+    for line in model_lines(config, architectures, work):
+        print_line(console, line)
     console.print(_models(model_roles(config), architectures, work))
     print_line(console, f"layers: {describe_layers(config)}")
     print_megatron_options(config, console)
@@ -90,18 +91,18 @@ def warnings_of(
     yield from map(str, unread_keys(config, architectures, refused=False))
 
 
-def print_models(config: RunConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
-    """Print a line for each model folder, with the roles that load it."""
-    roles: dict[str, list[str]] = {}
-    for role in model_roles(config):
-        roles.setdefault(role.path, []).append(role.name)
-
-    for path, names in roles.items():
-        print_line(
-            console,
-            f"{', '.join(names)}: {shown(Path(path))} ({architectures[names[0]].model_type}, "
-            f"{config.model.dtype.value})",
-        )
+def model_lines(
+    config: RunConfig, architectures: Mapping[str, Architecture], work: Sequence[RoleArithmetic]
+) -> Iterator[str]:
+    """Yield a line for each model folder, with the roles that load it, and the parameters of the first."""
+    roles = model_roles(config)
+    rows = {row.role: row for row in work}
+    for path in dict.fromkeys(role.path for role in roles):
+        names = [role.name for role in roles if role.path == path]
+        architecture = architectures[names[0]]
+        parameters = _parameters(rows[names[0]], architecture)
+        what = f"{architecture.model_type}, {config.model.dtype.value}, {parameters} parameters"
+        yield f"{', '.join(names)}: {shown(Path(path))} ({what})"
 
 
 def print_megatron_options(config: RunConfig, console: Console) -> None:
@@ -220,7 +221,7 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
     replicas = f"{rollout.num_replicas} x {counted(rollout.devices_per_engine, 'device')}"
     if rollout.pipeline_parallel_size > 1:
         replicas += f" in {rollout.pipeline_parallel_size} stages"
-    drawn.add_row("replicas", replicas, _whose_devices(plan))
+    drawn.add_row("replicas", replicas, shared_devices(plan))
     drawn.add_row(
         "concurrent sequences",
         f"{rollout.num_replicas * rollout.max_concurrency:,}",
@@ -252,17 +253,22 @@ def print_agent(agent: AgentConfig, console: Console) -> None:
 
 
 def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
+    for line in reward_lines(config, architectures):
+        print_line(console, f"reward: {line}")
+
+
+def reward_lines(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
+    """Yield what scores the samples, with its weight and its limits."""
     processes = (
         f"{counted(config.reward.num_processes, 'process')}, {config.reward.time_limit_s:g} s per sample"
     )
     for function in config.reward.functions:
-        print_line(console, f"reward: {function.weight:g} x {function.name} in {function.path}; {processes}")
+        yield f"{function.weight:g} x {function.name} in {function.path}; {processes}"
 
     for judge in config.reward.judges:
-        print_line(
-            console,
-            f"reward: {judge.weight:g} x judge {judge.name}, {judge.served_by}; at most "
-            f"{counted(judge.max_concurrency, 'request')} at once, {judge.time_limit_s:g} s per attempt",
+        yield (
+            f"{judge.weight:g} x judge {judge.name}, {judge.served_by}; at most "
+            f"{counted(judge.max_concurrency, 'request')} at once, {judge.time_limit_s:g} s per attempt"
         )
 
     if (model := config.reward.model).path is not None:
@@ -272,14 +278,13 @@ def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], c
             else "longer ones are truncated"
         )
         limit = max_conversation_tokens(model, architectures[REWARD_MODEL])
-        print_line(
-            console,
-            f"reward: {model.weight:g} x {model.path}; conversations of at most {limit:,} of its own "
-            f"tokens, {longer}",
+        yield (
+            f"{model.weight:g} x {model.path}; conversations of at most {limit:,} of its own tokens, {longer}"
         )
 
 
-def _whose_devices(plan: PlacementPlan) -> str:
+def shared_devices(plan: PlacementPlan) -> str:
+    """Say with which roles the engines share their devices."""
     sharing = plan.on_same_devices("rollout")
     return f"devices shared with {', '.join(sharing)}" if sharing else "separate devices"
 
@@ -297,12 +302,12 @@ def _print_checkpoints(
     )
 
     parts = "weights, master weights, moments" + (", Hugging Face policy" if checkpoint.save_hf else "")
-    drawn.add_row("size", _gib(checkpoint_bytes(config, architectures)), parts)
+    drawn.add_row("size", gib(checkpoint_bytes(config, architectures)), parts)
     most = most_checkpoints(config)
     drawn.add_row(
-        "maximum on disk", _gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint")
+        "maximum on disk", gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint")
     )
-    drawn.add_row("free disk space", _gib(free_bytes(checkpoint_path(config))), "now")
+    drawn.add_row("free disk space", gib(free_bytes(checkpoint_path(config))), "now")
 
     console.print(drawn)
     print_line(console, f"checkpoints in {checkpoint_path(config)}")
@@ -332,7 +337,7 @@ def _of_a_full_disk(config: RunConfig, architectures: Mapping[str, Architecture]
 
     if needed > (free := free_bytes(path)):
         yield (
-            f"the checkpoints in {path} will need {_gib(needed)}, but only {_gib(free)} are free; lower "
+            f"the checkpoints in {path} will need {gib(needed)}, but only {gib(free)} are free; lower "
             f"checkpoint.keep, raise checkpoint.every_steps, or set checkpoint.dir to a larger disk"
         )
 
@@ -356,5 +361,6 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing_folder(path)).free
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """Return a size in GiB, or in MiB if it is smaller."""
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"

@@ -153,7 +153,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
         yield Finding(
             ("model.path", "rollout.engine"),
             f"{path} has its experts in MXFP4, for which SGLang would build layers that cannot receive "
-            f"bfloat16; convert it with `megarl convert megatron-to-hf --input {path} --output NEW_FOLDER`",
+            f"bfloat16; convert it with `megarl convert {path} NEW_FOLDER --to hf`",
         )
 
     # The checks below use tensor // expert_parallel, which has to be exact.

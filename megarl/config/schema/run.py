@@ -16,7 +16,7 @@ _ENABLED = Reader(".enabled", example="true")
 
 class RunKind(str, Enum):
     ppo = "ppo"  # reinforcement learning with any algorithm: `megarl train`
-    sft = "sft"  # supervised fine-tuning: `megarl train` or `megarl sft`
+    sft = "sft"  # supervised fine-tuning
     dpo = "dpo"  # direct preference optimization of a policy on pairs of answers: `megarl train`
     reward_model = "reward_model"  # a reward model from pairs of answers: `megarl train`
 
@@ -109,7 +109,7 @@ _METRIC = Reader(".metric", example="val/score/mean")
 class KeepBestConfig:
     """Keeps the checkpoint with the best validation in addition to the newest ones."""
 
-    # validation metric, such as val/score/mean, or val/loss of `megarl sft`; null: do not keep the best one
+    # validation metric, such as val/score/mean, or val/loss of kind: sft; null: do not keep the best one
     metric: str | None = None
     mode: MetricMode = only_with(MetricMode.max, _METRIC)  # whether larger or smaller values are better
 
@@ -118,7 +118,7 @@ class KeepBestConfig:
 class EarlyStopConfig:
     """Ends a run whose validations do not improve, as if it had reached its last step."""
 
-    # validation metric, such as val/score/mean, or val/loss of `megarl sft`; null: never stop early
+    # validation metric, such as val/score/mean, or val/loss of kind: sft; null: never stop early
     metric: str | None = None
     mode: MetricMode = only_with(MetricMode.max, _METRIC)  # whether larger or smaller values are better
     # consecutive validations without improvement that end the run
@@ -333,8 +333,8 @@ class PlacementConfig:
     )
     # peak of one device, for `perf/mfu/*`; null: the bfloat16 peak of a known GPU
     device_peak_tflops: float | None = ranged(None, above=0)
-    # kind of device, for predicted step times: a name in configs/devices, or a file of `megarl calibrate`,
-    # relative to the current folder; null: a run logs no prediction
+    # kind of device, for predicted step times: a name in configs/devices, or a file of
+    # `megarl tune --calibrate`, relative to the current folder; null: a run logs no prediction
     device_profile: str | None = None
     # how to handle a device whose estimate exceeds its memory
     over_budget: OverBudget = only_with(OverBudget.refuse, Reader(".device_memory_gb", example="72"))

@@ -245,7 +245,7 @@ class PPOConfig(RunConfig):
 class SFTConfig(RunConfig):
     """The configuration of a supervised fine-tuning run. `actor` is the trained model."""
 
-    kind: RunKind = RunKind.sft  # required, except for `megarl sft`
+    kind: RunKind = RunKind.sft  # required in the file
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)

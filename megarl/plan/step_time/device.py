@@ -167,7 +167,7 @@ def _file(name: str) -> Path:
             "device",
             [
                 f"there is no device called {name!r}; {meant}known: {', '.join(known)}; or give the path of "
-                f"a YAML file, which `megarl calibrate` writes"
+                f"a YAML file, which `megarl tune --calibrate` writes"
             ],
         )
     return DEVICES_DIR / f"{name}{_SUFFIX}"

@@ -51,7 +51,7 @@ def stages(names: Sequence[str]) -> list[list[str]]:
                 "0",
             ]
         )
-        commands.append([*megarl, "sft", "configs/quickstart_sft.yaml"])
+        commands.append([*megarl, "train", "configs/quickstart_sft.yaml"])
 
     for name in names:
         if not (OUTPUT_DIR / name / SUMMARY).is_file():

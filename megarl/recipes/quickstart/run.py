@@ -74,9 +74,9 @@ def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     stages = (
         [sys.executable, "-m", recipe.prepare, "--output-dir", str(folder), "--seed", seed],
-        *([[*megarl, "sft", recipe.sft, *seeds]] if recipe.sft is not None else []),
+        *([[*megarl, "train", recipe.sft, *seeds]] if recipe.sft is not None else []),
         [*megarl, "train", recipe.train, *seeds, *overrides],
-        [*megarl, "plot", str(run_dir)],
+        [*megarl, "report", str(run_dir), "--png"],
         [*megarl, "report", str(run_dir)],
     )
     if status := run_stages(stages):

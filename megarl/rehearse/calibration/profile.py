@@ -76,7 +76,7 @@ def calibrate(
     measured = tuple(
         key for key, value in values.items() if not (is_known and value == attrgetter(key)(base))
     )
-    source = f"measured by megarl calibrate on {len(ranks)} x {ranks[0].device}, {date}"
+    source = f"measured by megarl tune --calibrate on {len(ranks)} x {ranks[0].device}, {date}"
     sources = {
         key: source if key in measured else f"{base_name}: {base.sources.get(key, 'no source')}"
         for key in base.sources.keys() | values.keys()

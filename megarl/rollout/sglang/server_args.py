@@ -1,23 +1,14 @@
-"""SGLang's arguments: those that our engine needs, and those of the user.
-
-Arguments of the user that cannot work are refused early.
-"""
+"""SGLang's arguments: those that our engine needs, with those of the user."""
 
 from __future__ import annotations
 
-import ast
 import json
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from difflib import get_close_matches
-from functools import cache
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Device, EngineDType, RolloutConfig
 from megarl.config.speculation import ALGORITHM, draft_folder, problem_on_cpu
-from megarl.config.speculation import ARGUMENTS as SPECULATIVE_ARGUMENTS
 from megarl.machine.errors import ConfigError
 from megarl.models.families import family_of, read_fields
 from megarl.models.quantization import BLOCK_FP8
@@ -25,93 +16,11 @@ from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 from megarl.rollout.nodes import EngineNode
 from megarl.rollout.sglang.adapters import server_arguments
+from megarl.rollout.sglang.user_arguments import refuse_own_server_args
 
 WEIGHT_LOADER: str = "megarl.rollout.sglang.loader.run"
 START_LIMIT_S = 600.0  # kernels may be compiled
 
-# Arguments that megarl sets, and the key that a user sets instead.
-_OWN = {
-    "model_path": "model.path",
-    "tokenizer_path": "model.path",
-    "trust_remote_code": "model.trust_remote_code",
-    "dtype": "model.dtype",
-    "quantization": "rollout.dtype",
-    "fp8_gemm_runner_backend": None,
-    "device": "device",
-    "tp_size": "rollout.tensor_parallel_size",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "ep_size": "rollout.expert_parallel_size",
-    "expert_parallel_size": "rollout.expert_parallel_size",
-    # Experts must not be moved or converted: each rank receives the weights of its experts by their numbers.
-    "moe_runner_backend": None,
-    "moe_a2a_backend": None,
-    "enable_eplb": None,
-    "ep_num_redundant_experts": None,
-    "init_expert_location": None,
-    "max_running_requests": "rollout.max_concurrency",
-    "enable_deterministic_inference": "rollout.sglang.deterministic",
-    "enable_return_routed_experts": "engine.routing_replay",
-    "enable_fp32_lm_head": "engine.fp32_lm_head",
-    "dp_size": "rollout.num_replicas",
-    "data_parallel_size": "rollout.num_replicas",
-    "pp_size": "rollout.pipeline_parallel_size",
-    "pipeline_parallel_size": "rollout.pipeline_parallel_size",
-    "nnodes": "placement.devices_per_node",
-    "node_rank": None,
-    "dist_init_addr": None,
-    "base_gpu_id": None,
-    "skip_tokenizer_init": None,
-    "context_length": None,
-    "json_model_override_args": None,
-    "load_format": None,
-    "custom_weight_loader": None,
-    "weight_version": None,
-    "speculative_draft_load_format": None,
-    "enable_draft_weights_cpu_backup": None,
-    "enable_memory_saver": None,
-    "allow_auto_truncate": None,
-    "skip_server_warmup": None,
-    "tokenizer_worker_num": None,
-    "host": None,
-    "port": None,
-    "api_key": None,
-    "admin_api_key": None,
-}
-# Families of arguments that megarl does not support, by a pattern of their names, and the reason.
-_UNSUPPORTED = {
-    r"speculative_accept_threshold_": (
-        "it accepts drafted tokens that are not samples of the policy, so their log-probs would be wrong"
-    ),
-    r"speculative_token_map": (
-        "SGLang copies rows of the policy's output layer once, and the copy would not follow the trainer"
-    ),
-    r"speculative_|decoupled_spec_|spec_trace_|.*_draft_|enable_multi_layer_eagle": (
-        "megarl has no test that its samples are those of the policy after a weight sync"
-    ),
-    r"(?!enable_quant_communications).*quant|modelopt_|kt_": (
-        "quantized weights are not laid out as the trainer sends them, so the first weight sync would fail"
-    ),
-    r".*lora": "megarl derives the arguments for adapters from actor.lora, with sync=adapter",
-    r"disaggregation_|enable_pd|pdmux_|encoder_|.*_to_encoder": (
-        "prefill and decode run in one engine, which gets all weights"
-    ),
-    r"pp_async_batch_depth": "megarl has no test of stages that return samples later",
-    r"cpu_offload_gb|offload_|ple_offload_|weight_cache_|remote_instance_|startup_weight_load_mode|"
-    r"checkpoint_engine_|model_loader_": (
-        "weights come only from the trainer, and go into the memory of the device"
-    ),
-    r"(enable_)?elastic_|ep_join_|max_ep_size|eplb_": (
-        "experts must stay on the ranks to which the trainer sends them"
-    ),
-    r"attn_[dc]p_|moe_dp_|moe_dense_tp_|d?cp_|dwdp_|enable_[dc]p_|enable_prefill_cp|"
-    r".*(context|data)_parallel": ("a rank would hold other parts of the weights than megarl sends it"),
-    r"is_embedding|language_only|language_model_only|enable_multimodal|dllm_": (
-        "engines generate text with a causal language model"
-    ),
-    r"use_ray|smg_|grpc_|ssl_|sidecar": (
-        "megarl starts the engine's processes and its server, which only this machine reaches"
-    ),
-}
 # SGLang's largest decode batch with a CUDA graph, if nothing else is set.
 _MAX_GRAPH_BATCH = 512
 # Arguments that set the sizes of decode graphs, or turn them off.
@@ -331,85 +240,3 @@ def _refuse_nameless_class(path: str) -> None:
                 'example to ["Qwen2ForCausalLM"], or set rollout.engine=hf'
             ],
         )
-
-
-def refuse_own_server_args(names: Iterable[str]) -> None:
-    """Raise ConfigError for arguments that megarl sets itself, and for those that it does not support."""
-    if problems := _own_problems(names):
-        raise ConfigError("rollout.sglang.server_args", problems)
-
-
-def _own_problems(names: Iterable[str]) -> list[str]:
-    problems = []
-    for name in names:
-        if name in _OWN:
-            instead = f"; set {_OWN[name]}" if _OWN[name] else ", and no other value works here"
-            problems.append(f"rollout.sglang.server_args.{name} is set by megarl{instead}")
-        elif reason := why_unsupported(name):
-            problems.append(f"rollout.sglang.server_args.{name} is not supported: {reason}; remove it")
-    return problems
-
-
-def why_unsupported(name: str) -> str | None:
-    """Return why megarl cannot run an engine with this argument.
-
-    The result is None if megarl sets the argument itself or passes it on.
-    """
-    if name in SPECULATIVE_ARGUMENTS:
-        return None
-    return next((reason for pattern, reason in _UNSUPPORTED.items() if re.match(pattern, name)), None)
-
-
-def refuse_unknown_server_args(names: Collection[str]) -> None:
-    """Raise ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself."""
-    if not names:
-        return
-    known = known_server_args()
-    problems = _own_problems(names)
-
-    for name in names:
-        if name not in known and name not in _OWN and why_unsupported(name) is None:
-            # Without a similar name, suggest those with the same beginning.
-            close = (
-                get_close_matches(name, sorted(known), n=3)
-                or [each for each in sorted(known) if each.startswith(name[:5])][:3]
-            )
-            hint = (
-                f"did you mean {' or '.join(close)}?"
-                if close
-                else "see its ServerArgs for the available options"
-            )
-            problems.append(
-                f"rollout.sglang.server_args.{name} is not an option of the installed SGLang; {hint}"
-            )
-
-    if problems:
-        raise ConfigError("rollout.sglang.server_args", problems)
-
-
-@cache
-def known_server_args() -> frozenset[str]:
-    """Return the arguments of the installed SGLang.
-
-    They are read from its source, because importing it takes longer than all other checks.
-    """
-    spec = find_spec("sglang")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            "rollout.engine", ["SGLang is not installed; install it as described on the installation page"]
-        )
-
-    # The fields of ServerArgs are declared by the classes of this folder.
-    folder = Path(spec.origin).parent / "srt" / "arg_groups" / "fields"
-    return frozenset(name for file in folder.glob("*.py") for name in _declared_fields(file))
-
-
-def _declared_fields(file: Path) -> Iterator[str]:
-    """Yield the fields declared by the classes in a file."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
-            yield from (
-                entry.target.id
-                for entry in node.body
-                if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
-            )

@@ -1,4 +1,4 @@
-"""`megarl calibrate` on a CPU. tests/soak measures SGLang too."""
+"""`megarl tune --calibrate` on a CPU. tests/soak measures SGLang too."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_a_machine_without_a_gpu_is_measured(
     """The run does not generate, so that no engine is started."""
     monkeypatch.setenv("COLUMNS", "160")
     file = tmp_path / "mine.yaml"
-    assert main(["calibrate", "configs/quickstart_sft.yaml", "--output", str(file)]) == 0
+    assert main(["tune", "configs/quickstart_sft.yaml", "--calibrate", str(file)]) == 0
     profile = load_device(file)
     for key, (least, most) in BOUNDS.items():
         assert least <= attrgetter(key)(profile) <= most, key
-        assert profile.sources[key].startswith("measured by megarl calibrate on "), key
+        assert profile.sources[key].startswith("measured by megarl tune --calibrate on "), key
 
     shipped = load_device("cpu")
     assert profile.between_nodes == shipped.between_nodes
@@ -75,12 +75,15 @@ def test_a_machine_without_a_gpu_is_measured(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--output", "none/mine.yaml"], "there is no folder"),
-        (["--output", "mine.yaml", "--device", "h100"], "no device called 'h100'"),
-        (["configs/quickstart.yaml", "--output", "mine.yaml", "actor.optm.lr=1"], "actor.optm: unknown key"),
-        (["none.yaml", "--output", "mine.yaml"], "there is no such file"),
+        (["--calibrate", "none/mine.yaml"], "there is no folder"),
+        (["--calibrate", "mine.yaml", "--device", "h100"], "no device called 'h100'"),
         (
-            ["configs/qwen2.5_7b_grpo.yaml", "device=cuda", "--output", "mine.yaml"],
+            ["configs/quickstart.yaml", "--calibrate", "mine.yaml", "actor.optm.lr=1"],
+            "actor.optm: unknown key",
+        ),
+        (["none.yaml", "--calibrate", "mine.yaml"], "there is no such file"),
+        (
+            ["configs/qwen2.5_7b_grpo.yaml", "device=cuda", "--calibrate", "mine.yaml"],
             "runs on GPUs, but there is none here; add device=cpu",
         ),
     ],
@@ -93,12 +96,20 @@ def test_mistakes_are_reported_before_anything_is_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["calibrate", *arguments]) == 2
+    assert main(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_the_output_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_device_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run := tmp_path / "run.yaml").write_text("base: configs/quickstart.yaml\n")
+    assert main(["tune", "--calibrate", str(run)]) == 2
+    assert str(run) in capsys.readouterr().err
+    assert run.read_text() == "base: configs/quickstart.yaml\n"
+
+    # Without its value, the option does not take the configuration for it.
     with pytest.raises(SystemExit):
-        main(["calibrate"])
-    assert "--output" in capsys.readouterr().err
+        main(["tune", str(run), "--calibrate"])
+    assert "--calibrate: expected one argument" in capsys.readouterr().err

@@ -61,7 +61,9 @@ def end(command: Command, number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_score_ends_reward_processes_and_what_they_started(number: signal.Signals, tmp_path: Path) -> None:
+def test_scoring_rows_ends_reward_processes_and_what_they_started(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     (tmp_path / "reward.py").write_text(HANGING_REWARD)
     (tmp_path / "rows.jsonl").write_text('{"data_source": "x", "response": "1", "ground_truth": "1"}\n')
     values = {
@@ -72,7 +74,8 @@ def test_score_ends_reward_processes_and_what_they_started(number: signal.Signal
         "trainer": {"prompts_per_step": 1},
         "reward": {"functions": [{"path": "reward.py"}], "time_limit_s": 500.0},
     }
-    arguments = ["-m", "megarl", "score", write(tmp_path / "run.yaml", values), str(tmp_path / "rows.jsonl")]
+    rows = str(tmp_path / "rows.jsonl")
+    arguments = ["-m", "megarl", "eval", write(tmp_path / "run.yaml", values), "--rows", rows]
     command = Command(arguments, tmp_path / "log", python=COLD)
 
     try:
@@ -83,7 +86,7 @@ def test_score_ends_reward_processes_and_what_they_started(number: signal.Signal
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_rehearse_ends_its_ranks(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_dry_run_ends_its_ranks(number: signal.Signals, tmp_path: Path) -> None:
     values = {
         "algorithm": "grpo",
         "model": {"path": save_config(tmp_path / "model", TINY)},
@@ -94,7 +97,8 @@ def test_rehearse_ends_its_ranks(number: signal.Signals, tmp_path: Path) -> None
         "trainer": {"prompts_per_step": 64},
         "device": "cuda",
     }
-    arguments = ["-m", "megarl", "rehearse", write(tmp_path / "run.yaml", values), "--ranks", "all"]
+    run = write(tmp_path / "run.yaml", values)
+    arguments = ["-m", "megarl", "check", "--dry-run", run, "--ranks", "all"]
     command = Command(arguments, tmp_path / "log", python=COLD)
 
     # One of the signals comes when ranks have been forked; the others while the process that forks them
@@ -130,8 +134,8 @@ def test_a_recipe_passes_signals_on_to_its_stage(number: signal.Signals, tmp_pat
 
 
 def test_a_reader_that_ends_early_is_no_failure() -> None:
-    """A reader that ends early is, for example, `megarl schema | head`."""
-    command = [sys.executable, "-m", "megarl", "schema", "ppo"]
+    """A reader that ends early is, for example, `megarl config --schema | head`."""
+    command = [sys.executable, "-m", "megarl", "config", "--schema", "ppo"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

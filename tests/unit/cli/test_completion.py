@@ -28,7 +28,7 @@ def completed(line: str, folder: Path) -> list[str]:
 
 def test_commands_files_and_keys_are_completed(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("kind: sft")
-    assert set(completed("megarl c", tmp_path)) == {"calibrate", "check", "convert", "completion"}
+    assert set(completed("megarl c", tmp_path)) == {"check", "config", "convert", "completion"}
     assert "mine.yaml" in completed("megarl train mi", tmp_path)
     assert "configs/quickstart.yaml" in completed("megarl train configs/qui", tmp_path)
     assert completed("megarl train configs/quickstart.yaml trainer.total_s", tmp_path) == [

@@ -72,9 +72,8 @@ def test_a_folder_in_fp8(hugging_face: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["convert", "megatron-to-hf", "--input", back, "--output", plain]) == 0
     assert main(["convert", "verify", fp8, plain]) == 0
     assert "identical: " in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["convert", "hf-to-megatron", "--input", fp8, "--output", str(tmp_path / "x"), "--dtype", "fp8"])
-    assert "argument --dtype: invalid choice: 'fp8'" in capsys.readouterr().err
+    assert main(["convert", fp8, str(tmp_path / "x"), "--to", "megatron", "--dtype", "fp8"]) == 2
+    assert "--dtype fp8 and --max-shard-size require --to hf" in capsys.readouterr().err
 
 
 def test_a_checkpoint_in_object_storage(
@@ -164,7 +163,6 @@ def test_what_the_user_can_mend_is_one_line_and_status_2(
     "arguments",
     [
         [],
-        ["hf-to-megatron", "--input", "x"],
         ["hf-to-megatron", "--input", "x", "--output", "y", "--tensor-parallel-size", "0"],
         ["hf-to-megatron", "--input", "x", "--output", "y", "--dtype", "int8"],
         ["megatron-to-hf", "--input", "x", "--output", "y", "--max-shard-size", "5 apples"],
@@ -175,6 +173,41 @@ def test_a_wrong_command_line(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["convert", *arguments])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{hf}"], "give TARGET, a new or empty folder on this machine, or --inspect"),
+        (["{hf}", "--verify"], "--verify compares two models; give TARGET too"),
+        (["{hf}", "x", "--inspect"], "TARGET does not apply to --inspect; remove it"),
+        (["{hf}", "--inspect", "--dtype", "float16"], "--dtype does not apply to --inspect; remove it"),
+        (["{hf}", "x", "--json"], "--json requires --inspect"),
+        (["{hf}", "x", "--base", "{hf}"], "has no adapters; convert it without --base"),
+        (["{hf}", "x", "--to", "hf", "--tensor-parallel-size", "2"], "a layout requires --to megatron"),
+        (["{hf}", "x", "--max-shard-size", "5MB"], "--max-shard-size require --to hf"),
+        (["hf-to-megatron", "--input", "{hf}"], "--output is required"),
+    ],
+)
+def test_options_that_do_not_fit_together(
+    arguments: list[str], says: str, hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", *(each.format(hf=hugging_face, tmp=tmp_path) for each in arguments)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_direction_follows_from_the_source(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron, back = str(tmp_path / "megatron"), str(tmp_path / "back")
+    assert main(["convert", str(hugging_face), "--tensor-parallel-size", "2", megatron]) == 0
+    assert main(["convert", megatron, "--dtype", "bfloat16", back]) == 0
+    assert (Path(back) / "model.safetensors").is_file()
+    capsys.readouterr()
+    assert main(["convert", megatron, "--inspect", "--json"]) == 0
+    assert "Megatron" in json.loads(capsys.readouterr().out)["format"]
+    assert main(["convert", "--verify", megatron, back]) == 0
+    assert "identical except for rounding" in capsys.readouterr().out
 
 
 def test_the_script_is_the_same_command(hugging_face: Path, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
             "smaller updates: critic.optim.lr (now ",
         ),
         (raised(RewardError("scoring failed")), "reward.max_error_rate (now 0)"),
-        (raised(RewardFunctionError("no such function")), "megarl score CONFIG"),
+        (raised(RewardFunctionError("no such function")), "megarl eval CONFIG --rows"),
         (
             RestartLimitError("rollout replica 1 ended: ..."),
             "allow more restarts: rollout.restart_limit (now ",

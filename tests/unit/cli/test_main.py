@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -14,34 +15,36 @@ import pytest
 import torch
 
 from megarl.algorithms.scores import refuse_unusable
-from megarl.cli.commands import COMMANDS
+from megarl.cli.commands import COMMANDS, FIRST, GROUPS
+from megarl.cli.former import FORMER
 from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
 from megarl.cli.run.context import run_context_of
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.machine.errors import ConfigError
+from megarl.machine.reaper import OWNER
 from megarl.trainers.monitor import Position
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int]], None]:
-    """Replaces a subcommand's module with a stub."""
+    """Replaces a subcommand's module with a stub, or that of a part, named as in `check --plan`."""
 
     def install(name: str, run: Callable[..., int]) -> None:
-        module = ModuleType(COMMANDS[name].module)
+        command, _, part = name.partition(" --")
+        module = ModuleType(COMMANDS[command].parts[part] if part else COMMANDS[command].module)
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     return install
 
 
-@pytest.mark.parametrize("name", ["train", "sft"])
 def test_runs_get_the_file_and_the_overrides(
-    name: str, command: Callable[[str, Callable[..., int]], None]
+    command: Callable[[str, Callable[..., int]], None],
 ) -> None:
     calls = []
-    command(name, lambda **given: calls.append(given) or 0)
-    assert main([name, "x.yaml", "a.b=1", "--verbose", "algorithm=grpo"]) == 0
+    command("train", lambda **given: calls.append(given) or 0)
+    assert main(["train", "x.yaml", "a.b=1", "--verbose", "algorithm=grpo"]) == 0
     assert calls == [{"config_path": "x.yaml", "overrides": ["a.b=1", "algorithm=grpo"], "verbose": True}]
 
 
@@ -54,11 +57,14 @@ def test_overrides_may_stand_anywhere(
     command: Callable[[str, Callable[..., int]], None],
 ) -> None:
     calls = []
-    command("rehearse", lambda **given: calls.append(tuple(given.values())) or 0)
-    assert main(["rehearse", *arguments, "--json", "out=1.json"]) == 0
-    assert [sorted(each, key=str) for each in calls] == [
-        sorted(("x.yaml", ["b=2", "a.c=1"], "critic", "distinct", "out=1.json"), key=str)
-    ]
+
+    def run(config_path: str, overrides: list[str], role_name: str, ranks: str, json_path: str | None) -> int:
+        calls.append((config_path, overrides, role_name, ranks, json_path))
+        return 0
+
+    command("check --dry_run", run)
+    assert main(["check", "--dry-run", *arguments, "--json", "out=1.json"]) == 0
+    assert calls == [("x.yaml", ["b=2", "a.c=1"], "critic", "distinct", "out=1.json")]
 
 
 @pytest.mark.parametrize(
@@ -77,14 +83,16 @@ def test_overrides_may_be_written_as_options(
     ("typed", "ordered"),
     [
         (
-            ["plan", "a=1", "x.yaml", "--output", "f=1.svg", "b=2"],
-            ["plan", "--output", "f=1.svg", "x.yaml", "a=1", "b=2"],
+            ["check", "a=1", "x.yaml", "--output", "f=1.svg", "b=2"],
+            ["check", "--output", "f=1.svg", "x.yaml", "a=1", "b=2"],
         ),
         (["check", "a=1", "--fast", "x.yaml"], ["check", "--fast", "x.yaml", "a=1"]),
         (
-            ["rehearse", "x.yaml", "--actor.optim.lr", "1", "--ranks", "0"],
-            ["rehearse", "--ranks", "0", "x.yaml", "actor.optim.lr=1"],
+            ["check", "x.yaml", "--actor.optim.lr", "1", "--ranks", "0"],
+            ["check", "--ranks", "0", "x.yaml", "actor.optim.lr=1"],
         ),
+        # An option without its value must not take the configuration for it.
+        (["check", "x.yaml", "--output"], ["check", "x.yaml", "--output"]),
         (["status", "--watch", "x=1"], ["status", "--watch", "x=1"]),  # takes no overrides: nothing is moved
         (["nothing", "a=1", "x"], ["nothing", "a=1", "x"]),
         ([], []),
@@ -94,12 +102,37 @@ def test_arguments_are_reordered_for_argparse(typed: list[str], ordered: list[st
     assert in_argparse_order(typed, commands_of(build_parser())) == ordered
 
 
-def test_plot_gets_the_folder_and_its_status_is_ours(
-    command: Callable[[str, Callable[..., int]], None],
+def test_a_submitted_run_is_not_owned_by_this_process(
+    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command("plot", lambda run_dir: 0 if run_dir == "outputs/x" else 2)
-    assert main(["plot", "outputs/x"]) == 0
-    assert main(["plot", "outputs/y"]) == 2
+    """The job continues on its cluster when this process ends."""
+    calls = []
+
+    def submit(config_path: str, overrides: list[str], address: str) -> int:
+        calls.append((config_path, overrides, address, OWNER in os.environ))
+        return 7
+
+    command("train --address", submit)
+    assert main(["train", "x.yaml", "--submit", "http://HEAD:8265", "a.b=1"]) == 7
+    assert main(["submit", "x.yaml", "--address=http://HEAD:8265"]) == 7
+    assert main(["submit", "x.yaml"]) == 7
+    assert calls == [
+        ("x.yaml", ["a.b=1"], "http://HEAD:8265", False),
+        ("x.yaml", [], "http://HEAD:8265", False),
+        ("x.yaml", [], "auto", False),
+    ]
+    assert main(["train", "x.yaml", "--submit", "auto", "--verbose"]) == 2
+    assert "--verbose does not apply to --submit; remove it" in capsys.readouterr().err
+
+
+def test_a_part_gets_its_options_and_its_status_is_ours(
+    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command("report --png", lambda run_dirs: 0 if run_dirs == ["outputs/x"] else 2)
+    assert main(["report", "outputs/x", "--png"]) == 0
+    assert main(["report", "--png", "outputs/y"]) == 2
+    assert main(["report", "--png", "outputs/x", "--port", "80"]) == 2
+    assert capsys.readouterr().err == "megarl report: --port does not apply to --png; remove it\n"
 
 
 def _fail(error: BaseException) -> Callable[..., int]:
@@ -143,7 +176,7 @@ def test_failures_and_interrupts(
     assert capsys.readouterr().err == "megarl train: interrupted\n"
 
 
-@pytest.mark.parametrize("arguments", [["fly"], ["train"], ["plot"]])
+@pytest.mark.parametrize("arguments", [["fly"], ["train"], ["report"]])
 def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -155,11 +188,14 @@ def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.C
     ("arguments", "said"),
     [
         (
-            ["sft", "x.yaml", "--epochs", "3"],
+            ["train", "x.yaml", "--epochs", "3"],
             "unrecognized arguments: --epochs; write settings as key=value",
         ),
-        (["plot", "outputs/x", "--style", "dark"], "unrecognized arguments: --style dark\n"),
-        (["tune"], "the following arguments are required: CONFIG\n"),
+        (
+            ["scale", "outputs/x", "--replicas", "2", "--style", "dark"],
+            "unrecognized arguments: --style dark\n",
+        ),
+        (["check"], "the following arguments are required: CONFIG\n"),
         (["eval"], "the following arguments are required: MODEL\n"),
     ],
 )
@@ -179,7 +215,13 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"\n    {name} " in out for name in ("train", "sft", "check", "plot"))
+    names = [line.split()[0] for line in out.splitlines() if re.match(r" {4}\w", line)]
+    assert names == list(COMMANDS)
+    assert [line.rstrip(":") for line in out.splitlines() if line.rstrip(":") in GROUPS] == list(GROUPS)
+    assert "six commands are enough: init, check, train, eval, generate and report.\n" in out
+    assert set(FIRST) < set(names)
+    assert not set(FORMER) & set(names)
+    assert max(map(len, out.splitlines())) <= 101
 
 
 def test_a_workers_failure_is_shown_without_the_drivers_stack(
@@ -219,30 +261,43 @@ def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
 def test_check_answers_the_parts_that_are_asked_for(
     command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each as the command of its own does, in one order, with the worst of their statuses."""
+    """They run in one order, and the worst of their statuses counts."""
     calls: list[tuple[object, ...]] = []
 
-    def install(name: str, status: int) -> None:
-        command(name, lambda *given: calls.append((name, *given)) or status)
+    def plan(config_path: str, overrides: list[str], output: str | None) -> int:
+        calls.append(("plan", config_path, overrides, output))
+        return 0
 
-    import_module("megarl.cli.inspect.check")  # with what it uses of the commands that are replaced
-    install("plan", 0)
-    install("doctor", 2)
-    install("rehearse", 0)
+    def doctor(config_path: str, overrides: list[str], as_document: bool = False) -> int:
+        calls.append(("doctor", config_path, overrides))
+        return 2
+
+    def dry_run(
+        config_path: str, overrides: list[str], role_name: str, ranks: str, json_path: str | None
+    ) -> int:
+        calls.append(("dry run", config_path, overrides, role_name, ranks, json_path))
+        return 0
+
+    def simulate(config_path: str, overrides: list[str], output: str | None, run_dir: str | None) -> int:
+        calls.append(("simulate", config_path, overrides, output, run_dir))
+        return 0
+
+    for name, part in (("plan", plan), ("machine", doctor), ("dry_run", dry_run), ("simulate", simulate)):
+        command(f"check --{name}", part)
     run = "configs/quickstart.yaml"
     given = (run, ["trainer.seed=3"])
 
     options = ["--plan", "--machine", "--ranks", "0,1", "--output", "x.svg"]
     assert main(["check", run, "--dry-run", "trainer.seed=3", *options]) == 2
     assert calls == [
-        ("plan", *given, False, "x.svg"),
+        ("plan", *given, "x.svg"),
         ("doctor", *given),
-        ("rehearse", *given, "actor", "0,1", None),
+        ("dry run", *given, "actor", "0,1", None),
     ]
 
     calls.clear()
     assert main(["check", "--simulate", "--from", "outputs/x", run, "trainer.seed=3"]) == 0
-    assert calls == [("plan", *given, True, None, None, None, None, "outputs/x")]
+    assert calls == [("simulate", *given, None, "outputs/x")]
 
     # Without a part, the command itself checks.
     calls.clear()
@@ -254,12 +309,12 @@ def test_check_answers_the_parts_that_are_asked_for(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--output", "x.svg"], "draws either --plan or --simulate"),
-        (["--output", "x.svg", "--plan", "--simulate"], "draws either --plan or --simulate"),
-        (["--plan", "--lengths", "500"], "require --simulate"),
+        (["--output", "x.svg"], "--output requires --plan or --simulate"),
+        (["--output", "x.svg", "--plan", "--simulate"], "--output applies to --plan and to --simulate"),
+        (["--plan", "--lengths", "500"], "--lengths requires --simulate"),
         (["--ranks", "0"], "--ranks requires --dry-run"),
         (["--plan", "--json", "x.json"], "--json requires --dry-run"),
-        (["--fast", "--machine"], "--fast applies to the default check only"),
+        (["--fast", "--machine"], "--fast does not apply to --machine"),
     ],
 )
 def test_an_option_of_a_part_that_is_not_asked_for_is_refused(

@@ -385,7 +385,7 @@ MISTAKES: dict[str, Mistake] = {
         "checkpoint.resume=policy", said="checkpoint.resume: is 'policy', which is neither a checkpoint"
     )._replace(fast=False),
     "training without tokenizer.json": Mistake(
-        "copy tokenizer.json", prepare=gone("tokenizer.json"), command="sft", file="sft.yaml"
+        "copy tokenizer.json", prepare=gone("tokenizer.json"), command="train", file="sft.yaml"
     ),
 }
 

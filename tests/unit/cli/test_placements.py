@@ -1,6 +1,6 @@
 """Placements as a user sees them.
 
-`megarl check` refuses impossible ones with a reason and a hint, and `megarl plan` shows valid ones.
+`megarl check` refuses impossible ones with a reason and a hint, and `megarl check --plan` shows valid ones.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_a_plan_is_printed_and_drawn(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     drawing = tmp_path / name
-    command = ["plan", ppo, "placement.strategy=hybrid", "--output", str(drawing)]
+    command = ["check", "--plan", ppo, "placement.strategy=hybrid", "--output", str(drawing)]
     assert main(command) == 0
     rows = rows_of(capsys.readouterr().out)
     assert "actor actor 0-3 actor + reference 0 0-3" in rows
@@ -160,7 +160,7 @@ def test_a_plan_predicts_the_step(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    command = ["plan", str(CONFIGS_DIR / "qwen3_32b_grpo.yaml")]
+    command = ["check", "--plan", str(CONFIGS_DIR / "qwen3_32b_grpo.yaml")]
     assert main(command) == 0
     rows = rows_of(capsys.readouterr().out)
     title = re.compile(r"Predicted step: ([\d,.]+) s, [\d,]+ tokens/s per device")
@@ -188,5 +188,5 @@ def test_a_plan_predicts_the_step(
 
 
 def test_a_drawing_has_a_format_that_can_be_drawn(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", ppo, "--output", "plan.pdf"]) == 2
+    assert main(["check", "--plan", ppo, "--output", "plan.pdf"]) == 2
     assert ".svg or .png" in capsys.readouterr().err

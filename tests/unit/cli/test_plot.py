@@ -10,6 +10,7 @@ import pytest
 
 from megarl.cli.inspect import plot as command
 from megarl.cli.inspect.plot import moving_average, panels_with_data, plot_run
+from megarl.cli.main import main
 from megarl.tracking.metrics_file import MetricsFileError, Points, read_metrics
 
 
@@ -118,15 +119,15 @@ def test_the_png_holds_curves(tmp_path):
 
 def test_command_draws_and_says_where(tmp_path, capsys):
     _write(tmp_path, {"step": 1, "sft/loss": 2.0})
-    assert command.run(str(tmp_path)) == 0
+    assert command.run([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"curves drawn to {tmp_path}/curves.png\n"
 
 
 def test_command_answers_a_mistake_with_one_line(tmp_path, capsys):
-    assert command.run(str(tmp_path)) == 2
+    assert main(["report", str(tmp_path), "--png"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"megarl plot: {tmp_path}/metrics.jsonl: there is no such file; ")
+    assert error.startswith(f"megarl report: {tmp_path}/metrics.jsonl: there is no such file; ")
     assert error.count("\n") == 1
     _write(tmp_path, {"step": 1, "nothing/known": 2.0})
-    assert command.run(str(tmp_path)) == 2
+    assert main(["report", str(tmp_path), "--png"]) == 2
     assert "only ['nothing/known']" in capsys.readouterr().err

@@ -19,8 +19,7 @@ def test_a_process_of_torchrun_is_told_what_to_run(
     assert main([command, "run.yaml"]) == 2
     said = " ".join(capfd.readouterr().err.split())
     assert (
-        f"as one of {given['WORLD_SIZE']} (WORLD_SIZE), but `megarl {command}` starts its own processes"
-        in said
+        f"as one of {given['WORLD_SIZE']} (WORLD_SIZE), but `megarl train` starts its own processes" in said
     )
     assert "torchrun --nproc-per-node 1 -m megarl launch CONFIG" in said
 

@@ -50,7 +50,10 @@ def test_all_ranks_are_rehearsed_and_compared(
     written = tmp_path / "out.json"
     run["device"] = "auto"  # which is no GPU here
     delta = "resharding.delta=true"  # whose first weight sync sends everything
-    assert main(["rehearse", write(tmp_path, run), "--ranks", "all", "--json", str(written), delta]) == 0
+    assert (
+        main(["check", "--dry-run", write(tmp_path, run), "--ranks", "all", "--json", str(written), delta])
+        == 0
+    )
     out = capsys.readouterr().out
     rows = lines(out)
     parameters = (64 * 128 + 64 * 64 + 3 * 64 * 96 + 128) + 256 * 64
@@ -92,7 +95,12 @@ def test_a_sync_in_fp8(run: dict[str, Any], tmp_path: Path) -> None:
     run["actor"]["parallel"] = {"tensor_parallel_size": 2}
     run["rollout"] = {"engine": "sglang", "dtype": "fp8"}
     corrected = "algorithm.rollout_correction.level=token"
-    assert main(["rehearse", write(tmp_path, run), "--ranks", "all", "--json", str(written), corrected]) == 0
+    assert (
+        main(
+            ["check", "--dry-run", write(tmp_path, run), "--ranks", "all", "--json", str(written), corrected]
+        )
+        == 0
+    )
 
     ranks = json.loads(written.read_text())["ranks"]
     pushes = [next(phase for phase in rank["phases"] if phase["name"] == "push") for rank in ranks]
@@ -119,7 +127,7 @@ def test_a_critic_that_does_not_fit(
     run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run["placement"] = {"device_memory_gb": 0.001, "over_budget": "warn"}
-    assert main(["rehearse", write(tmp_path, run), "--role", "critic"]) == 2
+    assert main(["check", "--dry-run", write(tmp_path, run), "--role", "critic"]) == 2
     out = capsys.readouterr().out
     assert "error: rank 0: 1." in out
     assert "on a device that has 1.02 MiB" in out
@@ -142,5 +150,5 @@ def test_a_critic_that_does_not_fit(
 def test_what_cannot_be_rehearsed(
     arguments: list[str], said: str, run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["rehearse", write(tmp_path, run), *arguments]) == 2
+    assert main(["check", "--dry-run", write(tmp_path, run), *arguments]) == 2
     assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`megarl score`: what a run would give a file of responses, and where it would end."""
+"""`megarl eval --rows`: what a run would give a file of responses, and where it would end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def score(folder: Path, *arguments: str) -> int:
-    return main(["score", str(folder / "run.yaml"), *arguments])
+    return main(["eval", str(folder / "run.yaml"), "--rows", *arguments])
 
 
 def test_an_error_is_no_score_and_the_status_says_so(

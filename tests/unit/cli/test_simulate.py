@@ -1,4 +1,4 @@
-"""`megarl plan --simulate`: given lengths or those of a run, splits of devices, and unsupported runs."""
+"""`megarl check --simulate`: given lengths or those of a run, splits of devices, and unsupported runs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (
         main(
             [
-                "plan",
+                "check",
                 path_of(RUN),
                 "--simulate",
                 *GIVEN,
@@ -134,7 +134,7 @@ def test_a_run_has_measured_lengths_and_times(tmp_path: Path, capsys: pytest.Cap
     assert (
         main(
             [
-                "plan",
+                "check",
                 path_of(RUN),
                 "--simulate",
                 "--from",
@@ -156,7 +156,7 @@ def test_a_run_has_measured_lengths_and_times(tmp_path: Path, capsys: pytest.Cap
             ["--simulate"],
             "--simulate requires --lengths, --training-s, --tokens-per-s, or --from with the folder of a run",
         ),
-        (["--lengths", "500"], "--tokens-per-s require --simulate"),
+        (["--lengths", "500"], "--lengths requires --simulate"),
         (
             ["--simulate", "--lengths", "many", *GIVEN[2:]],
             "--lengths many: must be MEAN or MEAN,MAX in tokens, such as 500,4096",
@@ -178,5 +178,5 @@ def test_what_cannot_be_simulated_is_one_line(
     make_run(tmp_path / "bare", gen_s=5.0)
     (tmp_path / "bare" / SAMPLES_FOLDER / "step_2.parquet").unlink()
     folders = {"late": tmp_path / "late", "bare": tmp_path / "bare"}
-    assert main(["plan", path_of(RUN), *(argument.format(**folders) for argument in arguments)]) == 2
+    assert main(["check", path_of(RUN), *(argument.format(**folders) for argument in arguments)]) == 2
     assert says in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_long_cells_are_whole_in_a_pipe_and_folded_within_columns(
 @pytest.mark.usefixtures("piped")
 def test_equal_placement_rows_are_folded(capsys: pytest.CaptureFixture[str]) -> None:
     """96 devices on 12 nodes: a row for each group, not one for each process."""
-    assert main(["check", "--fast", "configs/llama3_70b_ppo.yaml"]) == 0
+    assert main(["check", "--fast", "--all", "configs/llama3_70b_ppo.yaml"]) == 0
     out = capsys.readouterr().out
     begin = out.index("Placement: ")
     rows = [" ".join(line.split()) for line in out[begin : out.index("concurrent:", begin)].splitlines()]

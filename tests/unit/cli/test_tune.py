@@ -67,7 +67,7 @@ def test_the_best_configuration_is_written_and_checked(
             section = section[name]
         assert section == value
     assert main(["check", "--fast", str(files["tuned.yaml"])]) == 0
-    assert main(["plan", str(files["tuned.yaml"])]) == 0
+    assert main(["check", "--plan", str(files["tuned.yaml"])]) == 0
     assert "update_actor" in files["step.svg"].read_text()
 
 

@@ -78,7 +78,7 @@ def leaves_of(schema: type) -> Iterator[Leaf]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_schema_is_printed_and_is_one(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", kind]) == 0
+    assert main(["config", "--schema", kind]) == 0
     printed = json.loads(capsys.readouterr().out)
     Draft202012Validator.check_schema(printed)
     assert printed == json_schema(kind)
@@ -86,7 +86,7 @@ def test_a_schema_is_printed_and_is_one(kind: str, capsys: pytest.CaptureFixture
 
 
 def test_without_a_kind_it_is_that_of_any_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema"]) == 0
+    assert main(["config", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json_schema("run")
     assert refused(
         "run", {"kind": "sft", "base": "b.yaml", "trainer": {"samples_per_step": 1, "prompts_per_step": 1}}

@@ -16,7 +16,7 @@ from megarl.machine.errors import ConfigError
 from tests.integration.tiny_run import save_inputs, tiny_config
 from tests.unit.config.folders import ARCHITECTURE, ppo_values, write_yaml
 
-COMMANDS = (["check"], ["check", "--fast"], ["plan"])
+COMMANDS = (["check"], ["check", "--fast"], ["check", "--plan"])
 
 
 @pytest.fixture

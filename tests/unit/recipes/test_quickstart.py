@@ -144,9 +144,9 @@ def test_a_run_in_another_folder_is_the_one_that_is_shown(tmp_path, monkeypatch,
     assert quickstart.run_recipe(recipe, ["trainer.seed=1", *moved, "trainer.seed=2"]) == 0
     seeds = ["trainer.seed=2", "data.seed=2"]
     assert commands[1:] == [
-        ["sft", quickstart.SUMS.sft, *seeds],
+        ["train", quickstart.SUMS.sft, *seeds],
         ["train", quickstart.SUMS.train, *seeds, "trainer.seed=1", *moved, "trainer.seed=2"],
-        ["plot", str(run_dir)],
+        ["report", str(run_dir), "--png"],
         ["report", str(run_dir)],
     ]
     assert capsys.readouterr().out == "held-out accuracy: 50.0% before reinforcement learning, 75.0% after\n"

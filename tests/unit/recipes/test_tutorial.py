@@ -34,7 +34,10 @@ def test_the_reward_tests_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_right_answers_have_full_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data.make_rows()[1]))
-    assert main(["score", str(FOLDER / "smollm2.yaml"), str(tmp_path / "test.jsonl"), "--ground-truth"]) == 0
+    assert (
+        main(["eval", str(FOLDER / "smollm2.yaml"), "--rows", str(tmp_path / "test.jsonl"), "--ground-truth"])
+        == 0
+    )
     assert "44 rows scored: mean 1," in capsys.readouterr().out
 
 

@@ -77,7 +77,9 @@ def test_a_peft_folder_comes_back_from_a_checkpoint(
         check_merged(case, merged)
         assert manifest.keys() == load_file(merged / "model.safetensors").keys()
     Path(case.base).rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"has adapters only, and their base model .*merge-adapter") as error:
+    with pytest.raises(
+        ValueError, match=r"has adapters only, and their base model .*MERGED_DIR --base"
+    ) as error:
         find_model(folder)
     assert "\n" not in str(error.value)
 
@@ -167,7 +169,9 @@ def test_an_adapter_is_found_with_the_base_model_that_it_names(tmp_path: Path) -
 
     for name in (None, "Qwen/Qwen3-0.6B", str(tmp_path)):
         name_base(name)
-        with pytest.raises(ValueError, match=r"is not on this machine; run `megarl convert merge-adapter --"):
+        with pytest.raises(
+            ValueError, match=r"is not on this machine; run `megarl convert .* MERGED_DIR --base"
+        ):
             find_model(Path(case.adapter))
 
 

@@ -15,7 +15,7 @@ from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import architecture_fields, describe
 from megarl.checkpoints.convert.verify import Comparison, Match, compare
 from megarl.cli.main import main
-from megarl.cli.run.conversion import print_comparison, print_description, verdict
+from megarl.cli.run.convert import print_comparison, print_description, verdict
 from tests.families import example_architecture
 from tests.unit.checkpoints.convert.test_source import stacked, write
 from tests.unit.engine.models import save_critic

@@ -183,7 +183,7 @@ def test_experts_with_biases_in_mxfp4(ppo: str, tmp_path: Path) -> None:
     )
     assert "(gpt_oss) have biases, which Megatron does not shard; use 1" in found
     assert "loads the experts of all ranks into each rank; use 1" in found
-    assert f"megarl convert megatron-to-hf --input {folder} --output NEW_FOLDER" in found
+    assert f"megarl convert {folder} NEW_FOLDER --to hf" in found
     assert "has attention sinks, which SGLang's attention for CPUs lacks; use device=cuda" in found
 
 

@@ -77,7 +77,7 @@ def test_each_value_has_a_source() -> None:
     profile = calibrated(measurements("NVIDIA H100 80GB HBM3")).profile
     assert profile.sources.keys() == load_device("h100_80gb").sources.keys()
     assert profile.sources["host_gb_s"] == (
-        "measured by megarl calibrate on 1 x NVIDIA H100 80GB HBM3, 2026-11-27"
+        "measured by megarl tune --calibrate on 1 x NVIDIA H100 80GB HBM3, 2026-11-27"
     )
     assert profile.sources["between_nodes.gb_s"].startswith("h100_80gb: DGX H100 user guide")
     assert profile.sources["memory_gb_s"].startswith("h100_80gb: NVIDIA H100")

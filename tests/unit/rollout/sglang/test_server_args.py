@@ -33,9 +33,11 @@ from megarl.rollout.sglang.server_args import (
     build_server_args,
     context_length,
     judge_server_args,
+    vocab_size,
+)
+from megarl.rollout.sglang.user_arguments import (
     known_server_args,
     refuse_unknown_server_args,
-    vocab_size,
     why_unsupported,
 )
 from tests import fork_server

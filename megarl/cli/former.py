@@ -1,0 +1,120 @@
+"""Commands that have another name now. Their command lines are accepted, and what they are now is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from megarl.cli.options import OVERRIDE
+
+
+class Former(NamedTuple):
+    """A former command.
+
+    Attributes:
+        now: What is written instead, after `megarl`.
+        rewrite: Returns the words after `megarl` for those after the former name. It raises ValueError if a
+            required option is missing.
+    """
+
+    now: str
+    rewrite: Callable[[Sequence[str]], list[str]]
+
+
+def _plan(words: Sequence[str]) -> list[str]:
+    # The simulation was an option of the plan, and is a part of its own.
+    return ["check", *words] if "--simulate" in words else ["check", "--plan", *words]
+
+
+def _calibrate(words: Sequence[str]) -> list[str]:
+    return ["tune", *_renamed(words, "--output", "--calibrate")]
+
+
+def _submit(words: Sequence[str]) -> list[str]:
+    if _has(words, "--address"):
+        return ["train", *_renamed(words, "--address", "--submit")]
+    return ["train", "--submit", "auto", *words]
+
+
+def _score(words: Sequence[str]) -> list[str]:
+    """Put `--rows` before the second positional argument, the file of responses."""
+    places = [
+        index for index, word in enumerate(words) if not word.startswith("-") and not OVERRIDE.match(word)
+    ]
+    if len(places) < 2:
+        raise ValueError("the configuration and the file of responses are required")
+    return ["eval", *words[: places[1]], "--rows", *words[places[1] :]]
+
+
+def _renamed(words: Sequence[str], old: str, new: str) -> list[str]:
+    if not _has(words, old):
+        raise ValueError(f"{old} is required, which is {new} now")
+    return [new + word.removeprefix(old) if _has([word], old) else word for word in words]
+
+
+def _has(words: Sequence[str], option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in words)
+
+
+FORMER: Mapping[str, Former] = {
+    "sft": Former("train", lambda words: ["train", "kind=sft", *words]),
+    "plan": Former("check --plan", _plan),
+    "rehearse": Former("check --dry-run", lambda words: ["check", "--dry-run", *words]),
+    "calibrate": Former("tune --calibrate FILE", _calibrate),
+    "submit": Former("train --submit URL", _submit),
+    "plot": Former("report --png", lambda words: ["report", "--png", *words]),
+    "score": Former("eval CONFIG --rows FILE", _score),
+    "schema": Former("config --schema", lambda words: ["config", "--schema", *words]),
+}
+
+# Former subcommands of `convert`, which work as before, and the options that stand for them.
+_CONVERSIONS: Mapping[str, tuple[str, ...]] = {
+    "hf-to-megatron": ("--to", "megatron"),
+    "megatron-to-hf": ("--to", "hf"),
+    "merge-adapter": (),
+    "inspect": ("--inspect",),
+    "verify": ("--verify",),
+}
+
+
+def _conversion(words: Sequence[str]) -> list[str]:
+    name, *rest = words
+    if name in ("inspect", "verify"):
+        return ["convert", *rest, *_CONVERSIONS[name]]
+    source, rest = _taken(rest, "--input")
+    target, rest = _taken(rest, "--output")
+    return ["convert", source, target, *_CONVERSIONS[name], *rest]
+
+
+def _taken(words: Sequence[str], option: str) -> tuple[str, list[str]]:
+    """Return the value of an option, and the other words."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == option and equals:
+            return value, [*words[:index], *words[index + 1 :]]
+        if name == option and index + 1 < len(words):
+            return words[index + 1], [*words[:index], *words[index + 2 :]]
+    raise ValueError(f"{option} is required")
+
+
+def message(words: Sequence[str]) -> str:
+    """Say what a former command is now."""
+    name = words[0]
+    now = "check --simulate" if name == "plan" and "--simulate" in words else FORMER[name].now
+    return f"`megarl {name}` is now `megarl {now}`"
+
+
+def in_current_words(words: Sequence[str]) -> list[str]:
+    """Return a command line with the current name and options of its command.
+
+    Raises:
+        ValueError: It is one of a former command without its required options.
+    """
+    name, *rest = words
+    if name == "convert" and rest and rest[0] in _CONVERSIONS:
+        return ["convert", "--help"] if "--help" in rest or "-h" in rest else _conversion(rest)
+    if name not in FORMER:
+        return list(words)
+    if any(word in ("-h", "--help") for word in rest):
+        return [FORMER[name].now.split()[0], "--help"]
+    return FORMER[name].rewrite(rest)
