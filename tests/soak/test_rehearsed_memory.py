@@ -16,6 +16,7 @@ from tests.failure_pages import WRITE
 from tests.memory_tables import DOCUMENT, PHASES, Rows, read_tables, write_table
 from tests.unit.rehearse.rehearsal.memory_cases import (
     CONFIGS,
+    FROZEN,
     Compared,
     cases_of,
     problems_of,
@@ -49,7 +50,8 @@ def _rows(run: str, compared: list[Compared]) -> Rows:
             _cell(phases[name].peak, plan.peaks[name], size) if name in phases and name in plan.peaks else ""
             for name in PHASES[1:]
         ]
-        rows.append([case.role, str(record.pipeline_rank), case.mode, unit, state, *peaks])
+        mode = "" if case.mode == FROZEN else case.mode
+        rows.append([case.role, str(record.pipeline_rank), mode, unit, state, *peaks])
 
     return rows
 
