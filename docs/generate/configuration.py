@@ -90,7 +90,7 @@ def reference() -> str:
     parts += ["## Pairs of answers (`kind: dpo`, `kind: reward_model`)\n"]
     names = ", ".join(f"`{name}`" for name in same)
     parts += [
-        f"{names} are as above. `actor` is the trained model. See [Preferences](algorithms/preferences.md).\n"
+        f"{names} are as above. `actor` is the trained model. See [DPO and reward models](algorithms/supervised.md#pairs).\n"
     ]
     of_dpo = _types(schema.DPOConfig)
     parts += _sections(schema.DPOConfig, prefix="dpo: ", leave_out=same)
