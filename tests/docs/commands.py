@@ -157,7 +157,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"megarl check configs/quickstart.yaml {_OF_TRL}": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_NEMO_RL}": Executed(status=2),
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": SAME_FILES,
-    "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
+    "megarl check configs/quickstart.yaml --plan --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
     "megarl plan configs/qwen2.5_7b_grpo.yaml actor.recompute=none": Executed(),
     "megarl tune run.yaml --from-run outputs/run --device-output my_cluster.yaml": InTest(
@@ -380,15 +380,15 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(
         _DOCTOR, ("configs/quickstart.yaml", "--json")
     ),
-    "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),
+    "megarl train configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl train configs",)),
     "megarl train configs/quickstart_dpo.yaml trainer.output_dir=outputs/dpo": InTest(
         f"{_PREFERENCES}::test_a_resumed_run_has_the_same_reference", ('"train"',)
     ),
     "megarl train configs/quickstart_reward_model.yaml trainer.output_dir=outputs/reward_model": InTest(
         f"{_PREFERENCES}::test_a_reward_model_scores_as_hugging_faces_class_does", ("run_pairs",)
     ),
-    "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
-        _STAGES, ("megarl sft configs",)
+    "megarl train configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
+        _STAGES, ("megarl train configs",)
     ),
     f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
         _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
