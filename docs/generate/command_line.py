@@ -1,4 +1,4 @@
-"""Generates docs/cli.md: the help of every command, from the parser."""
+"""Generate the part of docs/cli.md with the help of every command, from the parser."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from unittest.mock import patch
 from megarl.cli.main import build_parser
 
 _WIDTH = "110"
-_HEAD = """# Command line
-
-This page lists every `megarl` command with its arguments. It is generated from the program, and `--help` prints the same text. A
-configuration is a YAML file; `key.sub=value` after it overrides one value. `megarl check` reports all configuration errors before
-anything starts. The exit code is 0 for success, 2 for a user or configuration error, and 1 for a runtime failure.
-
-| command | description |
+_HEAD = """| command | description |
 |---|---|
 """
 
 
-def commands_page() -> str:
-    """Return the page as Markdown."""
+def commands() -> str:
+    """Return the part as Markdown."""
     parser = build_parser()
     [(summaries, choices)] = _commands_of(parser)
     rows = "".join(f"| [`megarl {name}`](#megarl-{name}) | {summaries[name]} |\n" for name in choices)

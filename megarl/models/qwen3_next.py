@@ -132,7 +132,7 @@ _SGLANG_DIFFERENCES = {
     "attention in other layers than every n-th one": has_irregular_layers,
 }
 _LIMITS = (
-    "layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",
+    "layers that predict further tokens are not trained, but [kept](large_models.md#multi-token-prediction)",
     "SGLang on GPUs only",
     "each response that shares a prompt computes the states of the prompt again",
 )
