@@ -117,7 +117,7 @@ def _attention(architecture: Architecture) -> str:
     if any(architecture.windows):
         parts.append("sliding windows")
     if architecture.vision is not None:
-        parts.append("positions in three axes, [vision tower](images.md)")
+        parts.append("positions in three axes, [vision tower](data.md#images)")
     if architecture.local_rope is not None:
         parts.append("two rotary embeddings")
     if architecture.layers_without_rope:

@@ -170,7 +170,7 @@ def _family_with_tower(text: Family, models: str) -> Family:
         sglang_replaced=partial(_sglang_text_only, text=text),
         sglang_differences=_SGLANG_DIFFERENCES,
         models=models,
-        limits=("images are refused; the vision tower is [kept](images.md#towers-that-are-kept)", *_LIMITS),
+        limits=("images are refused; the vision tower is [kept](data.md#towers-that-are-kept)", *_LIMITS),
     )
 
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("forked_rehearsals"),
     pytest.mark.skipif(
         not has_transformer_engine_modules(),
-        reason="transformer-engine is not installed (see docs/versions.md)",
+        reason="transformer-engine is not installed (see docs/install.md)",
     ),
 ]
 
