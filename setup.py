@@ -48,7 +48,7 @@ setup(
     install_requires=_ranges("REQUIRED"),
     extras_require={
         "quickstart": ["reasoning-gym>=0.1.25"],
-        # Packages that read GGUF files; see docs/tutorial.md for the source of the model.
+        # Packages that read GGUF files; see docs/quickstart.md for the source of the model.
         "tutorial": ["accelerate>=1.15", "gguf>=0.19"],
         # After this extra, run: pip install --no-deps sglang
         "sglang-cpu": [*_ranges("SGLANG_CPU"), f"aiohttp{VERSIONS['SGLANG']['aiohttp']}"],

@@ -5,8 +5,8 @@
     megarl train CONFIG algorithm=grpo algorithm.advantage.function=examples/custom_maths.py:best_of_group
     megarl train CONFIG algorithm=grpo algorithm.policy_loss.function=examples/custom_maths.py:unclipped
 
-Every node of the run must be able to read the file. To add an estimator or a loss to megarl itself, see
-docs/algorithms/custom.md.
+Every node of the run must be able to read the file. docs/algorithms/custom.md explains
+what they receive; to add one to megarl itself, see docs/extending.md.
 """
 
 from __future__ import annotations

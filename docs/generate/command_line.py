@@ -1,4 +1,4 @@
-"""Generates docs/cli.md: the help of every command by group, and the former names, from the program."""
+"""Generate the part of docs/cli.md with the help of every command by group, and the former names, from the program."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from megarl.cli.former import FORMER
 from megarl.cli.main import build_parser, commands_of
 
 _WIDTH = "110"
-_HEAD = """# Command line
-
-This page lists every `megarl` command with its arguments. It is generated from the program, and `--help` prints the same text. A
-configuration is a YAML file; `key.sub=value` after it overrides one value. `megarl check` reports all configuration errors before
-anything starts. The exit code is 0 for success, 2 for a user or configuration error, and 1 for a runtime failure.
-
-To begin, six commands are enough: {first}.
-
-"""
 _FORMER = """## Former names
 
 These commands have another name now. Their command lines still work, with a message that says the new one.
@@ -30,11 +21,11 @@ These commands have another name now. Their command lines still work, with a mes
 """
 
 
-def commands_page() -> str:
-    """Return the page as Markdown."""
+def commands() -> str:
+    """Return the part as Markdown."""
     parsers = commands_of(build_parser())
     first = ", ".join(_link(name) for name in FIRST)
-    parts = [_HEAD.format(first=first), "| command | description |\n|---|---|\n"]
+    parts = [f"To begin, six commands are enough: {first}.\n\n| command | description |\n|---|---|\n"]
     for group, names in _groups():
         parts.append(f"| **{group}** | |\n")
         parts += [f"| {_link(name)} | {COMMANDS[name].summary} |\n" for name in names]

@@ -1,6 +1,6 @@
-"""Generates `docs/configuration.md` from `megarl/config/schema`.
+"""Generate the part of `docs/configuration.md` that lists the keys of `megarl/config/schema`.
 
-The page has every key with its type, default, values and description.
+It has every key with its type, default, values and description.
 """
 
 from __future__ import annotations
@@ -25,62 +25,16 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH
 
 _PRESETS = CONFIGS_DIR / "algorithm"
-_INTRODUCTION = """# Configuration reference
-
-This page lists every configuration key with its type, default and description. It is generated from `megarl/config/schema` by
-`make reference`.
-
-A configuration is a YAML file with a `kind`. `base: other.yaml` inherits another file. `algorithm: grpo` selects a
-[preset](#presets), and `algorithm: {base: grpo, kl: {coefficient: 0.01}}` selects one and changes it. On the command line,
-`key.sub=value` overrides a value and takes precedence.
-
-Input paths in a file (models, data, reward files, `base`) are relative to that file, wherever you run the command. Input paths in
-overrides, and output folders (`trainer.output_dir`, `checkpoint.dir`), are relative to the current folder. An output folder in a file may
-begin with `${file_folder}/`, the folder of that file, as in files of `megarl init`. You can add your own preset as a file `algorithm/NAME.yaml` next to your configuration. The files included in megarl are available as `configs/NAME.yaml` in every
-folder, for commands and for `base`; their models and data are relative to the current folder. Bundled reward files have fixed names
-too, such as `megarl/recipes/math/reward.py`.
-
-A value may refer to another key as `${section.key}`, or to an environment variable as `${oc.env:NAME}`, or as `${oc.env:NAME,default}`; a
-boolean may not. References are [OmegaConf's](https://omegaconf.readthedocs.io), and are resolved once, after all files and overrides are
-merged. Write `\\${` for the characters themselves. `???` stands for a value that an inheriting file or an override has to give.
-
-"only with" names the settings without which a key has no effect, in the same section unless the name has a dot. `megarl check` and the
-start of a run warn of a key that you changed and that has no effect, or refuse it.
-
-Unknown keys are refused, and so are values of the wrong type, values out of range, and values that conflict with others.
-`megarl check` reports all of them at once.
-
-## Editor support
-
-`megarl schema` prints a JSON Schema (draft 2020-12) of a run: keys, types, ranges, choices, defaults, and the descriptions of this page.
-An editor with a [YAML language server](https://github.com/redhat-developer/yaml-language-server), such as VS Code with Red Hat's YAML
-extension, completes and checks a file that references the schema in its first line. `megarl init` writes both. For an existing file:
-
-```bash
-megarl schema > megarl.schema.json
-```
-
-```yaml
-# yaml-language-server: $schema=megarl.schema.json
-kind: ppo
-base: configs/quickstart.yaml
-trainer:
-  total_steps: 20
-```
-
-The path is relative to the file. `megarl schema algorithm` prints the schema of presets, `megarl schema ppo`, `megarl schema sft` and the like that
-of one kind of run. A JSON Schema checks single keys of a single file; use `megarl check` for a complete check.
-"""
 
 
 def reference() -> str:
-    """Return the page.
+    """Return the part as Markdown.
 
     Raises:
         ValueError: A key has no comment.
     """
     seen: _Seen = {}
-    parts = [_INTRODUCTION, *_first_keys(), "## RL runs (`megarl train`)\n"]
+    parts = [*_first_keys(), "## RL runs (`megarl train`)\n"]
     parts += _sections(schema.PPOConfig, seen)
     parts += ["## Supervised fine-tuning (`megarl sft`)\n"]
     same = [
@@ -91,7 +45,7 @@ def reference() -> str:
     parts += ["## Pairs of answers (`kind: dpo`, `kind: reward_model`)\n"]
     names = ", ".join(f"`{name}`" for name in same)
     parts += [
-        f"{names} are as above. `actor` is the trained model. See [Preferences](algorithms/preferences.md).\n"
+        f"{names} are as above. `actor` is the trained model. See [DPO and reward models](algorithms/supervised.md#pairs).\n"
     ]
     of_dpo = _types(schema.DPOConfig)
     parts += _sections(schema.DPOConfig, seen, prefix="dpo: ", leave_out=same)

@@ -26,7 +26,7 @@ parameters, memory and FLOPs `megarl check` and `megarl plan` compute without th
 
 A family consists of all models with the same `model_type` in `config.json`. Every family is tested on a CPU in
 the same way: outputs, all gradients and an optimizer step are [compared with
-transformers](verification.md#model-families-compared-with-hugging-face) in float32 and in several layouts; a
+transformers](evidence.md#model-families-compared-with-hugging-face) in float32 and in several layouts; a
 folder is converted to Megatron's format and back bitwise; every tensor is found in SGLang's class, if it has
 one; and parameter counts are those of transformers. [How to add a family](extending.md#a-model-family) shows one as
 an example.
@@ -36,13 +36,13 @@ _COMMON = """## What all families support
 
 - **Roles**: policy, reference, critic and reward model, with a tied or a separate output layer.
 - **Layouts**: tensor and sequence parallelism, pipelines with virtual stages, replicas, and [context
-  parallelism](long_context.md). Models with experts also have expert and expert-tensor parallelism, and need
-  sequence parallelism with tensor parallelism ([mixture of experts](moe.md)).
+  parallelism](large_models.md#context-parallelism-and-long-sequences). Models with experts also have expert and expert-tensor parallelism, and need
+  sequence parallelism with tensor parallelism ([mixture of experts](large_models.md#mixture-of-experts-moe)).
 - **Rows**: packed or padded, and shared prompts. Rows may be as long as `max_position_embeddings`
   unless the table names another limit.
 - **Rollout**: SGLang on GPUs and on a CPU, with the exceptions in the table. The engine `hf` generates with
   models without experts.
-- **[RoPE scaling](long_context.md#longer-than-the-model-was-trained-for)**: `linear`, `llama3` and `yarn`, in
+- **[RoPE scaling](large_models.md#longer-than-the-model-was-trained-for)**: `linear`, `llama3` and `yarn`, in
   the forms of transformers v4 and v5.
 
 A field of `config.json` that megarl does not know, or whose value it does not support, is refused by name. A
@@ -117,7 +117,7 @@ def _attention(architecture: Architecture) -> str:
     if any(architecture.windows):
         parts.append("sliding windows")
     if architecture.vision is not None:
-        parts.append("positions in three axes, [vision tower](images.md)")
+        parts.append("positions in three axes, [vision tower](data.md#images)")
     if architecture.local_rope is not None:
         parts.append("two rotary embeddings")
     if architecture.layers_without_rope:

@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
     Attributes:
         token_ids: Shape (N,) int32, the tokens that the model wrote, including the end token if there is one.
-        log_probs: Shape (N,) float32. THE contract of every engine (docs/logprobs.md): log_softmax(logits /
+        log_probs: Shape (N,) float32. THE contract of every engine (docs/rollout.md): log_softmax(logits /
             temperature) of the token over the whole vocabulary, before top-k and top-p; with temperature 0,
             log_softmax(logits).
         finish_reason: "stop" if the last token ended the sample, "length" if max_new_tokens did.

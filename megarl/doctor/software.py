@@ -206,11 +206,11 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
             "Transformer Engine is installed without its compiled extension transformer_engine_torch, so a "
             f"run cannot use it; engine.layers={config.engine.layers.value}",
             "pip install --no-build-isolation 'transformer-engine[pytorch]', which compiles it "
-            "(docs/versions.md), or uninstall transformer-engine",
+            "(docs/install.md), or uninstall transformer-engine",
         )
 
     if choice.layers is Layers.transformer_engine and not installed:
-        hint = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.layers=auto"
+        hint = "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.layers=auto"
         yield wrong(
             "layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", hint
         )
@@ -224,7 +224,7 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
         return
 
     if subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:
-        hint = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.cp_comm_type=auto"
+        hint = "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.cp_comm_type=auto"
         yield wrong("layers", "engine.cp_comm_type=p2p, but Transformer Engine is not installed", hint)
         return
 

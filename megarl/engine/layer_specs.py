@@ -61,7 +61,7 @@ def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool, has_adapters: bool
     if choice.layers is Layers.transformer_engine and not gpt_layer_specs.HAVE_TE:
         raise ValueError(
             "engine.layers=transformer_engine, but transformer_engine.pytorch cannot be imported here: "
-            "install 'transformer-engine[pytorch]' (docs/versions.md), or use engine.layers=local"
+            "install 'transformer-engine[pytorch]' (docs/install.md), or use engine.layers=local"
         )
 
     return choice

@@ -387,7 +387,7 @@ def build_chunks(
     ):
         raise ValueError(
             "engine.cp_comm_type=p2p, but the layers are local, which gather keys and values: install "
-            "'transformer-engine[pytorch]' (docs/versions.md), or use engine.cp_comm_type=auto"
+            "'transformer-engine[pytorch]' (docs/install.md), or use engine.cp_comm_type=auto"
         )
 
     config = transformer_config(

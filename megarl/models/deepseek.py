@@ -143,7 +143,7 @@ DEEPSEEK_V3 = Family(
         ),
     },
     models="DeepSeek-V3, R1 and V3.1, Kimi-K2 (`kimi_k2`), Moonlight",
-    limits=("layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",),
+    limits=("layers that predict further tokens are not trained, but [kept](large_models.md#multi-token-prediction)",),
 )
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
@@ -157,7 +157,7 @@ DEEPSEEK_V32 = replace(
     models="DeepSeek-V3.2 and V3.2-Exp",
     limits=(
         "rows of at most `index_topk` (2,048) tokens, in which sparse attention is dense; indexers are not "
-        "trained, but [kept](moe.md#sparse-attention)",
+        "trained, but [kept](large_models.md#sparse-attention)",
         *DEEPSEEK_V3.limits,
     ),
 )

@@ -132,7 +132,7 @@ _SGLANG_DIFFERENCES = {
     "attention in other layers than every n-th one": has_irregular_layers,
 }
 _LIMITS = (
-    "layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",
+    "layers that predict further tokens are not trained, but [kept](large_models.md#multi-token-prediction)",
     "SGLang on GPUs only",
     "each response that shares a prompt computes the states of the prompt again",
 )
@@ -170,7 +170,7 @@ def _family_with_tower(text: Family, models: str) -> Family:
         sglang_replaced=partial(_sglang_text_only, text=text),
         sglang_differences=_SGLANG_DIFFERENCES,
         models=models,
-        limits=("images are refused; the vision tower is [kept](images.md#towers-that-are-kept)", *_LIMITS),
+        limits=("images are refused; the vision tower is [kept](data.md#towers-that-are-kept)", *_LIMITS),
     )
 
 

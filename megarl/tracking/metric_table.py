@@ -1,6 +1,6 @@
 """Every metric that a run can log, with its unit and description.
 
-docs/metrics.md is generated from this table, and tests compare runs with it. In a pattern, `{mean,max}`
+docs/tracking.md is generated from this table, and tests compare runs with it. In a pattern, `{mean,max}`
 stands for each of these words, `<name>` for a name that depends on the run, and `[/<source>]` is optional.
 """
 

@@ -72,7 +72,7 @@ class RunCollector(Collector):
         for metric, value in values.items():
             name = prometheus_name(metric)
             family = families.setdefault(
-                name, GaugeMetricFamily(name, "See docs/metrics.md.", labels=("metric",))
+                name, GaugeMetricFamily(name, "See docs/tracking.md.", labels=("metric",))
             )
             family.add_metric((metric,), value)
         yield from families.values()

@@ -73,6 +73,7 @@ _OF_NEMO_RL = "grpo.num_prompts_per_step=32 policy.model_name=models/Qwen3-0.6B"
 _OF_TRL = "num_generations=8 gradient_accumulation_steps=4"
 _MY_REWARD = "'reward.functions=[{path: examples/custom_reward.py}]'"
 _STAGES = "tests/docs/test_commands.py::test_quickstart_stages"
+_FIRST_RUN = "tests/docs/test_first_run.py::test_every_run_of_the_page_passes_check"
 _MATH = "tests/unit/recipes/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
 _SCORE = "tests/unit/cli/test_score.py::test_training_data_are_scored_by_their_ground_truth"
 _INIT = "tests/unit/cli/test_init.py::test_what_it_writes_passes_check_from_any_folder"
@@ -156,7 +157,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"megarl check configs/quickstart.yaml {_OF_TRL}": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_NEMO_RL}": Executed(status=2),
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": SAME_FILES,
-    "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
+    "megarl check configs/quickstart.yaml --plan --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
     "megarl plan configs/qwen2.5_7b_grpo.yaml actor.recompute=none": Executed(),
     "megarl tune run.yaml --from-run outputs/run --device-output my_cluster.yaml": InTest(
@@ -239,6 +240,43 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check outputs/mine/run.yaml": Executed(),
     "megarl train outputs/mine/run.yaml trainer.total_steps=5": InTest(
         f"{_EXAMPLES}::test_what_init_writes_trains", ('"init"', "trainer.total_steps=")
+    ),
+    "megarl init sft --model MODEL_DIR --data chats.jsonl --kind sft": InTest(
+        _FIRST_RUN, ('"init"', "chats.jsonl")
+    ),
+    "megarl check sft/run.yaml": InTest(_FIRST_RUN, ("sft/run.yaml",)),
+    "megarl train sft/run.yaml": InTest(_FIRST_RUN, ("sft/run.yaml",)),
+    "megarl init grpo --model sft/run/huggingface --data questions.jsonl": InTest(
+        _FIRST_RUN, ('"init"', "questions.jsonl")
+    ),
+    "python grpo/reward.py": InTest(_FIRST_RUN, ('"python"',)),
+    "megarl check grpo/run.yaml": InTest(_FIRST_RUN, ("grpo/run.yaml",)),
+    "megarl train grpo/run.yaml": InTest(_FIRST_RUN, ("grpo/run.yaml",)),
+    "megarl train reward_model.yaml": InTest(_FIRST_RUN, ("reward_model.yaml",)),
+    "megarl init ppo --model sft/run/huggingface --data questions.jsonl --algorithm ppo": InTest(
+        _FIRST_RUN, ('"init"', "questions.jsonl")
+    ),
+    "megarl train ppo/run.yaml 'reward.functions=[]' reward.model.path=reward_model/run/huggingface": InTest(
+        f"{_PREFERENCES}::test_a_trained_reward_model_is_what_reward_model_reads",
+        ("functions=[]", "model=judge"),
+    ),
+    "megarl train dpo.yaml": InTest(_FIRST_RUN, ("dpo.yaml",)),
+    "megarl eval sft/run/huggingface --config grpo/run.yaml --n 8 --temperature 1 --output evaluations/sft": InTest(
+        f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike", ("--n", "--temperature", "--output")
+    ),
+    "megarl eval grpo/run --n 8 --temperature 1 --against evaluations/sft": InTest(
+        f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("--against",)
+    ),
+    'megarl generate grpo/run "What is 7 + 11?"': InTest(_TUTORIAL_STAGES, ('"generate"',)),
+    "megarl generate grpo/run": InTest(
+        f"{_GENERATE}::test_a_chat_keeps_earlier_turns_until_an_empty_line", ("isatty",)
+    ),
+    "megarl report sft/run grpo/run --output report.html": InTest(
+        "tests/unit/tracking/test_report.py::test_runs_are_named_by_what_tells_them_apart",
+        ("report", "--output"),
+    ),
+    "megarl convert megatron-to-hf --input grpo/run/checkpoints/step_00000020 --output HF_DIR": InTest(
+        _CONVERT, ("megatron-to-hf", "--input", "--output")
     ),
     "megarl schema > megarl.schema.json": InTest(
         "tests/unit/config/test_json_schema.py::test_without_a_kind_it_is_that_of_any_run",
@@ -343,14 +381,14 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl doctor configs/quickstart.yaml --json > doctor.json": InTest(
         _DOCTOR, ("configs/quickstart.yaml", "--json")
     ),
-    "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl train configs",)),
+    "megarl train configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl train configs",)),
     "megarl train configs/quickstart_dpo.yaml trainer.output_dir=outputs/dpo": InTest(
         f"{_PREFERENCES}::test_a_resumed_run_has_the_same_reference", ('"train"',)
     ),
     "megarl train configs/quickstart_reward_model.yaml trainer.output_dir=outputs/reward_model": InTest(
         f"{_PREFERENCES}::test_a_reward_model_scores_as_hugging_faces_class_does", ("run_pairs",)
     ),
-    "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
+    "megarl train configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
         _STAGES, ("megarl train configs",)
     ),
     f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(

@@ -52,7 +52,7 @@ def test_each_estimator_and_loss_has_a_page_and_a_paper(kind: AdvantageEstimator
 
 @pytest.mark.parametrize(
     ("page", "names"),
-    [("kl.md", KLEstimator), ("policy_loss.md", Aggregation), ("preferences.md", DPOLossKind)],
+    [("index.md", KLEstimator), ("index.md", Aggregation), ("supervised.md", DPOLossKind)],
 )
 def test_each_choice_has_a_row(page: str, names: type[Enum]) -> None:
     text = (FOLDER / page).read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from tests.docs.clone import Clone, Ended
 from tests.docs.commands import COMMANDS, MARKS, QUICKSTART, SAME_FILES, ByHand, Executed, InTest, Make
 from tests.docs.pages import PAGES, ROOT, Block, Command, blocks, commands, inline_commands
 
-LANGUAGES = {"bash", "console", "text", "yaml", "python", "json", "{toctree}"}
+LANGUAGES = {"bash", "console", "text", "yaml", "python", "json", "{toctree}", "{csv-table}"}
 TYPED = re.compile(
     r"^(\$ |(megarl|make|python|pip|docker|ray|torchrun|sbatch|srun|kubectl|curl|\.venv/bin/\w+|launch/\S+) )"
 )

@@ -1,4 +1,4 @@
-"""docs/file_formats.md names the files and fields that the code writes."""
+"""The section of docs/cli.md on file formats names the files and fields that the code writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.trainers.evaluation import PARTIAL_FILE, SAMPLES_FILE, ScoredSample,
 from megarl.trainers.sampling import SAMPLES_FILE as SAMPLES_AHEAD
 from tests.docs.pages import ROOT
 
-PAGE = (ROOT / "docs" / "file_formats.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 FILES = [
     *(value for name, value in vars(run_files).items() if name.endswith("_FILE")),
     *(value for name, value in vars(run_folder).items() if name.endswith("_FILE")),

@@ -1,4 +1,4 @@
-"""Test that the README answers a new user's questions, and that the page on learning names real metrics.
+"""Test that the README answers a new user's questions, and that the section on learning names real metrics.
 
 Each link of the README's section "How do I ...?" leads to a section with the command that answers it.
 """
@@ -72,8 +72,12 @@ def test_a_link_leads_to_the_command_that_answers_the_question(topic: str, comma
     assert command in "\n".join(typed), f"{link} does not show `{command}`"
 
 
+def learning() -> str:
+    return section(ROOT / "docs" / "troubleshooting.md", "when-training-does-not-learn")
+
+
 def test_learning_problems_name_existing_metrics_and_keys() -> None:
-    words = re.findall(r"`([a-z_]+[./][\w./=-]+)`", (ROOT / "docs/learning.md").read_text(encoding="utf-8"))
+    words = re.findall(r"`([a-z_]+[./][\w./=-]+)`", learning())
     metrics = {word for word in words if "/" in word and "." not in word}
     keys = {word.partition("=")[0] for word in words if re.match(r"[a-z_]+\.", word)}
     files = {"generation_config.json"}
@@ -86,8 +90,7 @@ def test_learning_problems_name_existing_metrics_and_keys() -> None:
 
 def test_learning_changes_are_valid_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs/learning.md").read_text(encoding="utf-8")
-    overrides = sorted(set(re.findall(r"`([a-z_.]+=[^`]+)`", page)))
+    overrides = sorted(set(re.findall(r"`([a-z_.]+=[^`]+)`", learning())))
     assert len(overrides) > 20
 
     for override in overrides:

@@ -16,8 +16,12 @@ from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import load_device
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 
-# A page's model whose config.json is not shipped, and a larger one in its place.
-STAND_INS = {"models/Qwen2.5-0.5B-Instruct": "models/Llama-3.2-1B-Instruct"}
+# A page's model whose config.json is not shipped, or that an earlier stage of the page trains, and a larger one
+# in its place.
+STAND_INS = {
+    "models/Qwen2.5-0.5B-Instruct": "models/Llama-3.2-1B-Instruct",
+    "sft/run/huggingface": "models/Llama-3.2-1B-Instruct",
+}
 # A part of a run, which needs the rest of this one.
 AROUND = "base: configs/qwen2.5_7b_grpo.yaml\n"
 

@@ -452,5 +452,5 @@ def _checkpoints(
 def _finished(config: RunConfig) -> Finished:
     output_dir = Path(config.trainer.output_dir)
     metrics = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    assert unknown_metrics(name for line in metrics for name in line) == []  # docs/metrics.md lists all
+    assert unknown_metrics(name for line in metrics for name in line) == []  # docs/tracking.md lists all
     return Finished(output_dir, metrics)

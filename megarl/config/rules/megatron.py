@@ -153,5 +153,5 @@ def _requirements_here(config: RunConfig, role: ModelRole) -> Iterator[Finding]:
             if choice.layers is Layers.local or option.section == "optimizer":
                 message = f"{option.name} requires Transformer Engine, which is not installed"
                 yield Finding(
-                    (key,), f"{message}; see docs/versions.md, or remove the option", Absence.package
+                    (key,), f"{message}; see docs/install.md, or remove the option", Absence.package
                 )

@@ -1,6 +1,6 @@
 """Memory that a model needs at work in addition to its state: saved activations plus transient peaks. Pure.
 
-On CUDA the estimate is a close upper bound; docs/verification.md lists measurements. Transformer Engine's
+On CUDA the estimate is a close upper bound; docs/evidence.md lists measurements. Transformer Engine's
 layers save the same tensors as the local ones, and need some memory of their own (layer_sizes.py). Where
 the run's machines decide between the two, the larger size counts. On a CPU, where norms consist of more
 operations, the estimate is coarser.

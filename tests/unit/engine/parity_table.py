@@ -1,24 +1,20 @@
-"""The table of docs/verification.md with the measured differences between the engine and Hugging Face.
+"""The table docs/static/parity.csv with the measured differences between the engine and Hugging Face.
 
 MEGARL_WRITE_PAGES=1 python -m pytest tests/unit/engine/test_parity.py  # rewrites the measured rows
 """
 
 from __future__ import annotations
 
+import csv
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.failure_pages import WRITE
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "verification.md"
-_TABLE = re.compile(
-    r"(?<=<!-- table: written by tests/unit/engine/test_parity.py -->\n).*?(?=<!-- end of table -->)",
-    re.DOTALL,
-)
-_ROW = re.compile(r"(?m)^\| `(?P<model>[^`]+)` \| (?P<layout>[^|]+) \| (?P<numbers>[^|]+\|[^|]+\|[^|]+) \|$")
+DOCUMENT = Path(__file__).parents[3] / "docs" / "static" / "parity.csv"
+_HEAD = ["model", "layout", "outputs", "gradients", "gradient norm"]
 
 Comparison = tuple[str, str]  # model and layout
 
@@ -38,31 +34,22 @@ class Differences(NamedTuple):
 
 
 def documented() -> dict[Comparison, Differences]:
-    """Return the rows of the page."""
-    (table,) = _TABLE.findall(DOCUMENT.read_text(encoding="utf-8"))
-    return {
-        (row["model"], row["layout"].strip()): Differences(*map(float, row["numbers"].split("|")))
-        for row in _ROW.finditer(table)
-    }
+    """Return the rows of the table."""
+    with DOCUMENT.open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == _HEAD, f"{DOCUMENT} has other columns"
+    return {(model, layout): Differences(*map(float, numbers)) for model, layout, *numbers in rows}
 
 
 def record(comparison: Comparison, measured: Differences, every_comparison: Iterable[Comparison]) -> None:
-    """Write a row to the page if the environment asks for it, and drop rows without a case."""
+    """Write a row to the table if the environment asks for it, and drop rows without a case."""
     if not os.environ.get(WRITE):
         return
 
     rows = documented() | {comparison: measured}
-    lines = [
-        "",
-        "| model | layout | outputs | gradients | gradient norm |",
-        "|---|---|---|---|---|",
-        *(_line(each, rows[each]) for each in every_comparison if each in rows),
-        "",
-    ]
-    text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(_TABLE.sub(lambda _: "\n".join(lines) + "\n", text), encoding="utf-8")
-
-
-def _line(comparison: Comparison, differences: Differences) -> str:
-    model, layout = comparison
-    return f"| `{model}` | {layout} | {' | '.join(f'{value:.1e}' for value in differences)} |"
+    with DOCUMENT.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(_HEAD)
+        writer.writerows(
+            [*each, *(f"{value:.1e}" for value in rows[each])] for each in every_comparison if each in rows
+        )

@@ -316,7 +316,7 @@ def test_experts(reference: Reference, layout: str, rank_pool: RankPool) -> None
     compare(reference, layout, rank_pool)
 
 
-def test_the_page_has_the_differences_of_every_comparison() -> None:
+def test_the_table_has_the_differences_of_every_comparison() -> None:
     rows = documented()
     assert list(rows) == EVERY_CASE, (
         f"{DOCUMENT} has other comparisons: MEGARL_WRITE_PAGES=1 python -m pytest {__file__} writes them"

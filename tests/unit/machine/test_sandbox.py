@@ -1,10 +1,11 @@
 """Programs that try to escape from the sandbox, at every level.
 
-A test writes the table of results in docs/sandbox.md.
+A test writes the table of results, which docs/rewards.md links to.
 
 MEGARL_WRITE_PAGES=1 python -m pytest tests/unit/machine/test_sandbox.py
 """
 
+import csv
 import ctypes
 import os
 import platform
@@ -32,7 +33,7 @@ from megarl.machine.sandbox_levels import Level, SandboxError, SandboxLimits
 from megarl.machine.sandbox_session import SandboxSession
 from tests.unit.machine.attacks import ATTACKS, BY_LIMITS, END, HEAD, OF_KERNEL, OF_ROOT
 
-PAGE = Path(__file__).parents[3] / "docs" / "sandbox.md"
+TABLE = Path(__file__).parents[3] / "docs" / "static" / "sandbox_attacks.csv"
 STRONG = [level for level in Level if level is not Level.process]
 KINDS = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_DGRAM)
 # The kernel grants one more second of CPU time.
@@ -236,30 +237,30 @@ time.sleep(600)
     assert processes_of(f"{owner}stays/") == []
 
 
-def test_the_page_has_what_happened(outcomes: dict[Level, dict[str, Finished]]) -> None:
+def test_the_table_has_what_happened(outcomes: dict[Level, dict[str, Finished]]) -> None:
     for level in STRONG:
         needs(level)
     if os.geteuid():
-        pytest.skip("the page says what root's programs could do without a sandbox")
-    lines = [
-        "| what a program tries | " + " | ".join(level.value for level in Level) + " |",
-        "|---" * (len(Level) + 1) + "|",
-    ]
+        pytest.skip("the table has what root's programs could do without a sandbox")
+    lines = [["what a program tries", *(level.value for level in Level)]]
 
     for attack in ATTACKS:
-        cells = ("**done**" if got_out(outcomes[level][attack]) else "stopped" for level in Level)
-        lines.append(f"| {attack} | " + " | ".join(cells) + " |")
-
-    table = "\n".join(lines)
-    text = PAGE.read_text(encoding="utf-8")
-    block = re.compile(r"(<!-- table: attacks -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+        cells = ("done" if got_out(outcomes[level][attack]) else "stopped" for level in Level)
+        lines.append([attack, *cells])
 
     if os.environ.get("MEGARL_WRITE_PAGES"):
-        PAGE.write_text(block.sub(lambda found: found[1] + table + found[3], text), encoding="utf-8")
-    else:
-        assert block.search(text)[2] == table, (
-            f"{PAGE}: if the new one is right, this test writes it with MEGARL_WRITE_PAGES=1"
+        with TABLE.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(lines)
+
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        assert list(csv.reader(file)) == lines, (
+            f"{TABLE}: if the new one is right, this test writes it with MEGARL_WRITE_PAGES=1"
         )
+
+
+def test_the_page_counts_the_attacks() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    assert f"{len(ATTACKS)} attack programs" in page
 
 
 @pytest.mark.parametrize("level", Level)

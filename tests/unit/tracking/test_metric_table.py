@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from docs.generate.metrics import metrics_page
+from docs.generate.metrics import metric_tables
 from megarl.tracking.metric_table import METRICS, unknown_metrics
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,7 @@ def test_a_row_is_complete_and_stands_once() -> None:
     for row in ROWS:
         assert row.meaning.endswith(".")
         assert "|" not in row.meaning
-        assert f"| `{row.pattern}` | {row.unit} | {row.meaning} |" in metrics_page()
+        assert f"| `{row.pattern}` | {row.unit} | {row.meaning} |" in metric_tables()
 
 
 def test_what_a_golden_run_logs_is_in_the_table() -> None:

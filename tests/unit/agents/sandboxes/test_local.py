@@ -281,7 +281,7 @@ def test_an_image_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_environment_on_the_page_decides_by_hidden_tests() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "sandbox.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "harness.md").read_text(encoding="utf-8")
     (block,) = re.findall("```python\n(.*?class Repository.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block, names)

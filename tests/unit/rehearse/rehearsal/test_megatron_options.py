@@ -89,7 +89,7 @@ def preset(name: str) -> MegatronConfig:
 @pytest.fixture(scope="module")
 def with_experts(tmp_path_factory: pytest.TempPathFactory) -> PPOConfig:
     if not has_transformer_engine_modules():
-        pytest.skip("transformer-engine is not installed (see docs/versions.md)")
+        pytest.skip("transformer-engine is not installed (see docs/install.md)")
     folder: Path = tmp_path_factory.mktemp("experts") / "model"
     return ppo(save_config(folder, EXPERTS), DISTRIBUTED, layers=Layers.transformer_engine)
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("forked_rehearsals"),
     pytest.mark.skipif(
         not has_transformer_engine_modules(),
-        reason="transformer-engine is not installed (see docs/versions.md)",
+        reason="transformer-engine is not installed (see docs/install.md)",
     ),
 ]
 
@@ -63,7 +63,7 @@ SLOW = {"qwen3.6_35b_a3b_grpo", "qwen3_next_80b_grpo"}
 # Runs of models that Transformer Engine has no layers for.
 LOCAL = {"gpt_oss_120b_grpo"}
 # The plan assumes that every token may belong to an image; prompts of a dry run have one each. It is therefore
-# further above than docs/memory.md states for text.
+# further above than docs/placements.md states for text.
 WITH_IMAGES = {"qwen3_vl_8b_grpo"}
 SHIPPED = {file.stem for file in CONFIGS.glob("*.yaml")}
 RUNS = sorted(SHIPPED if "MEGARL_SOAK" in os.environ else SHIPPED - SAME_LAYERS.keys() - SLOW)
