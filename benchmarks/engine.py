@@ -377,9 +377,7 @@ def token_budget_beside_fixed(contest: Contest, safe_rows: int, timing: Timing) 
         "fixed": plan_micro_batches(lengths, 1, sequences=safe_rows).ranks[0].micro_batches,
     }
     contestants = {
-        f"{name} ({len(plan)} micro-batches)": contest.engine_step(
-            batch, [micro_batch.rows for micro_batch in plan]
-        )
+        f"{name} ({len(plan)} micro-batches)": contest.engine_step(batch, list(plan))
         for name, plan in plans.items()
     }
     name = f"token_budget {contest.size}, {max_tokens} tokens"

@@ -278,7 +278,7 @@ class Work:
         plan = plan_micro_batches(lengths, 1, max_tokens=shape.micro_batch).ranks[0]
         self.batch = make_batch(lengths, shape.vocab_size)
         self._columns = DataProto.from_dict(self.batch).ragged
-        self.micro_batches = [list(each.rows) for each in plan.micro_batches]
+        self.micro_batches = [list(rows) for rows in plan.micro_batches]
         self.packed = [pack(self.batch, rows, settings.device) for rows in self.micro_batches]
         rows = [(prompt_tokens(length), length - prompt_tokens(length)) for length in lengths]
 

@@ -229,9 +229,12 @@ class CriticLoss:
     """
 
     name: ClassVar[str] = "critic"
-    extras: ClassVar[tuple[()]] = ()
     value_loss: ValueLossConfig
     counts: MiniBatchCounts
+
+    @property
+    def extras(self) -> tuple[()]:
+        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
@@ -256,8 +259,11 @@ class SFTLoss:
     """
 
     name: ClassVar[str] = "sft"
-    extras: ClassVar[tuple[()]] = ()
     counts: MiniBatchCounts
+
+    @property
+    def extras(self) -> tuple[()]:
+        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         loss = aggregate(

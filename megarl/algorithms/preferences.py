@@ -101,10 +101,13 @@ class DPOLoss:
     """
 
     name: ClassVar[str] = "dpo"
-    extras: ClassVar[tuple[()]] = ()
     columns: ClassVar[tuple[str, ...]] = (REFERENCE_LOG_PROBS,)
     config: DPOLossConfig
     num_pairs: int
+
+    @property
+    def extras(self) -> tuple[()]:
+        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
@@ -157,10 +160,13 @@ class RewardModelLoss:
     """
 
     name: ClassVar[str] = "reward_model"
-    extras: ClassVar[tuple[()]] = ()
     columns: ClassVar[tuple[str, ...]] = (MARGINS,)
     config: RewardModelLossConfig
     num_pairs: int
+
+    @property
+    def extras(self) -> tuple[()]:
+        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]

@@ -58,7 +58,7 @@ def check(subject: ExaminedRun) -> Iterator[Finding]:
 
     yield good(
         RAY,
-        f"Ray {here().ray}: {where} responds after {seconds:.1f} s",
+        f"Ray {here()['ray']}: {where} responds after {seconds:.1f} s",
         seconds=round(seconds, 2),
         address=subject.ray_address,
     )

@@ -136,8 +136,11 @@ def _memory(config: RunConfig, memory: Sequence[DeviceMemory]) -> Iterator[str]:
         constant = f"{gib(device.peak)} in every phase" if len(set(sizes.values())) == 1 else ""
         yield f"fullest device of the pool {pool}{budget}: {constant or by_phase}"
 
-        usage = sum(device.phases[device.peak_phase].values(), Usage())
-        parts = {each.name.replace("_", " "): getattr(usage, each.name) for each in fields(usage)}
+        usages = device.phases[device.peak_phase].values()
+        parts = {
+            each.name.replace("_", " "): sum(getattr(usage, each.name) for usage in usages)
+            for each in fields(Usage)
+        }
         largest = sorted((item for item in parts.items() if item[1]), key=lambda item: -item[1])
         yield f"  in {device.peak_phase}: {', '.join(f'{name} {gib(size)}' for name, size in largest)}"
         pinned = [f"{role} {gib(size)}" for role, size in device.pinned.items() if size]
@@ -198,9 +201,11 @@ def _time(
     config: PPOConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], with_push: bool
 ) -> Iterator[str]:
     device = profile_of(config)
-    if with_push and device is None:
+    if not with_push:
+        return
+    if device is None:
         yield "of a step is not predicted: set placement.device_profile, or use --plan, which assumes one"
-    elif with_push:
+    else:
         step = predict_step(config, plan, architectures, device, expected_lengths(config))
         speed = f"{step.tokens_per_device_s:,.0f} tokens/s per device"
         yield f"{step.seconds:,.4g} s per step are predicted on {device.name}, {speed}"

@@ -248,7 +248,7 @@ def _number_text(value: Number) -> str:
     if isinstance(value, Fraction) and value.denominator == 1:
         return str(value)
     real = context.convert(value.real if is_real(value) else value)
-    return context.nstr(real, 20).removesuffix(".0")
+    return str(context.nstr(real, 20)).removesuffix(".0")
 
 
 # ---- Math-Verify
