@@ -43,9 +43,9 @@ from megarl.plan.placement.memory import DeviceMemory, Usage, plan_memory
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport
+from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import profile_of
 from megarl.plan.step_time.lengths import expected_lengths
-from megarl.plan.step_time.step import predict_step
 from megarl.weights.sync.forecast import forecast_weights
 
 _LABEL_WIDTH = 8
@@ -206,7 +206,8 @@ def _time(
     if device is None:
         yield "of a step is not predicted: set placement.device_profile, or use --plan, which assumes one"
     else:
-        step = predict_step(config, plan, architectures, device, expected_lengths(config))
+        costs = PredictedCosts(device, expected_lengths(config))
+        step = costs.predict_step(config, plan, architectures)
         speed = f"{step.tokens_per_device_s:,.0f} tokens/s per device"
         yield f"{step.seconds:,.4g} s per step are predicted on {device.name}, {speed}"
 
