@@ -32,7 +32,7 @@ from megarl.config.schema import (
 )
 from megarl.controller import hints
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, WorkerError
-from megarl.controller.messages import CallFailure, FailureKind, Rows, qualified_name
+from megarl.controller.messages import CallFailure, FailureKind, qualified_name
 from megarl.controller.resource_pool import InsufficientResourcesError
 from megarl.controller.restarts import NodeLostError
 from megarl.engine.platform import UNUSED, without_modules
@@ -68,7 +68,7 @@ def raised(
     first, *_ = f"{name}: {error}".splitlines()
     trace = f"Traceback (most recent call last):\n  ...\n{name}: {error}\n"
     failure = CallFailure(kind, first, trace, 0.0, name, tuple(hint_of(error)))
-    rows = Rows(("0-1", "0-2"), 6, 12)
+    rows = "uid 0-1, 0-2 and 4 more (12 rows)"
 
     return WorkerError(RankFailure(role, 3, "10.0.0.7", 4242, method, failure, rows, "/logs/worker.err"))
 
