@@ -14,7 +14,7 @@ from megarl.cli.main import build_parser, commands_of
 _WIDTH = "110"
 _FORMER = """## Former names
 
-These commands have another name now. Their command lines still work, with a message that says the new one.
+These commands have another name now. Their command lines still work, with a message that contains the new one.
 
 | former command | now |
 |---|---|

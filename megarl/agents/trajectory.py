@@ -1,4 +1,4 @@
-"""What engines sampled, and the tokens of an episode with their authors, from which the loss mask follows."""
+"""Defines samples of engines, and the tokens of an episode with their authors, from which the loss mask follows."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ COMMANDS: Mapping[str, Command] = {
         group=RUNNING,
         module="megarl.cli.run.train",
         parts={"address": "megarl.cli.launch.submit"},
-        summary="train as the configuration's `kind` says; the same command resumes",
+        summary="train as the configuration's `kind` specifies; the same command resumes",
         description="train with reinforcement learning, or as the configuration's `kind` specifies",
         arguments=(
             *RUN,

@@ -1,4 +1,4 @@
-"""On-policy distillation, from sampled tokens or from the teacher's most likely ones.
+"""Computes on-policy distillation, from sampled tokens or from the teacher's most likely ones.
 
 With sampled tokens, the advantage of each is the log-ratio of the teacher and the policy (`distillation`).
 With the teacher's top k, the policy loss has their divergence as a term (`top_k_kl`).

@@ -1,4 +1,4 @@
-"""`megarl explain KEY [CONFIG]`: describes a configuration key, and says where its value comes from."""
+"""`megarl explain KEY [CONFIG]`: describes a configuration key, and shows where its value comes from."""
 
 from __future__ import annotations
 

@@ -147,16 +147,16 @@ def _errors_in_one_line() -> Generator[list[CheckpointError]]:
 
 
 @contextmanager
-def _downloaded(beside: Path | None, *models: Path | str) -> Generator[list[Path]]:
+def _downloaded(parent: Path | None, *models: Path | str) -> Generator[list[Path]]:
     """Yield the folders of models. URLs of checkpoints are replaced by temporary local copies.
 
     Args:
-        beside: The folder for the copies; None: that of the system.
+        parent: The folder for the copies; None: that of the system.
     """
     if not any(isinstance(model, str) for model in models):
         yield [Path(model) for model in models]
         return
-    place = None if beside is None else existing_folder(beside)
+    place = None if parent is None else existing_folder(parent)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=place) as folder:
         yield [
             local_copy(model, CheckpointFolder(Path(folder) / str(number)))

@@ -284,7 +284,7 @@ class ActorConfig:
     experts: ExpertsConfig = only_with(field(default_factory=ExpertsConfig), _EXPERTS, is_refused=True)
     # do not train the vision tower of a model that reads images
     freeze_vision: bool = only_with(False, Reader("model.path", architecture="vision"), is_refused=True)
-    # which activations are recomputed instead of saved
+    # the activations that are recomputed instead of saved
     recompute: Recompute = matters(Recompute.none, "`full`, if the actor runs out of memory; it is slower")
     # the modules of each layer to recompute
     recompute_modules: list[RecomputeModule] = only_with(

@@ -1,1 +1,1 @@
-"""Stand-ins of compiled packages that require a GPU: their functions on fake tensors."""
+"""Stubs of compiled packages that require a GPU: their functions on fake tensors."""
