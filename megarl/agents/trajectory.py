@@ -1,4 +1,4 @@
-"""Defines samples of engines, and the tokens of an episode with their authors, from which the loss mask follows."""
+"""Defines samples of engines, and the tokens of an episode with their authors, which decide the loss mask."""
 
 from __future__ import annotations
 
