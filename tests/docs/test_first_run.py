@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_reward_model(tmp_path / "judge")
 
     for name, row in ROWS.items():
-        (tmp_path / name).write_text("".join(f"{json.dumps(row(number))}\n" for number in range(30)))
+        (tmp_path / name).write_text("".join(f"{json.dumps(row(number))}\n" for number in range(80)))
     (tmp_path / "held_out_pairs.jsonl").write_text((tmp_path / "pairs.jsonl").read_text())
 
     return tmp_path
