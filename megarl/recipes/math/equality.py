@@ -1,28 +1,36 @@
-"""Decides whether two answers are equal, and returns the same text for equal answers."""
+"""Decides whether two answers are equal, and returns the same text for equal answers.
+
+Math-Verify compares what only it can parse, such as matrices and integrals, and equations that may be
+equivalent.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from itertools import islice
+from types import FrameType
+from typing import Any
 
-from megarl.recipes.math.formula import (
-    POINTS,
-    Formula,
-    Number,
-    Point,
-    context,
-    is_real,
-    is_rounded,
-    over,
-    same_number,
-    same_value,
+from math_verify import LatexExtractionConfig, verify
+from math_verify import parse as parse_latex
+
+from megarl.recipes.math.formula import Formula, Number, context, is_real, is_rounded, over, same_value
+from megarl.recipes.math.notation import ASKED_FOR, RELATIONS, is_name, split
+from megarl.recipes.math.reading import Answer, Items, Relation, Words, as_union, is_unread
+
+LIMIT_S = 2.0  # CPU time of one comparison
+_LONGEST_FOR_MATH_VERIFY = 500  # characters
+# Formulas that Math-Verify would compute for minutes, partly in C code that no signal interrupts: high
+# powers, factorials of large numbers, long sums.
+_HUGE = re.compile(
+    r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}"
+    r"|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)",
+    re.DOTALL,
 )
-from megarl.recipes.math.names import is_asked_for, is_name
-from megarl.recipes.math.notation import sides_of
-from megarl.recipes.math.reading import Answer, Items, Relation, Words, as_union
-
 _FUNCTION = re.compile(r"y|[A-Za-z]\s*\(\s*x\s*\)")
 _NEGATION = re.compile(r"\b(?:not|never|nor|unless)\b|n't\b")
 _FACTORS = {
@@ -31,27 +39,24 @@ _FACTORS = {
 }  # 50% is 50 or 0.5, and an angle may be in radians
 
 
-def same(truth: Answer, answer: Answer) -> bool | None:
-    """Whether an answer equals the truth; None if only Math-Verify may be able to decide."""
+def same(truth: Answer, answer: Answer) -> bool:
+    """Whether an answer equals the truth."""
     # `x = 5` answers a question whose truth is `5`, and vice versa.
     if isinstance(answer, Relation) and not isinstance(truth, Relation):
-        return _any(same(truth, value) for value in stated_values(answer, lenient=True))
+        return any(same(truth, value) for value in stated_values(answer, lenient=True))
     if isinstance(truth, Relation) and not isinstance(answer, Relation):
-        if isinstance(answer, Words) and not answer.is_read and len(sides_of(answer.text)[0]) > 1:
-            return None
-        return _any(same(value, answer) for value in stated_values(truth, lenient=False))
-
-    # If one of the two could not be parsed, only equal texts are certain.
-    unread = [each.text for each in (truth, answer) if isinstance(each, Words) and not each.is_read]
+        if is_unread(answer) and len(split(answer.latex, RELATIONS)[0]) > 1:
+            return _verified(truth.latex, answer.latex)
+        return any(same(value, answer) for value in stated_values(truth, lenient=False))
+    unread = [re.sub(r'[\s"]', "", each.latex) for each in (truth, answer) if is_unread(each)]
     if unread:
-        texts = {"".join(text.split()).replace('"', "") for text in unread}
-        return True if len(unread) == 2 and len(texts) == 1 else None
+        return len(unread) == 2 and unread[0] == unread[1] or _verified(truth.latex, answer.latex)
 
     match truth, answer:
         case Formula(), Formula():
             return _same_formula(truth, answer)
         case Relation(), Relation():
-            return _any(
+            return any(
                 _same_sides(left, right) for left in _without_steps(truth) for right in _without_steps(answer)
             )
         case Words(), Words():
@@ -70,40 +75,17 @@ def same(truth: Answer, answer: Answer) -> bool | None:
     return False
 
 
-def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    """Whether all verdicts are true; None if none is false and Math-Verify has to decide one."""
-    verdict: bool | None = True
-    for each in verdicts:
-        if each is False:
-            return False
-        verdict = verdict and each
-    return verdict
-
-
-def _any(verdicts: Iterable[bool | None]) -> bool | None:
-    """Whether a verdict is true; None if none is and Math-Verify has to decide one."""
-    verdict: bool | None = False
-    for each in verdicts:
-        if each:
-            return True
-        verdict = None if each is None else verdict
-    return verdict
-
-
 def _same_formula(truth: Formula, answer: Formula) -> bool:
-    units = {truth.unit, answer.unit} - {""}
-    if len(units) > 1:
+    if len({truth.unit, answer.unit} - {""}) > 1:
         return False
-    if same_value(truth, answer):
-        return True
     scaled = [each.times(_FACTORS.get(each.unit, Fraction(1))) for each in (truth, answer)]
-    return truth.unit != answer.unit and same_value(*scaled)
+    return same_value(truth, answer) or truth.unit != answer.unit and same_value(*scaled)
 
 
 # ---- lists, sets, tuples and intervals
 
 
-def _same_items(truth: Items, answer: Items) -> bool | None:
+def _same_items(truth: Items, answer: Items) -> bool:
     # A set has each element once; a list may repeat the elements of a set.
     truths = _distinct(truth.items) if truth.kind == "set" else list(truth.items)
     answers = _distinct(answer.items) if "set" in (truth.kind, answer.kind) else list(answer.items)
@@ -118,39 +100,26 @@ def _same_items(truth: Items, answer: Items) -> bool | None:
     # The order of elements matters in tuples, intervals, and lists of values for different names.
     if brackets <= {"set"} and (len(_names(truths)) < 2 or len(_names(answers)) == len(answers)):
         return _match(truths, answers)
-    return _all(map(same, _values(truths), _values(answers)))
+    return all(map(same, truths, answers))
 
 
 def _distinct(items: Sequence[Answer]) -> list[Answer]:
-    kept: list[Answer] = []
-    for item in items:
-        if not any(same(other, item) for other in kept):
-            kept.append(item)
-    return kept
+    return [item for at, item in enumerate(items) if not any(same(other, item) for other in items[:at])]
 
 
 def _names(items: Sequence[Answer]) -> set[str]:
     return {item.left for item in items if isinstance(item, Relation) and is_name(item.left)}
 
 
-def _values(items: Sequence[Answer]) -> list[Answer]:
-    values = [stated_values(item, lenient=False) if isinstance(item, Relation) else [] for item in items]
-    return [found[0] if found else item for item, found in zip(items, values, strict=True)]
-
-
-def _match(truths: Sequence[Answer], answers: Sequence[Answer]) -> bool | None:
+def _match(truths: Sequence[Answer], answers: Sequence[Answer]) -> bool:
     """Whether each truth matches a different answer, and no answer is left."""
     left = list(answers)
-    verdict: bool | None = len(truths) == len(answers)
     for truth in truths:
-        verdicts = [same(truth, answer) for answer in left]
-        if True in verdicts:
-            left.pop(verdicts.index(True))
-        elif None in verdicts:
-            verdict = verdict and None
-        else:
+        found = next((at for at, answer in enumerate(left) if same(truth, answer)), None)
+        if found is None:
             return False
-    return verdict
+        left.pop(found)
+    return not left
 
 
 # ---- equations and inequalities
@@ -182,7 +151,7 @@ def stated_values(relation: Relation, lenient: bool) -> list[Answer]:
                 return []
             if after is values[-1] and before.last_place is None:
                 stated.append(before)
-        elif isinstance(before, Formula) and not before.names and same(after, before) is False:
+        elif isinstance(before, Formula) and not before.names and not same(after, before):
             return []
 
     return stated
@@ -190,30 +159,25 @@ def stated_values(relation: Relation, lenient: bool) -> list[Answer]:
 
 def _is_asked_for(relation: Relation) -> bool:
     """Whether the left side is no equation to solve: a quantity such as `m + n`, or one that is not read."""
-    has_digits = any(character.isdigit() for character in relation.left)
-    match relation.sides[0]:
-        case Words(is_read=False):
-            return True
-        case Formula(names=names) if len(names) > 1 and not has_digits:
-            return True
-    return is_asked_for(relation.left)
+    first = relation.sides[0]
+    is_sum = isinstance(first, Formula) and len(first.names) > 1 and not re.search(r"\d", relation.left)
+    return is_sum or is_unread(first) or ASKED_FOR.fullmatch(relation.left) is not None
 
 
 def _without_steps(relation: Relation) -> list[Relation]:
     """Return the relation with the last side only of a calculation, such as `x = 2 + 3 = 5`."""
     values = stated_values(relation, lenient=False) if len(relation.sides) > 2 else []
     if values:
-        return [Relation(relation.left, (relation.sides[0], value), ("=",)) for value in values]
+        return [Relation((relation.sides[0], value), ("=",)) for value in values]
     return [relation._replace(signs=tuple("=" if sign == "\\approx" else sign for sign in relation.signs))]
 
 
-def _same_sides(truth: Relation, answer: Relation) -> bool | None:
+def _same_sides(truth: Relation, answer: Relation) -> bool:
     if truth.signs != answer.signs:
         return False
     can_exchange = set(truth.signs) <= {"=", "\\ne"}
     orders = (answer.sides, answer.sides[::-1]) if can_exchange else (answer.sides,)
-    as_written = _any(_all(map(same, truth.sides, sides)) for sides in orders)
-    if as_written:
+    if any(all(map(same, truth.sides, sides)) for sides in orders):
         return True
     # A function may be called y, but an answer that repeats the equation of a problem is not its solution
     # `x = 5` or `L = S - 2B`. An equation such as `y = 2x + 1` describes a curve or a surface.
@@ -222,37 +186,13 @@ def _same_sides(truth: Relation, answer: Relation) -> bool | None:
         if _FUNCTION.fullmatch(truth.left) and _FUNCTION.fullmatch(answer.left):
             return same(truth.sides[1], answer.sides[1])
         if one is None or len(one.names) < 2 or not one.names <= {"x", "y", "z"}:
-            return as_written
+            return False
 
     # Relations are equivalent if the differences of their sides are proportional. Math-Verify may find that
-    # others are, such as xy = 1 and y = 1/x.
-    if one is None or other is None:
-        return as_written
-    if same_value(one, other):
-        return True
-    return None if truth.signs == ("=",) and one.names == other.names and _holds_with(one, other) else False
-
-
-def _holds_with(truth: Formula, answer: Formula) -> bool:
-    """Whether a formula is zero at all tested points where another one is, which is linear in a variable."""
-    for name in sorted(truth.names):
-        roots = [_with_root(truth, name, point) for point in POINTS]
-        found = [abs(value) for root in roots if root and (value := answer.value(root)) is not None]
-        if len(found) > 2:
-            return max(map(context.convert, found)) < 2.0**-200
-    return False
-
-
-def _with_root(formula: Formula, name: str, point: Point) -> Point | None:
-    """Return a point at which the formula is zero, by another value of a variable in which it is linear."""
-
-    def at(value: Number) -> Point:
-        return lambda each: value if each == name else point(each)
-
-    zero, one, two = (formula.value(at(Fraction(number))) for number in range(3))
-    if zero is None or one is None or two is None or one == zero or not same_number(two + -one, one + -zero):
-        return None
-    return at(over(zero, zero + -one))
+    # other equations are, such as xy = 1 and y = 1/x.
+    if one is None or other is None or same_value(one, other):
+        return one is not None and other is not None
+    return truth.signs == ("=",) and one.names == other.names and _verified(truth.latex, answer.latex)
 
 
 def _scaled(relation: Relation) -> Formula | None:
@@ -260,7 +200,7 @@ def _scaled(relation: Relation) -> Formula | None:
     match relation.sides:
         case (Formula() as left, Formula() as right):
             difference = left.minus(right)
-            first = next(filter(None, difference.values(POINTS)), None)
+            first = next(filter(None, difference.values), None)
             if difference.names and first is not None:
                 # Inequalities that differ by a negative factor are different.
                 is_ordered = relation.signs[0] in ("<", "\\le")
@@ -276,15 +216,13 @@ def normal_form(answer: Answer) -> str:
     match answer:
         case Formula():
             return _formula_text(answer)
-        case Relation(_, sides, signs):
+        case Relation(sides, signs):
             values = stated_values(answer, lenient=False)
             if values:
                 return normal_form(values[-1])
-            parts = [
-                text for pair in zip(map(normal_form, sides), [*signs, ""], strict=True) for text in pair
-            ]
             scaled = _scaled(answer)
-            return f"0 {signs[0]} {_formula_text(scaled, 1)}" if scaled else " ".join(parts).strip()
+            texts = [*signs, *map(normal_form, sides)]
+            return f"0 {signs[0]} {_formula_text(scaled, 1)}" if scaled else " ".join(texts)
         case Items(kind=kind, items=items):
             texts = list(map(normal_form, items))
             if kind == "union":
@@ -299,24 +237,64 @@ def normal_form(answer: Answer) -> str:
 
 
 def _formula_text(formula: Formula, at: int = 0) -> str:
-    value = next(islice(formula.values(POINTS), at, None), None)
-    if value is None:
+    values = [value for value in formula.values if value is not None]
+    if len(values) <= at:
         return "undefined"
     names = f" in {', '.join(sorted(formula.names))}" if formula.names else ""
-    return _number_text(value) + formula.unit * (formula.unit == "%") + names
+    return _number_text(values[at]) + formula.unit * (formula.unit == "%") + names
 
 
 def _number_text(value: Number) -> str:
-    if not context.isfinite(value):
-        return "infinity" if value > 0 else "-infinity"
-    # A root or a logarithm may be rational.
-    if is_real(value) and 1e-9 < abs(value) < 1e15:
-        exact = value if isinstance(value, Fraction) else Fraction(str(context.nstr(value.real, 60)))
-        near = exact.limit_denominator(10**9)
-        if abs(near - exact) < Fraction(1, 10**30):
-            return str(near)
-    return (
-        str(value)
-        if isinstance(value, Fraction) and value.denominator == 1
-        else str(context.nstr(context.convert(value), 20))
-    )
+    if isinstance(value, Fraction) and value.denominator == 1:
+        return str(value)
+    real = context.convert(value.real if is_real(value) else value)
+    return context.nstr(real, 20).removesuffix(".0")
+
+
+# ---- Math-Verify
+
+
+class _TooSlow(BaseException):
+    """Interrupts Math-Verify, which would catch a subclass of Exception."""
+
+
+def _verified(truth: str, answer: str) -> bool:
+    left = parsed(truth)
+    right = parsed(answer)
+    return bool(left and right) and verify(left, right, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+@functools.lru_cache(maxsize=256)
+def parsed(latex: str) -> list[Any]:
+    """Parse a formula by Math-Verify. The list is empty for one that it could compute for minutes."""
+    if len(latex) > _LONGEST_FOR_MATH_VERIFY or _HUGE.search(latex):
+        return []
+    text = re.sub(r'"([^"]*)"', r"\\text{\1}", latex)
+    # Without this configuration, Math-Verify may take the last number of a text for its value.
+    # pyrefly: ignore[bad-argument-type]  # None turns the limit off
+    return parse_latex(f"\\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
+
+
+def within_limit(call: Callable[[], Any]) -> Any:
+    """Return the result of `call`, or None if it takes more than LIMIT_S of CPU time.
+
+    Only the main thread receives signals; reward processes score in it. In other threads
+    `reward.time_limit_s` is the only limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TooSlow
+
+    # The timer counts CPU time, so that a busy machine does not change the verdict.
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+
+    try:
+        return call()
+    except _TooSlow:
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import operator
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import mpmath
 
 Number = Any  # Fraction if it is exact, otherwise context.mpf or context.mpc
-Point = Callable[[str], Any]  # the value of a variable
+Values = tuple[Any, ...]
 context = mpmath.MPContext()
 context.prec = 400
 _SAME = 2.0**-300  # relative error of two numbers that are equal
@@ -29,53 +30,50 @@ _MOST_BITS = 200_000  # maximum size of an exact number
 _LONGEST_NUMBER = 4000  # digits
 _LARGEST = 2**50  # maximum argument of a function
 _LARGEST_EXACT = 1000  # maximum argument of an exact factorial or binomial coefficient
-_MOST_STEPS = 5000  # of the computation of a formula
+_LONGEST_FORMULA = 20_000  # characters
 _NUM_POINTS = 15
 _FEWEST_POINTS = 3  # minimum number of points at which two formulas must have values
 _WHOLE = (2, 3, 5, 7)  # for formulas that have values only at integers, such as (-1)^n
 
 
 class Formula(NamedTuple):
-    """A formula by its value at a point, which is None where it has none, as in a division by zero.
+    """A formula by its values at fixed points, which are None where it has none, as in a division by zero.
 
     Attributes:
+        values: One value for each point; only one for a formula without variables.
         last_place: The value of one unit in the last place of a decimal number; None for other formulas.
         unit: "%" or the words after a number, such as "cm"; empty without a unit.
+        latex: The text of the formula.
     """
 
-    value: Callable[[Point], Number | None]
+    values: Values
     names: frozenset[str] = frozenset()
     last_place: Fraction | None = None
     unit: str = ""
-
-    @property
-    def constant(self) -> Number | None:
-        """The value of a formula without variables."""
-        return self.value(POINTS[0])
+    latex: str = ""
 
     def times(self, factor: Number, unit: str = "") -> Formula:
         place = self.last_place * factor if self.last_place and isinstance(factor, Fraction) else None
-        return Formula(lambda at: _checked(operator.mul, self.value(at), factor), self.names, place, unit)
+        return Formula(_at_each(operator.mul, self.values, (factor,)), self.names, place, unit)
 
     def minus(self, other: Formula) -> Formula:
-        return Formula(
-            lambda at: _checked(_subtract, self.value(at), other.value(at)), self.names | other.names
-        )
-
-    def values(self, points: Iterable[Point]) -> Iterator[Number]:
-        """Yield the values at the points where the formula has one."""
-        return (value for value in map(self.value, points) if value is not None)
+        values = _at_each(lambda left, right: _add(left, -right), self.values, other.values)
+        return Formula(values, self.names | other.names)
 
 
 # ---- arithmetic
 
 
+def _at_each(function: Callable[..., Number], *operands: Values) -> Values:
+    """Apply a function at each point. An operand without variables has the same value at all of them."""
+    rows = zip(*map(itertools.cycle, operands), strict=False)
+    return tuple(_checked(function, *row) for row in itertools.islice(rows, max(map(len, operands))))
+
+
 def _checked(function: Callable[..., Number], *operands: Number) -> Number | None:
-    if any(operand is None for operand in operands):
-        return None
     try:
         value = function(*operands)
-    # mpmath raises these at a pole, or when complex numbers are ordered.
+    # mpmath raises these at a pole, when complex numbers are ordered, or for an operand that is None.
     except (ArithmeticError, TypeError, ValueError):
         return None
     if not isinstance(value, Fraction):
@@ -98,10 +96,6 @@ def _add(left: Number, right: Number) -> Number:
     return Fraction(0) if is_rounding else total
 
 
-def _subtract(left: Number, right: Number) -> Number:
-    return _add(left, -right)
-
-
 def over(above: Number, below: Number) -> Number:
     return above * (1 / below if isinstance(below, Fraction) else context.mpf(1) / below)
 
@@ -121,9 +115,11 @@ def _power(base: Number, exponent: Number) -> Number:
 
 def _counted(exact: Callable[..., int], near: Callable[..., Any], *operands: Number) -> Number:
     """Return a factorial or a binomial coefficient, exactly if its operands are small whole numbers."""
-    wholes = [each for each in operands if isinstance(each, Fraction) and each.denominator == 1]
-    if len(wholes) == len(operands) and all(0 <= each <= _LARGEST_EXACT for each in wholes):
-        return Fraction(exact(*(each.numerator for each in wholes)))
+    if max(map(_size, operands)) >= _LARGEST:
+        raise ValueError("the operand is too large")
+    are_whole = all(isinstance(each, Fraction) and each.denominator == 1 for each in operands)
+    if are_whole and min(operands) >= 0 and max(operands) <= _LARGEST_EXACT:
+        return Fraction(exact(*map(int, operands)))
     return near(*map(context.convert, operands))
 
 
@@ -140,6 +136,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 FUNCTION_NAMES = frozenset(name for name in _FUNCTIONS if name.isalpha())
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
 def _apply(name: str, power: Number, value: Number) -> Number:
     """Return a power of a function; `\\sin^{-1}` is the inverse function."""
     if abs(value) >= _LARGEST:
@@ -151,12 +148,6 @@ def _apply(name: str, power: Number, value: Number) -> Number:
     return _power(Fraction(0) if abs(result) < _ZERO else result, power)
 
 
-def _binomial(above: Number, below: Number) -> Number:
-    if max(_size(above), _size(below)) >= _LARGEST:
-        raise ValueError("the binomial coefficient is too large")
-    return _counted(math.comb, context.binomial, above, below)
-
-
 # ---- the parser
 
 _GREEK = (
@@ -164,14 +155,14 @@ _GREEK = (
     "tau phi varphi chi psi omega"
 )
 GREEK_NAMES = frozenset(_GREEK.split()) | frozenset(name.capitalize() for name in _GREEK.split())
-_CONSTANTS = {"pi": context.pi, "e": context.e, "i": context.mpc(0, 1), "imath": context.mpc(0, 1)}
+# The plus rounds a constant.
+_CONSTANTS = {"pi": +context.pi, "e": +context.e, "i": context.mpc(0, 1), "imath": context.mpc(0, 1)}
 _COMMANDS = {*FUNCTION_NAMES, "sqrt", "frac", "binom", "logbase", "circ"}
 # Words that are not products of two variables.
 _SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")
 _THOUSANDS = r"\d{1,3}(?:(?:,|\{,\})\d{3})+"
 _TOKEN = re.compile(
-    r"(?P<digits>(?=[A-F]*\d)[0-9A-F]++)_(?:\{(?P<base>\d+)\}|(?P<plain_base>\d+))"
-    rf"|(?P<number>{_THOUSANDS}(?!\d)(?:\.\d+)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
+    rf"(?P<number>{_THOUSANDS}(?!\d)(?:\.\d+)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
     r"|(?P<slash>\\?)(?P<word>[A-Za-z]+)(?P<index>\s*_\s*(?:\{[^{}]*\}|\d+|\\?[A-Za-z]+))?"
 )
 _DECIMAL = re.compile(
@@ -185,21 +176,6 @@ _REPEATING = re.compile(
     rf"|(?:(?P<digit>\d)(?P=digit){{2,}}|(?P<period>\d{{2,20}}?)(?P=period)+){_ELLIPSIS})"
 )
 _CONTINUED = re.compile(rf"(?<=\d){_ELLIPSIS}\s*$")
-_MIXED = re.compile(
-    r"(?<![\w.^_{/\\)])(\d+)(?:\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s+(\d+)\s*/\s*(\d+)(?![\d.]))"
-)
-# A single digit or letter as an argument needs no braces; the index of a logarithm is its base.
-_REWRITES = (
-    (re.compile(r"\\(frac|binom)\s*(\d|[A-Za-z])\s*(?=[\d{A-Za-z\\])"), r"\\\1{\2}"),
-    (re.compile(r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d|[A-Za-z])"), r"\1{\2}"),
-    (re.compile(r"\\?log\s*_\s*(\d+|[A-Za-z])"), r"\\logbase^{\1}"),
-    (re.compile(r"\\?log\s*_"), r"\\logbase^"),
-    (re.compile(r"\\?sqrt\s*\["), r"\\sqrt^["),
-    (re.compile(r"(?:\^|\*\*)\s*\\circ(?![A-Za-z])"), r"\\circ "),
-    (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
-    (re.compile(r"\\div(?![A-Za-z])"), "/"),
-    (re.compile(r"\*\*"), "^"),
-)
 # A function without a definition would be read as a product.
 _CALL = re.compile(r"(?<![A-Za-z\\_])(?:[fghFG]\s*\(|[A-Z]\s*\(\s*\d+\s*\)|[A-Za-z]\s*\(\s*0\s*\))")
 _BRACKETS = re.compile(r"\(([^()\[\]{}]*)\)|\[([^()\[\]{}]*)\]|(?<!\\)\{([^()\[\]{}]*)(?<!\\)\}")
@@ -227,7 +203,10 @@ def _rules_of_functions(argument: str) -> tuple[tuple[re.Pattern[str], Callable[
 # the argument of a function is a product up to the next function, and one division.
 _RULES = (
     (re.compile(rf"\\frac({_MARK})({_MARK})"), over),
-    (re.compile(rf"\\binom({_MARK})({_MARK})"), _binomial),
+    (
+        re.compile(rf"\\binom({_MARK})({_MARK})"),
+        functools.partial(_counted, math.comb, context.binomial),
+    ),
     (
         re.compile(rf"\\sqrt\^({_MARK})({_MARK})"),
         lambda degree, value: _power(value, over(Fraction(1), degree)),
@@ -240,33 +219,6 @@ _RULES = (
     (re.compile(r"\|([^|\\]*;\s*)\|"), abs),
     *_rules_of_functions(rf"(\s*-?{_MARK}(?:{_MARK})*(?:\s*/{_MARK})?)(?!{_MARK}|\s*[\^!])"),
 )
-
-
-@functools.lru_cache(maxsize=4096)
-def parse(text: str) -> Formula:
-    """Parse a formula that has one value for each choice of its variables.
-
-    Raises:
-        ValueError: The text is something else, such as a set, an equation or a sentence.
-    """
-    # Dots without a repeating period only mean that the digits continue.
-    decimal = None if _REPEATING.search(text) else _DECIMAL.fullmatch(_CONTINUED.sub("", text))
-    if decimal:
-        sign, whole, decimals, *exponents = decimal.groups()
-        exponent = int("".join(filter(None, exponents))[:9] or 0)
-        value = _decimal(f"{sign}{whole}.{decimals}e{exponent}")
-        return Formula(lambda at: value, last_place=_decimal(f"1e{exponent - len(decimals)}"))
-
-    plain = _REPEATING.sub(_as_fraction, text)
-    for pattern, same in _REWRITES:
-        plain = pattern.sub(same, plain)
-    plain = _MIXED.sub(_as_sum, plain)
-    if _CALL.search(plain):
-        raise ValueError("a function without a definition")
-    parser = _Parser()
-    parser.read(plain)
-
-    return Formula(parser.value, frozenset(parser.names))
 
 
 def _as_fraction(found: re.Match[str]) -> str:
@@ -284,6 +236,55 @@ def _as_sum(found: re.Match[str]) -> str:
     return f"({whole}+{above}/{below})" if int(above) < int(below) else found.group()
 
 
+# A single digit or letter as an argument needs no braces; the index of a logarithm is its base.
+_REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (_REPEATING, _as_fraction),
+    (
+        re.compile(r"(?<![\w.,])((?=[A-F]*\d)[0-9A-F]++)_(?:\{(\d+)\}|(\d+))"),
+        lambda found: f"({int(found[1], int(found[2] or found[3]))})",
+    ),
+    (re.compile(r"\\(frac|binom)\s*(\d|[A-Za-z])\s*(?=[\d{A-Za-z\\])"), r"\\\1{\2}"),
+    (re.compile(r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d|[A-Za-z])"), r"\1{\2}"),
+    (re.compile(r"\\?log\s*_\s*(\d+|[A-Za-z])"), r"\\logbase^{\1}"),
+    (re.compile(r"\\?log\s*_"), r"\\logbase^"),
+    (re.compile(r"\\?sqrt\s*\["), r"\\sqrt^["),
+    (re.compile(r"(?:\^|\*\*)\s*\\circ(?![A-Za-z])"), r"\\circ "),
+    (re.compile(r"\\(?:cdot|times|ast)(?![A-Za-z])"), "*"),
+    (re.compile(r"\\div(?![A-Za-z])"), "/"),
+    (re.compile(r"\*\*"), "^"),
+    (
+        re.compile(
+            r"(?<![\w.^_{/\\)])(\d+)"
+            r"(?:\s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|\s+(\d+)\s*/\s*(\d+)(?![\d.]))"
+        ),
+        _as_sum,
+    ),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> Formula:
+    """Parse a formula that has one value for each choice of its variables.
+
+    Raises:
+        ValueError: The text is something else, such as a set, an equation or a sentence.
+    """
+    # Dots without a repeating period only mean that the digits continue.
+    decimal = None if _REPEATING.search(text) else _DECIMAL.fullmatch(_CONTINUED.sub("", text))
+    if decimal:
+        sign, whole, decimals, *exponents = decimal.groups()
+        exponent = int("".join(filter(None, exponents))[:9] or 0)
+        value = _decimal(f"{sign}{whole}.{decimals}e{exponent}")
+        return Formula((value,), last_place=_decimal(f"1e{exponent - len(decimals)}"))
+
+    for pattern, same in _REWRITES:
+        text = pattern.sub(same, text)
+    if len(text) > _LONGEST_FORMULA or _CALL.search(text):
+        raise ValueError("a long formula, or a function without a definition")
+
+    return _evaluated(text)
+
+
 def _decimal(digits: str) -> Fraction:
     plain, _, exponent = re.sub(r"[,{}]", "", digits).lower().partition("e")
     if len(plain) > _LONGEST_NUMBER or len(exponent) > 5 or abs(int(exponent or 0)) > _LONGEST_NUMBER:
@@ -298,46 +299,18 @@ def is_prose(word: str) -> bool:
     return lower in _SHORT_WORDS or (len(word) > 2 and bool(set(lower) & set("aeiou")) and not is_run)
 
 
-class _Parser:
-    """Replaces the parts of a formula by marks with the number of the step that computes their value."""
+def _evaluated(text: str) -> Formula:
+    """Evaluate a formula by replacing its parts by marks with the index of their values."""
+    marked: list[Values] = []
+    names: set[str] = set()
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        # The name of a variable, or a function and the numbers of the steps with its arguments.
-        self._steps: list[str | tuple[Callable[..., Number], Sequence[int]]] = []
+    def mark(values: Values, kind: str = "@") -> str:
+        marked.append(values)
+        return f"{kind}{len(marked) - 1};"
 
-    def read(self, text: str) -> None:
-        text = _TOKEN.sub(self._token, text)
-        if _TWO_NUMBERS.search(text):  # it may be a mixed number or a list
-            raise ValueError("two adjacent numbers")
-        count = 1
-        while count:
-            text, count = _BRACKETS.subn(
-                lambda found: f"&{self._flat(next(filter(None, found.groups()), ''))};", text
-            )
-        self._flat(text)
-
-    def value(self, at: Point) -> Number | None:
-        values: list[Number | None] = []
-        for step in self._steps:
-            if isinstance(step, str):
-                values.append(at(step))
-            else:
-                function, arguments = step
-                values.append(_checked(function, *(values[number] for number in arguments)))
-        return values[-1]
-
-    def _step(self, function: Callable[..., Number], *arguments: int) -> int:
-        if len(self._steps) >= _MOST_STEPS:
-            raise ValueError("the formula is too long")
-        self._steps.append((function, arguments))
-        return len(self._steps) - 1
-
-    def _token(self, found: re.Match[str]) -> str:
-        if found["number"] or found["digits"]:
-            base = int(found["base"] or found["plain_base"] or 10)
-            value = _decimal(found["number"]) if found["number"] else Fraction(int(found["digits"], base))
-            return f"#{self._step(lambda: value)};"
+    def token(found: re.Match[str]) -> str:
+        if found["number"]:
+            return mark((_decimal(found["number"]),), "#")
         word = found["word"]
         if word in _COMMANDS and not found["index"]:
             return f"\\{word}"
@@ -346,57 +319,57 @@ class _Parser:
             raise ValueError(f"the word {word!r}")
         letters = [word] if is_letter else list(word)  # `xy` is a product
         letters[-1] += re.sub(r"[\s{}\\]", "", found["index"] or "")
-        return "".join(f"@{self._variable(name)};" for name in letters)
+        names.update(letter for letter in letters if letter not in _CONSTANTS)
+        return "".join(mark(_at_points(letter)) for letter in letters)
 
-    def _variable(self, name: str) -> int:
-        if name in _CONSTANTS:
-            return self._step(lambda: +context.convert(_CONSTANTS[name]))  # the plus rounds it
-        self.names.add(name)
-        self._steps.append(name)
-        return len(self._steps) - 1
+    def replaced(function: Callable[..., Number], found: re.Match[str]) -> str:
+        functions = [group for group in found.groups() if group in _FUNCTIONS]
+        operands = [total(group) for group in found.groups() if group not in _FUNCTIONS]
+        return mark(_at_each(functools.partial(function, *functions), *operands))
 
-    def _flat(self, text: str) -> int:
-        """Return the step of a text without brackets."""
+    def flat(text: str) -> Values:
+        """Return the values of a text without brackets."""
         at = 0
         while at < len(_RULES):
-            text, count = _RULES[at][0].subn(functools.partial(self._replaced, _RULES[at][1]), text)
+            text, count = _RULES[at][0].subn(functools.partial(replaced, _RULES[at][1]), text)
             at = 0 if count else at + 1
-        return self._sum(text)
+        return total(text)
 
-    def _replaced(self, function: Callable[..., Number], found: re.Match[str]) -> str:
-        names = [group for group in found.groups() if group in _FUNCTIONS]
-        operands = [self._sum(group) for group in found.groups() if group not in _FUNCTIONS]
-        return f"@{self._step(functools.partial(function, *names), *operands)};"
-
-    def _sum(self, text: str) -> int:
-        """Return the step of a sum of products of marks."""
+    def total(text: str) -> Values:
+        """Return the values of a sum of products of marks."""
         # A space that several parts of the pattern may match takes exponential time if the text is no sum.
         text = "".join(text.split())
         if not _SUM.fullmatch(text):
             raise ValueError(f"unexpected {text!r}")
-        total = self._step(Fraction)
+        values: Values = (Fraction(0),)
         for signs, product in _TERM.findall(text):
-            value = self._step(functools.partial(Fraction, (-1) ** signs.count("-")))
-            for sign, mark in _FACTOR.findall(product):
-                value = self._step(over if "/" in sign else operator.mul, value, int(mark))
-                value = self._step(operator.neg, value) if sign.count("-") % 2 else value
-            total = self._step(_add, total, value)
-        return total
+            term: Values = (Fraction((-1) ** f"{signs}{product}".count("-")),)
+            for sign, number in _FACTOR.findall(product):
+                term = _at_each(over if "/" in sign else operator.mul, term, marked[int(number)])
+            values = _at_each(_add, values, term)
+        return values
+
+    text = _TOKEN.sub(token, text)
+    if _TWO_NUMBERS.search(text):  # it may be a mixed number or a list
+        raise ValueError("two adjacent numbers")
+    while _BRACKETS.search(text):
+        text = _BRACKETS.sub(lambda found: mark(flat(next(filter(None, found.groups()), "")), "&"), text)
+
+    return Formula(flat(text), frozenset(names))
 
 
 @functools.lru_cache(maxsize=4096)
-def _at(number: int, name: str) -> Fraction:
-    """Return the value of a variable: positive at the first eight points, then whole, then negative.
+def _at_points(name: str) -> Values:
+    """Return the values of a variable: positive at the first eight points, then whole, then negative.
 
     The values are derived from a hash, so that a verdict never differs between processes.
     """
-    digest = hashlib.sha256(f"{number % 12} {name}".encode()).digest()
-    if 8 <= number < 12:
-        return Fraction(_WHOLE[digest[0] % len(_WHOLE)])
-    return Fraction(11 + digest[0] % 89, 37 if number < 8 else -37)
-
-
-POINTS: tuple[Point, ...] = tuple(functools.partial(_at, number) for number in range(_NUM_POINTS))
+    if name in _CONSTANTS:
+        return (_CONSTANTS[name],)
+    hashed = [hashlib.sha256(f"{number % 12} {name}".encode()).digest()[0] for number in range(_NUM_POINTS)]
+    wholes = [Fraction(_WHOLE[each % len(_WHOLE)]) for each in hashed[8:12]]
+    parts = [Fraction(11 + each % 89, 37) for each in hashed]
+    return (*parts[:8], *wholes, *(-part for part in parts[12:]))
 
 
 # ---- comparison
@@ -409,49 +382,51 @@ def is_real(value: Number) -> bool:
 def same_number(left: Number, right: Number) -> bool:
     if isinstance(left, Fraction) and isinstance(right, Fraction) or not context.isfinite(left + right):
         return left == right
-    return bool(_size(_subtract(left, right)) <= _SAME * max(_size(left), _size(right)))
+    return bool(_size(_add(left, -right)) <= _SAME * max(_size(left), _size(right)))
 
 
 def same_value(left: Formula, right: Formula) -> bool:
+    """Whether two constants are equal, or two formulas with variables agree at enough points."""
     if not left.names and not right.names:
         return _same_constant(left, right)
-    agreed = 0
-    # Formulas with variables are equal if they agree at enough points.
-    for point in POINTS:
-        pair = (left.value(point), right.value(point))
-        # A root of a negative number may be another one of several complex numbers.
-        if None in pair or agreed >= _FEWEST_POINTS and not all(map(is_real, pair)):
-            continue
-        if not same_number(*pair):
-            return False
-        agreed += 1
-
-    return agreed >= _FEWEST_POINTS
+    both = (itertools.cycle(left.values), itertools.cycle(right.values))
+    points = itertools.islice(zip(*both, strict=True), _NUM_POINTS)
+    pairs = [pair for pair in points if None not in pair]
+    # A root of a negative number may be another one of several complex numbers.
+    others = [pair for pair in pairs[_FEWEST_POINTS:] if all(map(is_real, pair))]
+    is_known = len(pairs) >= _FEWEST_POINTS
+    return is_known and all(same_number(*pair) for pair in (*pairs[:_FEWEST_POINTS], *others))
 
 
 def _same_constant(left: Formula, right: Formula) -> bool:
-    pair = (left.constant, right.constant)
-    if pair[0] is None or pair[1] is None or same_number(*pair):
+    pair = (left.values[0], right.values[0])
+    if None in pair or same_number(*pair):
         return None not in pair
     # A decimal agrees up to its last place, at least six digits: 0.333333 is 1/3.
     places = [place for place in (left.last_place, right.last_place) if place is not None]
-    if not places or not all(map(is_real, pair)):
+    distance = _distance(left, right)
+    if not places or distance is None:
         return False
-    difference = _size(_subtract(*pair))
-    return bool(difference < context.convert(max(places)) and difference <= 2e-6 * max(map(_size, pair)))
+    return bool(
+        abs(distance) < context.convert(max(places)) and abs(distance) <= 2e-6 * max(map(_size, pair))
+    )
+
+
+def _distance(left: Formula, right: Formula) -> Any:
+    """Return the difference of two real constants; None for other formulas."""
+    value = left.minus(right).values[0]
+    is_known = not left.names | right.names and value is not None and is_real(value)
+    return context.convert(value).real if is_known else None
 
 
 def is_below(left: Formula, right: Formula) -> bool:
     """Whether a constant is less than another one; true if it is not known."""
-    difference = right.minus(left)
-    value = difference.constant
-    return bool(difference.names or value is None or not is_real(value) or value.real > 0)
+    distance = _distance(left, right)
+    return distance is None or bool(distance < 0)
 
 
 def is_rounded(exact: Formula, rounded: Formula) -> bool:
     """Whether a number is the other one rounded to its last place, or to an integer."""
-    difference = exact.minus(rounded)
-    value = difference.constant
-    if difference.names or value is None or not is_real(value):
-        return False
-    return bool(_size(value) <= context.convert(rounded.last_place or Fraction(1, 2)))
+    distance = _distance(exact, rounded)
+    place = context.convert(rounded.last_place or Fraction(1, 2))
+    return distance is not None and bool(abs(distance) <= place)

@@ -1,10 +1,17 @@
-"""Reads the notation of an answer: one spelling of equivalent LaTeX, its parts, and the unit of a number."""
+"""Reads the notation of an answer: one spelling of equivalent LaTeX, its parts, names, and units.
+
+A name is only the left side of a value: `x = 5` is an answer, 5. The right side of any other equation is not:
+`x + y = 5` is a line, and `3x = 9` is not solved.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
+
+from megarl.recipes.math.formula import FUNCTION_NAMES, GREEK_NAMES, is_prose
 
 _CHARACTERS = str.maketrans({
     **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
@@ -21,7 +28,7 @@ _CHARACTERS = str.maketrans({
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SPACES = (
-    r"\\[,;:> /"
+    r"(?<!\\)\\[,;:> /"
     r"]|\\(?:q?quad|[hm]space\*?\{[^{}]*\}|[mh]?skip *-?[\d.]+ *[a-z]{2}|m?kern *-?[\d.]+ *[a-z]{2}"
     r"|(?:neg)?(?:thin|med|thick)space|enspace|enskip|space|nobreakspace|nobreak|allowbreak|hfill|newline"
     r"|displaystyle|textstyle|limits|nolimits|nonumber|phantom\{[^{}]*\})(?![A-Za-z])|~|\\\n"
@@ -60,6 +67,9 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\(?:leq|leqslant|leqq)(?![A-Za-z])", r"\\le"),
     (r"\\(?:geq|geqslant|geqq)(?![A-Za-z])", r"\\ge"),
     (r"\\(?:neq|not\s*=)(?![A-Za-z])", r"\\ne"),
+    ("<=", r"\\le "),
+    (">=", r"\\ge "),
+    ("!=", r"\\ne "),
     (r"\\lt(?![A-Za-z])", "<"),
     (r"\\gt(?![A-Za-z])", ">"),
     (r"\\(?:varnothing|O)(?![A-Za-z])", r"\\emptyset"),
@@ -81,8 +91,8 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\Bbb\s*\{?([A-Z])\}?|\\mathbb\s+([A-Z])", r"\\mathbb{\1\2}"),
     (r"\\mathbb\{R\}|\\R(?![A-Za-z])|\\Re(?![A-Za-z])", r"\\mathbb{R}"),
     # Currencies.
-    (r"^(\s*-?\s*)\\?\$(?=\s*-?[\d.,]+[^$]*$)", r'\1 "dollars" '),
-    (r"(?<!\\)\$|\\[()\[\]]|[€£]|^USD(?= ?\d)", ""),
+    (r"^(\s*-?\s*)\\?\$\s*(-?[\d.,]+[^$]*?)[\s.;]*$", r'\1\2 "dollars"'),
+    (r"(?<!\\)\$|(?<!\\)\\[()\[\]]|[€£]|^USD(?= ?\d)", ""),
     # Words remain as quoted text; single letters and numbers in them are formulas.
     (
         r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|mbox|hbox|mathrm|mathbf|emph)\s*\{([^{}]*)\}",
@@ -109,10 +119,11 @@ def plain_latex(text: str) -> str:
 # ---- the parts of an answer
 
 
-_RELATIONS = re.compile(
-    r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)"
+# The signs between the sides of a relation; `P(X = 1)` is one side.
+RELATIONS = re.compile(
+    r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<|>|=)"
 )
-_SAME_SIGNS = {"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}
+SEMICOLONS = re.compile("(;)")
 # Commas, but not those of numbers such as 1,000.
 _COMMAS = re.compile(r"((?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)|,)")
 # Commas between digits that may separate thousands or items; items do not begin with a zero.
@@ -129,15 +140,12 @@ def split(text: str, separator: re.Pattern[str] = _COMMAS) -> tuple[list[str], l
     for at, piece in enumerate(separator.split(text)):
         if at % 2 == 0 or piece[0].isdigit() or depth:
             parts[-1] += piece
-            depth = _depth(piece, depth)
+            depth = depth_after(piece, depth)
         else:
-            found.append(_SAME_SIGNS.get(piece, piece))
+            found.append(piece)
             parts.append("")
 
     return [part.strip() for part in parts], found
-
-
-SEMICOLONS = re.compile("(;)")
 
 
 def with_wide_commas(text: str) -> str:
@@ -147,60 +155,94 @@ def with_wide_commas(text: str) -> str:
 
 def listed(text: str) -> list[str]:
     """Split text at "and" and at commas; return it whole if a part would be empty."""
-    joined = AND.split(text)
-    parts = [part for each in joined for part in split(each)[0]]
-    if len(joined) > 1 and all(joined):
-        return list(filter(None, parts))
+    parts = [part for each in AND.split(text) for part in split(each)[0]]
     return parts if all(parts) else [text]
 
 
-def sides_of(text: str) -> tuple[list[str], list[str]]:
-    """Split text at the signs of relations; `P(X = 1)` is one side."""
-    return split(text, _RELATIONS)
-
-
-def is_balanced(text: str) -> bool:
-    return _depth(text) == 0
-
-
-def _depth(text: str, depth: float = 0.0) -> float:
+def depth_after(text: str, depth: float = 0.0) -> float:
     """Return the number of open brackets after a text; minus infinity if one was closed that was not open."""
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            return -math.inf
-    return depth
+    steps = ((character in "([{") - (character in ")]}") for character in text)
+    depths = list(itertools.accumulate(steps, initial=depth))
+    return depths[-1] if min(depths) >= 0 else -math.inf
+
+
+# ---- names
+
+_SHORT = r"(?=.{1,100}\Z)"  # longer texts, which could take long, are no names
+_GREEK = "|".join(sorted(GREEK_NAMES, key=len, reverse=True))
+_LETTER = rf"(?:[A-Za-z]|(?:\\(?:{_GREEK}|ell|hbar)|\b(?:{_GREEK}))(?![A-Za-z]))"
+_BELOW = r"(?:_\s*(?:\{[^{}]*\}|\\[a-z]+|\w))"
+_MARKS = rf"(?:\s*(?:{_BELOW}|'|\^\s*\{{?\s*(?:\*|\\ast|\\circ)\s*\}}?))*"
+# A point is a capital letter; two to five of them are a segment, a polygon or an abbreviation.
+_POINTS = rf"[A-Z]{_MARKS}(?:\s*[A-Z]{_MARKS}){{1,4}}"
+_ACCENTED = (
+    r"\\(?:overline|overrightarrow|overleftrightarrow|widehat|widetilde|hat|bar|vec|tilde|d?dot)"
+    r"(?![A-Za-z])\s*"
+    rf"(?:\{{\s*(?:{_POINTS}|{_LETTER}{_MARKS})\s*\}}|{_LETTER}){_MARKS}"
+)
+# A geometric object or a marked letter, which is not a product of its letters.
+_LABEL = (
+    rf"(?:\\(?:measured|spherical)?angle\s*(?:[A-Z]{_MARKS}\s*)+"
+    rf"|\\(?:tri|square)angle\s*{_POINTS}|{_ACCENTED})"
+)
+VARIABLE = re.compile(rf"{_LETTER}{_MARKS}")  # a single letter with an optional index
+LABEL = re.compile(rf"{_SHORT}{_LABEL}")
+# The arguments of a function are values and events: `f(x+1) = ...` is an equation for f.
+_ARGUMENT = r"-?(?:[\w\s{}|'.]|\\(?:frac|sqrt|pi|cap|cup|mid|infty|theta|alpha|omega|lambda|bar|overline)\b)+"
+_CALL = rf"\s*(?:\(\s*{_ARGUMENT}(?:,\s*{_ARGUMENT})*\)|\[\s*[A-Z]\w*\s*\])"
+_OPERATOR = r"\\?(?:gcd|lcm|det|dim|deg|rank|tr|arg|max|min|[VvCc](?:ar|ov))(?![A-Za-z])"
+_SET = r"(?:[A-Z]'?|\\overline\s*\{[A-Z]\}|\\complement\s*(?:_\s*\{?\w\}?)?\s*[A-Z])(?:\s*\^\s*\{?[cC]\}?)?"
+_NAME = re.compile(
+    "|".join(
+        (
+            rf"(?:{_LETTER}|{_ACCENTED}|\\mathbb\s*\{{[EP]\}}){_MARKS}"
+            rf"(?:\s*\^\s*\{{?-1\}}?)?(?:{_CALL})?{_MARKS}",
+            rf"\|?\s*(?:{_POINTS}|{_ACCENTED})\s*\|?|\\frac\s*\{{\s*{_POINTS}\s*\}}\s*\{{\s*{_POINTS}\s*\}}",
+            rf"{_POINTS}\s*[/:]\s*{_POINTS}",
+            rf"[A-Z]{_MARKS}\s*\^\s*\{{?(?:-1|T|\\top)\}}?",
+            rf"m?\s*{_LABEL}",
+            rf"\(\s*{_LETTER}{_MARKS}(?:,\s*{_LETTER}{_MARKS})+\)",
+            rf"{_LETTER}{_MARKS}(?:\s*:\s*{_LETTER}{_MARKS})+",
+            r"\\frac\s*\{\s*(?:d|\\partial)(?![\w]*\d)[^{}]*\}\s*\{\s*(?:d|\\partial)[^{}]*\}",
+            rf"\|?\(?{_SET}(?:\s*\\(?:cap|cup|setminus)\s*\(?{_SET}\)?)+\|?",
+            r"\\(?:lim|sum|prod|i*int)(?![A-Za-z])[^+]*|[PE]\s*\([^()]*\)",
+            rf"{_OPERATOR}(?:_\s*\{{[^{{}}]*\}})?\s*"
+            rf"(?:\([^()=]*\)|\{{[^{{}}=]*\}}|{_LETTER}{_MARKS}(?:{_CALL})?)",
+        )
+    )
+)
+# Words, also with the points or the argument that they are about: `"Area of" ABC`, `"Var"(X)`.
+_WORDS = re.compile(
+    rf"(?:{_LETTER}{_MARKS}\s*)?\"[^\"\d=]+\"\s*(?:\\(?:tri|square)angle\s*)?"
+    rf"(?:{_POINTS}|{_LETTER}{_MARKS}|[(\[][^()=\[\]]*[)\]])?\s*(?:\"[^\"\d=]*\")?"
+)
+_ANGLE = rf"(?:\\angle\s*[A-Z]+|[A-Z]|(?:2\s*)?\\(?:{_GREEK}))"
+# A quantity that a problem asks for, such as `\sin A` or `|z|`.
+ASKED_FOR = re.compile(
+    rf"{_SHORT}(?:\\?(?:sin|cos|tan|cot|sec|csc)\s*(?:{_ANGLE}|\(\s*{_ANGLE}\s*\))"
+    rf"|\|\s*{_LETTER}{_MARKS}\s*\|)"
+)
+
+
+def is_name(text: str) -> bool:
+    """Whether the text only names a value, so that an equation with it on the left states that value."""
+    if len(text) > 100:
+        return False
+    if _NAME.fullmatch(text) or _WORDS.fullmatch(text):
+        return True
+
+    words = text.split()
+    return all(map(str.isalpha, words)) and any(map(is_prose, words)) and not FUNCTION_NAMES & set(words)
 
 
 # ---- units
 
 
 APPROXIMATELY = re.compile(r"^(?:approximately|approx\.?|about|\\approx|\\sim|=)\s*", re.IGNORECASE)
-_KNOWN_UNITS = (
-    "mm",
-    "cm",
-    "dm",
-    "km",
-    "m",
-    "mg",
-    "kg",
-    "g",
-    "lb",
-    "oz",
-    "ml",
-    "l",
-    "s",
-    "ms",
-    "min",
-    "h",
-    "hr",
-    "hrs",
-    "mph",
-    "kph",
-    "km/h",
-    "m/s",
-)
-_UNITS = (*_KNOWN_UNITS, "ft", "in", "yd", "deg", "rad", "N", "J", "W", "Hz")
+_UNITS = (
+    "mm", "cm", "dm", "km", "m", "mg", "kg", "g", "lb", "oz", "ml", "l", "s", "ms", "min", "h", "hr", "hrs",
+    "mph", "kph", "km/h", "m/s", "ft", "in", "yd", "deg", "rad", "N", "J", "W", "Hz",
+)  # fmt: skip
 # The longest come first, so that no unit matches the beginning of another.
 _ANY_UNIT = "|".join(map(re.escape, sorted(_UNITS, key=len, reverse=True)))
 _CLEAR_UNIT = re.compile(
@@ -230,23 +272,7 @@ _SAME_UNITS = {
     "cubic meter": "m^3",
     "cubic centimeter": "cm^3",
 }
-_NO_UNIT = frozenset(
-    {
-        "unit",
-        "square unit",
-        "cubic unit",
-        "sq unit",
-        "unit^2",
-        "unit^3",
-        "each",
-        "total",
-        "in total",
-        "way",
-        "solution",
-    }
-)
-
-
+_NO_UNIT = re.compile(r"(?:square |cubic |sq )?unit|unit\^[23]|each|(?:in )?total|way|solution")
 # Words after a number that are part of its value, and no unit.
 SCALES = {
     "dozen": 12,
@@ -269,7 +295,7 @@ def readings_of_units(text: str) -> list[tuple[str, str]]:
     # The argument of a function may be an angle in degrees.
     if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         return [(text, "")]
-    # Try the units in order: signs, quoted words, dollars, and known names without quotes.
+    # Try the units in order: signs, quoted words, and known names without quotes.
     for unit, pattern in _SIGNS_OF_UNITS.items():
         without = re.sub(pattern, "", text)
         if without != text:
@@ -278,19 +304,15 @@ def readings_of_units(text: str) -> list[tuple[str, str]]:
     quoted = re.search(r'^([^"]*+)"([^"]*+)"\s*((?:\^\{?[23]\}?)?)\s*$', text)
     if quoted and len(quoted[2]) == 1 and quoted[2].lower() not in map(str.lower, _UNITS):
         return [(text.replace('"', " "), "")]  # a variable
-    dollars = re.search(r'^(-?)\s*"dollars"\s*(-?[^"]*)$', text)
-    is_value = quoted is not None and re.search(r"[\d\\A-Za-z]", quoted[1])
-    ways = [(quoted[1], _unit(quoted[2] + quoted[3]))] if quoted and is_value else []
-    ways += [(dollars[1] + dollars[2], "dollar")] if dollars else []
-
-    if '"' not in text:
-        plain = APPROXIMATELY.sub("", text)
-        ways.append((plain, ""))
-        known = _CLEAR_UNIT.search(plain)
-        if known and re.search(r"\d\W*$", plain[: known.start()]):
-            way = (plain[: known.start()], _unit(known.group().strip()))
-            is_clear = len(known.group("known") or known.group("words")) > 1  # one letter may be a variable
-            ways.insert(0 if is_clear else 1, way)
+    plain = APPROXIMATELY.sub("", text)
+    ways = [(plain, "")]
+    known = _CLEAR_UNIT.search(plain)
+    if '"' in text:
+        is_value = quoted and re.search(r"[\d\\A-Za-z]", quoted[1])
+        ways = [(quoted[1], _unit(quoted[2] + quoted[3]))] if quoted and is_value else []
+    elif known and re.search(r"\d\W*$", plain[: known.start()]):
+        is_clear = len(known["known"] or known["words"]) > 1  # one letter may be a variable
+        ways.insert(0 if is_clear else 1, (plain[: known.start()], _unit(known[0].strip())))
 
     return [way for way in ways if not _NOT_UNITS.search(way[1])]
 
@@ -300,4 +322,4 @@ def _unit(text: str) -> str:
     text = re.sub(r"[{}]", "", re.sub(r"\s+", " ", text.lower().strip(" .,")))
     singular = re.sub(r"(?<=..)(?<!s)s$", "", text)
     unit = _SAME_UNITS.get(singular, _SAME_UNITS.get(text, singular))
-    return "" if unit in _NO_UNIT else unit
+    return "" if _NO_UNIT.fullmatch(unit) else unit

@@ -5,28 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megarl.recipes.math.formula import (
-    Formula,
-    context,
-    is_below,
-    is_real,
-    parse,
-    same_value,
-)
-from megarl.recipes.math.names import is_label, is_name, is_variable
+from megarl.recipes.math.formula import Formula, context, is_below, parse, same_value
 from megarl.recipes.math.notation import (
     AND,
     APPROXIMATELY,
+    LABEL,
     OR,
+    RELATIONS,
     SCALES,
     SEMICOLONS,
-    is_balanced,
+    VARIABLE,
+    depth_after,
+    is_name,
     listed,
     plain_latex,
     readings_of_units,
-    sides_of,
     split,
     with_wide_commas,
 )
@@ -40,30 +35,24 @@ class Items(NamedTuple):
     """
 
     kind: str
-    items: tuple[Answer, ...]
-
-    @property
-    def intervals(self) -> list[Items]:
-        return [item for item in self.items if isinstance(item, Items)]
-
-    @property
-    def ends(self) -> tuple[Formula, Formula]:
-        low, high = self.items
-        assert isinstance(low, Formula)
-        assert isinstance(high, Formula)
-        return low, high
+    items: tuple[Any, ...]
+    latex: str = ""
 
 
 class Relation(NamedTuple):
     """An equation or an inequality, or a chain of them, with at least two sides.
 
-    `signs` are between the sides: "=", "\\approx", "\\ne", "<" or "\\le". `left` is the text of the first
-    side, which may be only the name of the value after it.
+    `signs` are between the sides: "=", "\\approx", "\\ne", "<" or "\\le".
     """
 
-    left: str
-    sides: tuple[Answer, ...]
+    sides: tuple[Any, ...]
     signs: tuple[str, ...]
+    latex: str = ""
+
+    @property
+    def left(self) -> str:
+        """The text of the first side, which may be only the name of the value after it."""
+        return self.sides[0].latex
 
 
 class Words(NamedTuple):
@@ -71,11 +60,12 @@ class Words(NamedTuple):
 
     text: str
     is_read: bool = True
+    latex: str = ""
 
 
 Answer = Formula | Items | Relation | Words
-INFINITY = Formula(lambda at: context.inf)
-_MINUS_INFINITY = Formula(lambda at: -context.inf)
+_INFINITY = Formula((context.inf,))
+_MINUS_INFINITY = Formula((-context.inf,))
 
 _NOTHING = re.compile(
     r"(?:there (?:is|are|exists?) )?(?:none|no(?: such)?(?: "
@@ -119,16 +109,25 @@ def readings(text: str) -> tuple[Answer, ...]:
     try:
         return tuple(_read(each) for each in dict.fromkeys(meanings))
     except RecursionError:
-        return (Words(text, is_read=False),)
+        return (Words(text, is_read=False, latex=text),)
+
+
+def is_unread(answer: Answer) -> bool:
+    return isinstance(answer, Words) and not answer.is_read
 
 
 def _read(text: str) -> Answer:
+    answer = _without_text(text)
+    return answer._replace(latex=answer.latex or text)
+
+
+def _without_text(text: str) -> Answer:
     # First check fixed phrases: no solution, all real numbers.
     words = re.sub(r"\s+", " ", text.replace('"', " ")).strip()
     if _NOTHING.fullmatch(words.lower()):
         return Items("union", ())
     if _ALL_REALS.fullmatch(words):
-        return Items("union", (Items("()", (_MINUS_INFINITY, INFINITY)),))
+        return Items("union", (Items("()", (_MINUS_INFINITY, _INFINITY)),))
     if "\\forall" in text or "\\exists" in text:
         return Words(re.sub(r"\s+", "", text))  # a quantifier changes the meaning of its formula
 
@@ -143,7 +142,7 @@ def _read(text: str) -> Answer:
     if shorter != words and re.search(r"[\d\\]", shorter):
         return _read(plain_latex(shorter))
 
-    if is_label(text) or _DERIVATIVE.search(text):
+    if LABEL.fullmatch(text) or _DERIVATIVE.search(text):
         return Words(re.sub(r"\s+", "", text))
     if _DOTS.fullmatch(text):
         return Words("...")
@@ -161,19 +160,13 @@ def _several(text: str) -> Answer | None:
     """Parse several answers joined by commas, "and", "or", a union sign or plus-minus."""
     if "\\cup" in text:
         unions = [as_union(_read(part.strip())) for part in text.split("\\cup")]
-        found = [union for union in unions if union is not None]
-        return (
-            _union([part for union in found for part in union.intervals])
-            if len(found) == len(unions)
-            else None
-        )
+        return None if None in unions else _joined(unions, "or")
 
     # Alternatives of several named values are groups: `x = 1, y = 2 or x = 3, y = 4` are two points.
     alternatives = OR.split(text)
-    word = "or"
-    if len(alternatives) == 1 and text[:1] not in "([":
+    word = "or" if len(alternatives) > 1 else ","
+    if word == "," and text[:1] not in "([":
         alternatives = split(text, SEMICOLONS)[0]
-        word = ","
     if len(alternatives) > 1 and all(part.strip() for part in alternatives):
         groups = [[_read(part.strip()) for part in listed(each)] for each in alternatives]
         if all(len({item.left for item in group if isinstance(item, Relation)}) > 1 for group in groups):
@@ -191,14 +184,13 @@ def _several(text: str) -> Answer | None:
     return None
 
 
-def _joined(answers: Sequence[Answer], word: str) -> Answer | None:
-    unions = [answer for answer in answers if isinstance(answer, Items) and answer.kind == "union"]
-    if len(unions) < len(answers):
+def _joined(answers: Sequence[Any], word: str) -> Answer | None:
+    if not all(isinstance(answer, Items) and answer.kind == "union" for answer in answers):
         return Items("list", _without_lists(answers))
-    parts = [part for union in unions for part in union.intervals]
+    parts = [part for union in answers for part in union.items]
     common = None if word == "or" else _intersection(parts)
     # A comma may mean "or": no number is in `x < 1, x > 3`.
-    if word != "and" and (common is None or not is_below(*common.ends)):
+    if word != "and" and (common is None or not is_below(*common.items)):
         return _union(parts)
     return Items("union", (common,)) if common else None
 
@@ -213,16 +205,12 @@ def _without_lists(answers: Sequence[Answer]) -> tuple[Answer, ...]:
 
 def _union(parts: Sequence[Items]) -> Items:
     """Return the union of intervals. Two that touch are one: (0,1] and (1,2) are (0,2)."""
-
-    def start(part: Items) -> float:
-        value = part.ends[0].constant
-        return context.convert(value).real if value is not None and is_real(value) else 0.0
-
     kept: list[Items] = []
-    for part in sorted(parts, key=start):
+    for part in sorted(parts, key=lambda part: context.convert(part.items[0].values[0] or 0).real):
         last = kept[-1] if kept else None
-        if last and (last.kind[1] == "]" or part.kind[0] == "[") and same_value(last.ends[1], part.ends[0]):
-            part = Items(last.kind[0] + part.kind[1], (last.ends[0], part.ends[1]))
+        is_closed = last is not None and (last.kind[1] == "]" or part.kind[0] == "[")
+        if last and is_closed and same_value(last.items[1], part.items[0]):
+            part = Items(last.kind[0] + part.kind[1], (last.items[0], part.items[1]))
             kept.pop()
         kept.append(part)
     return Items("union", tuple(kept))
@@ -231,25 +219,21 @@ def _union(parts: Sequence[Items]) -> Items:
 def _intersection(parts: Sequence[Items]) -> Items | None:
     """Return the interval between a lower and an upper bound, as in 1 < x and x < 3."""
     for below, above in (parts, parts[::-1]) if len(parts) == 2 else ():
-        if below.ends[1] is INFINITY and above.ends[0] is _MINUS_INFINITY:
-            return Items(below.kind[0] + above.kind[1], (below.ends[0], above.ends[1]))
+        if below.items[1] is _INFINITY and above.items[0] is _MINUS_INFINITY:
+            return Items(below.kind[0] + above.kind[1], (below.items[0], above.items[1]))
     return None
 
 
 def _brackets(text: str) -> Answer | None:
-    opening = "\\{" if text.startswith("\\{") else text[:1]
-    closing = "\\}" if text.endswith("\\}") else text[-1:]
-    if opening not in ("(", "[", "{", "\\{") or closing not in (")", "]", "}", "\\}"):
+    found = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
+    if found is None:
         return None
-    inner = text[len(opening) : len(text) - len(closing)]
+    opening, inner, closing = found.groups()
     is_set = opening.endswith("{") and closing.endswith("}")
     # In a tuple or set such as (1,234) a comma is a separator, unless others separate the items.
-    items = split(inner)[0]
-    if len(items) == 1:
-        items = split(with_wide_commas(inner))[0]
-    if not is_set and len(items) == 1 and ";" in inner:
-        items = split(inner, SEMICOLONS)[0]
-    if not is_balanced(inner) or (len(items) == 1 and not (is_set and opening == "\\{")):
+    ways = (split(inner)[0], split(with_wide_commas(inner))[0], split(inner, SEMICOLONS)[0])
+    items = next((way for way in ways if len(way) > 1), ways[0])
+    if depth_after(inner) or (len(items) == 1 and not (is_set and opening == "\\{")):
         return None
 
     builder = re.fullmatch(r"\s*\w+\s*(?:\\in\s*\\mathbb\{R\})?\s*[|:](.*)", inner) if is_set else None
@@ -277,14 +261,13 @@ def as_union(answer: Answer) -> Items | None:
 
 
 def _relation(text: str) -> Answer | None:
-    sides, signs = sides_of(text)
+    sides, signs = split(text, RELATIONS)
     if not signs or text.startswith("\\{"):
         return None
-    # Answers such as `= 5` and `> 5` have no left side.
-    if not sides[0] and len(sides) == 2 and sides[1]:
-        return _read(sides[1]) if signs[0] in ("=", "\\approx") else _relation(f"x {signs[0]} {sides[1]}")
+    # An answer such as `> 5` has no left side.
     if not all(sides):
-        return None
+        is_bound = signs[0] not in ("=", "\\approx") and all(sides[1:])
+        return _relation(f"x {text}") if is_bound else None
 
     if signs == ["\\in"] and is_name(sides[0]):
         inner = _read(sides[1])
@@ -305,20 +288,19 @@ def _relation(text: str) -> Answer | None:
         return None
 
     read = tuple(map(_side, sides))
-    if signs[0] in ("=", "\\approx"):
-        return Relation(sides[0], read, tuple(signs))
-    interval = _interval(sides, signs)
-    if interval is not None or not all(isinstance(side, Formula) for side in read):
-        return interval
-    return Relation(sides[0], read, tuple(signs))
+    is_equation = signs[0] in ("=", "\\approx")
+    interval = None if is_equation else _interval(sides, signs)
+    if interval is None and (is_equation or all(isinstance(side, Formula) for side in read)):
+        return Relation(read, tuple(signs))
+    return interval
 
 
 def _side(text: str) -> Answer:
     side = _read(text)
     # A function is not a product with its argument.
-    is_function = is_name(text) and not is_variable(text) and ("(" in text or '"' in text)
-    is_formula = isinstance(side, Formula) or isinstance(side, Words) and not side.is_read
-    return Words(re.sub(r'[\s"]+', "", text)) if is_function and is_formula else side
+    is_function = is_name(text) and not VARIABLE.fullmatch(text) and ("(" in text or '"' in text)
+    is_formula = isinstance(side, Formula) or is_unread(side)
+    return Words(re.sub(r'[\s"]+', "", text), latex=text) if is_function and is_formula else side
 
 
 def _interval(sides: Sequence[str], signs: Sequence[str]) -> Items | None:
@@ -337,11 +319,11 @@ def _interval(sides: Sequence[str], signs: Sequence[str]) -> Items | None:
         return None
 
     if signs == ["\\ne"]:
-        return Items("union", (Items("()", (_MINUS_INFINITY, known[0])), Items("()", (known[0], INFINITY))))
+        return Items("union", (Items("()", (_MINUS_INFINITY, known[0])), Items("()", (known[0], _INFINITY))))
     # A missing bound is infinite.
     if len(ends) == 2:
         signs = ["<", *signs] if ends[0] is None else [*signs, "<"]
-        ends = [_MINUS_INFINITY, *ends] if ends[0] is None else [*ends, INFINITY]
+        ends = [_MINUS_INFINITY, *ends] if ends[0] is None else [*ends, _INFINITY]
     if len(ends) != 3 or ends[0] is None or ends[2] is None:
         return None
     brackets = ("[" if signs[0] == "\\le" else "(") + ("]" if signs[1] == "\\le" else ")")
@@ -362,7 +344,7 @@ def _is_negative_unknown(side: str) -> bool:
 def _formula(text: str) -> Formula | None:
     infinite = re.fullmatch(r"\s*([+-]?)\s*(?:\\infty|oo|inf|infinity)\s*", text)
     if infinite:
-        return _MINUS_INFINITY if infinite.group(1) == "-" else INFINITY
+        return _MINUS_INFINITY if infinite.group(1) == "-" else _INFINITY
     # A derivative is not a quotient of products with d.
     if "\\frac" in text and _DERIVATIVE.search(text):
         return None

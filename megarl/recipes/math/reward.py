@@ -6,39 +6,25 @@
 The answer is in the last \\boxed{}; see `final_answer` for responses without one. Exact numbers are compared
 exactly; a decimal equals any number that agrees with all of its digits, at least six (`0.333333` and `1/3`).
 Formulas are compared by their values at several points, and lists, sets, tuples, intervals, inequalities and
-equations by their parts. Math-Verify compares everything else, such as matrices and integrals, within LIMIT_S
-of CPU time. It requires `pip install math-verify` (in requirements/gpu.txt).
+equations by their parts. Math-Verify compares everything else, such as matrices and integrals. A comparison
+takes at most two seconds of CPU time. It requires `pip install math-verify` (in requirements/gpu.txt).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
-import signal
-import threading
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
-
-from megarl.recipes.math.equality import normal_form, same
-from megarl.recipes.math.reading import Answer, Items, Words, readings
+from megarl.recipes.math.equality import normal_form, parsed, same, within_limit
+from megarl.recipes.math.reading import Answer, is_unread, readings
 from megarl.rewards.encodable import refuse_unencodable
 from megarl.rewards.thinking import outside_thinking
 
-LIMIT_S = 2.0  # CPU time of one comparison by Math-Verify
-# Maximum characters of an answer that is parsed.
-_LONGEST = 2000
-_LONGEST_FOR_MATH_VERIFY = 500
-# Formulas that Math-Verify would compute for minutes, partly in C code that no signal interrupts: high
-# powers, factorials of large numbers, long sums.
-_HUGE = re.compile(
-    r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}"
-    r"|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)",
-    re.DOTALL,
-)
+_LONGEST = 2000  # maximum characters of an answer, or of a line without a box, that is parsed
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOSEN = re.compile(
     r"(?:(?:(?:[Tt]he )?(?:[Cc]orrect )?[Aa]nswer(?: is|:| is:)|[Oo]ption|[Cc]hoice) )?"
@@ -75,15 +61,15 @@ def compute_score(
     choice = _chosen(_unwrapped(text), _unwrapped(given))
     if choice is not None:
         return {"score": float(choice[0] == choice[1]), "answer": choice[1]}
-    answers = readings(given)
-    verdicts = [(same(truth, answer), answer) for truth in truths for answer in answers]
-    meant = next((answer for verdict, answer in verdicts if verdict), answers[0])
-    is_right = any(verdict for verdict, _ in verdicts)
-    # Math-Verify is slow, so it only decides cases that the parser cannot.
-    if not is_right and any(verdict is None for verdict, _ in verdicts):
-        is_right = _verified(text, given)
 
-    return {"score": float(is_right), "answer": normal_form(meant)[:_LONGEST]}
+    def judged() -> tuple[bool, str]:
+        answers = readings(given)
+        pairs = itertools.product(truths, answers)
+        meant = next((answer for truth, answer in pairs if same(truth, answer)), None)
+        return meant is not None, normal_form(meant or answers[0])
+
+    is_right, normal = within_limit(judged) or (False, given)
+    return {"score": float(is_right), "answer": normal[:_LONGEST]}
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
@@ -104,12 +90,11 @@ def check_truth(ground_truth: Any) -> None:
 def _read_truth(text: str) -> tuple[Answer, ...]:
     boxed = final_answer(text) if "\\boxed" in text else None
     truths = readings(boxed or text)
-    unread = _unread(truths[0])
-
     if (
         not text.strip()
         or text.strip().lower() in ("nan", "null")
-        or any(not _parsed(each) for each in unread)
+        or is_unread(truths[0])
+        and not within_limit(lambda: parsed(truths[0].latex))
     ):
         raise ValueError(
             f"the ground truth {text[:100]!r} is not a mathematical expression; write only the answer, such "
@@ -133,15 +118,6 @@ def _truth(ground_truth: Any) -> tuple[str, tuple[Answer, ...]]:
 
     text = str(ground_truth).strip()
     return text, _read_truth(text)
-
-
-def _unread(answer: Answer) -> list[str]:
-    match answer:
-        case Words(text, is_read=False):
-            return [text]
-        case Items(items=items):
-            return [text for item in items for text in _unread(item)]
-    return []
 
 
 def _chosen(truth: str, given: str) -> tuple[str, str] | None:
@@ -172,58 +148,6 @@ def _unwrapped(text: str) -> str:
     )
 
 
-# ---- Math-Verify
-
-
-class _TooSlow(BaseException):
-    """Interrupts Math-Verify, which would catch a subclass of Exception."""
-
-
-def _verified(truth: str, answer: str) -> bool:
-    left = _parsed(truth)
-    right = _parsed(answer)
-    if not left or not right:
-        return False
-
-    return bool(
-        _within_limit(lambda: verify(left, right, timeout_seconds=None, allow_set_relation_comp=True))
-    )
-
-
-def _parsed(text: str) -> list[Any]:
-    if len(text) > _LONGEST_FOR_MATH_VERIFY or _HUGE.search(text):
-        return []
-    # Without this configuration, Math-Verify may take the last number of a text for its value.
-    only_latex = [LatexExtractionConfig()]
-    # pyrefly: ignore[bad-argument-type]  # None turns the limit off
-    return _within_limit(lambda: parse(f"\\boxed{{{text}}}", only_latex, parsing_timeout=None)) or []
-
-
-def _within_limit(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`, or None if it takes more than LIMIT_S of CPU time.
-
-    Only the main thread receives signals; reward processes score in it. In other threads
-    `reward.time_limit_s` is the only limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return call()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise _TooSlow
-
-    # The timer counts CPU time, so that a busy machine does not change the verdict.
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
-
-    try:
-        return call()
-    except _TooSlow:
-        return None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
 # ---- the final answer of a response
 
 
@@ -236,7 +160,6 @@ _QUANTITY = (
 _QUANTITIES = re.compile(
     rf"(?<![\w.,]){_QUANTITY}|(?<=[$€£]){_QUANTITY}|\\frac\s*\{{[^{{}}]*\}}\{{[^{{}}]*\}}"
 )
-_LONGEST_LINE = 2000  # maximum characters that are read of a line without a box
 _SEPARATORS = re.compile(r"\s*(?:,|,?\s*\bor\b|,?\s*\band\b)\s*")
 
 
@@ -254,8 +177,8 @@ def final_answer(response: str) -> str | None:
         return _content(response, boxes[-1].end())
     said = list(_SAYS_SO.finditer(response))
     if not said:
-        return _without_box(response.strip().rpartition("\n")[2][-_LONGEST_LINE:])
-    line = response[said[-1].end() :].strip().partition("\n")[0][:_LONGEST_LINE]
+        return _without_box(response.strip().rpartition("\n")[2][-_LONGEST:])
+    line = response[said[-1].end() :].strip().partition("\n")[0][:_LONGEST]
 
     return line.strip(" .*") if re.search(r"=.*\b(?:or|and)\b.*=", line) else _without_box(line)
 
@@ -269,14 +192,11 @@ def _content(text: str, start: int) -> str | None:
         unbraced = re.match(r"-?\d+(?:\.\d+)?|\\?[A-Za-z]+|\\", text[start:])
         return unbraced.group() if unbraced else None
 
-    depth = 0
     # Escaped braces are characters of the formula, not its structure.
-    for found in re.finditer(r"(?s)\\.|[{}]", text[start:]):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if depth == 0:
-            return text[start + 1 : start + found.start()].strip() or None
-
-    return None
+    braces = list(re.finditer(r"(?s)\\.|[{}]", text[start:]))
+    depths = itertools.accumulate((found[0] == "{") - (found[0] == "}") for found in braces)
+    ends = [found.start() for found, depth in zip(braces, depths, strict=True) if depth == 0]
+    return text[start + 1 : start + ends[0]].strip() or None if ends else None
 
 
 def _without_box(line: str) -> str | None:
@@ -290,13 +210,11 @@ def _without_box(line: str) -> str | None:
     numbers = list(_QUANTITIES.finditer(equal))
     if not numbers:
         return line.strip().rstrip(".") or None
-    if len(numbers) == 1:
-        return numbers[0].group() if _stands_alone(equal, numbers[0]) else equal.strip(" .*")
-    if _is_list(equal, numbers):
+    if _is_list(equal, numbers) or len(numbers) == 1 and _stands_alone(equal, numbers[0]):
         return ", ".join(number.group() for number in numbers)
     # A calculation, such as 2 + 3.
     is_calculation = re.fullmatch(r"(?!.*[A-Za-z]{3})(?=.*[+*/^-])[\d\s.+*/^()!=\\{}A-Za-z-]*", equal)
-    return equal.strip(" .") if is_calculation else None
+    return equal.strip(" .*") if is_calculation or len(numbers) == 1 else None
 
 
 def _is_list(text: str, found: Sequence[re.Match[str]]) -> bool:
@@ -309,6 +227,4 @@ def _stands_alone(text: str, number: re.Match[str]) -> bool:
     """Whether a number is not part of a formula, such as 2 in "2x+" or "2^n"."""
     before = text[: number.start()].strip()
     after = text[number.end() :].strip(" .*")
-    if re.match(r"[\\(^+*/!_-]", after):
-        return False
-    return re.search(r"[\d\\)(^+*/_-]$", before) is None
+    return not re.match(r"[\\(^+*/!_-]", after) and not re.search(r"[\d\\)(^+*/_-]$", before)

@@ -120,6 +120,11 @@ UNDECIDED = [
     (r"\sum_{n=1}^\infty \frac{1}{n^2} = \frac{\pi^2}{6}", [r"\frac{\pi^2}{6}"], []),
     (r"\int 2x dx = x^2+C", ["x^2+C"], []),
     ("x+y=5", [], [r"\sum_{k=5}^5 k", r"\begin{pmatrix}1\\2\end{pmatrix}"]),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}, 5", [
+        r"5, \begin{bmatrix} 1 \\ 2 \end{bmatrix}"
+    ], [
+        r"\begin{pmatrix}1\\3\end{pmatrix}, 5", r"\begin{pmatrix}1\\2\end{pmatrix}, 6"
+    ]),
 ]  # fmt: skip
 
 # Separators of thousands, and commas of lists.

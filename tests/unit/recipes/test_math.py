@@ -18,7 +18,7 @@ from math_verify import parse, verify
 
 from megarl.config.schema import DataConfig, LossyText
 from megarl.data.prompts import PromptDataset
-from megarl.recipes.math import reward
+from megarl.recipes.math import equality
 from megarl.recipes.math.prepare import convert_gsm8k
 from megarl.recipes.math.reward import answer_from_truth, check_truth, compute_score
 from megarl.recipes.quickstart.prepare import make_tokenizer
@@ -208,8 +208,8 @@ def test_a_comparison_by_math_verify_that_takes_long_is_ended(monkeypatch: pytes
             with contextlib.suppress(Exception):  # as sympy does
                 math.factorial(100)
 
-    monkeypatch.setattr(reward, "LIMIT_S", 0.05)
-    monkeypatch.setattr(reward, "verify", endless)
+    monkeypatch.setattr(equality, "LIMIT_S", 0.05)
+    monkeypatch.setattr(equality, "verify", endless)
     matrix = r"\begin{pmatrix}1\\2\end{pmatrix}"
     assert compute_score("d", f"\\boxed{{{matrix}}}", matrix.replace("1", "3"), {})["score"] == 0.0
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
