@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
+from functools import reduce
 from typing import Any
 
 from megarl.config.dotted import values_at
@@ -76,9 +77,7 @@ def _type_of(path: _Path) -> Any:
 
 def _unknown(schema: type, key: str) -> ConfigError:
     """Return the loader's error for an unknown key, with the nearest key or that of another framework."""
-    values: Any = 0
-    for name in reversed(key.split(".")):
-        values = {name: values}
+    values = reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), typing.cast(Any, 0))
     problems = read_config(schema, values).problems
     return ConfigError("explain", [line for line in problems if ": is required;" not in line])
 

@@ -476,7 +476,7 @@ def test_a_rank_that_stops_in_a_weight_export_is_noticed(
         source = Trainer(group, folders.trained).source(parallel)
         source.save_hf(tmp_path / "whole", folders.trained)
         os.kill(group.pids[1], signal.SIGSTOP)
-        group.phase_time_limit_s = 4.0
+        group.limits.fixed_s = 4.0
         with pytest.raises(PhaseTimeoutError) as caught:
             source.save_hf(tmp_path / "partial", folders.trained)
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
