@@ -144,7 +144,8 @@ DEEPSEEK_V3 = Family(
     },
     models="DeepSeek-V3, R1 and V3.1, Kimi-K2 (`kimi_k2`), Moonlight",
     limits=(
-        "layers that predict further tokens are not trained, but [kept](large_models.md#multi-token-prediction)",
+        "layers that predict further tokens are not trained, but "
+        "[kept](large_models.md#multi-token-prediction)",
     ),
 )
 DEEPSEEK_V32 = replace(

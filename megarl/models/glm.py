@@ -52,6 +52,7 @@ GLM4_MOE = Family(
     sglang_differences={"a tied embedding": lambda architecture: architecture.tie_word_embeddings},
     models="GLM-4.5, 4.6 and 4.7 and their Air models",
     limits=(
-        "layers that predict further tokens are not trained, but [kept](large_models.md#multi-token-prediction)",
+        "layers that predict further tokens are not trained, but "
+        "[kept](large_models.md#multi-token-prediction)",
     ),
 )
