@@ -245,10 +245,19 @@ def _formula_text(formula: Formula, at: int = 0) -> str:
 
 
 def _number_text(value: Number) -> str:
-    if isinstance(value, Fraction) and value.denominator == 1:
-        return str(value)
-    real = context.convert(value.real if is_real(value) else value)
-    return str(context.nstr(real, 20)).removesuffix(".0")
+    if not context.isfinite(value):
+        return "infinity" if value > 0 else "-infinity"
+    # A root or a logarithm may be rational.
+    if is_real(value) and 1e-9 < abs(value) < 1e15:
+        exact = value if isinstance(value, Fraction) else Fraction(str(context.nstr(value.real, 60)))
+        near = exact.limit_denominator(10**9)
+        if abs(near - exact) < Fraction(1, 10**30):
+            return str(near)
+    return (
+        str(value)
+        if isinstance(value, Fraction) and value.denominator == 1
+        else str(context.nstr(context.convert(value), 20))
+    )
 
 
 # ---- Math-Verify
