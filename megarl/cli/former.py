@@ -38,8 +38,14 @@ def _submit(words: Sequence[str]) -> list[str]:
 
 def _score(words: Sequence[str]) -> list[str]:
     """Put `--rows` before the second positional argument, the file of responses."""
+    # The command had one option, without a value. Any other one is an override, whose value may come next.
+    takes_value = [
+        word.startswith("--") and "=" not in word and word != "--ground-truth" for word in ("", *words)
+    ]
     places = [
-        index for index, word in enumerate(words) if not word.startswith("-") and not OVERRIDE.match(word)
+        index
+        for index, word in enumerate(words)
+        if not word.startswith("-") and not OVERRIDE.match(word) and not takes_value[index]
     ]
     if len(places) < 2:
         raise ValueError("the configuration and the file of responses are required")
@@ -87,12 +93,14 @@ def _conversion(words: Sequence[str]) -> list[str]:
 
 
 def _taken(words: Sequence[str], option: str) -> tuple[str, list[str]]:
-    """Return the value of an option, and the other words."""
+    """Return the value of an option, which may be abbreviated, and the other words."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name == option and equals:
+        if len(name) <= len("--") or not option.startswith(name):
+            continue
+        if equals:
             return value, [*words[:index], *words[index + 1 :]]
-        if name == option and index + 1 < len(words):
+        if index + 1 < len(words):
             return words[index + 1], [*words[:index], *words[index + 2 :]]
     raise ValueError(f"{option} is required")
 

@@ -22,6 +22,10 @@ from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
         ("submit run.yaml a.b=1", "train --submit auto run.yaml a.b=1"),
         ("plot outputs/run", "report --png outputs/run"),
         ("score a.b=1 run.yaml rows.jsonl", "eval a.b=1 run.yaml --rows rows.jsonl"),
+        (
+            "score run.yaml --reward.time_limit_s 2 rows.jsonl",
+            "eval run.yaml --reward.time_limit_s 2 --rows rows.jsonl",
+        ),
         ("score --ground-truth run.yaml rows.jsonl", "eval --ground-truth run.yaml --rows rows.jsonl"),
         ("schema", "config --schema"),
         ("schema sft", "config --schema sft"),
@@ -31,6 +35,7 @@ from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
         ),
         ("convert megatron-to-hf --role actor --output=B --input A", "convert A B --to hf --role actor"),
         ("convert merge-adapter --input A --base C --output B", "convert A B --base C"),
+        ("convert hf-to-megatron --in A --out=B --tensor 2", "convert A B --to megatron --tensor 2"),
         ("convert inspect --json A", "convert --json A --inspect"),
         ("convert verify A B", "convert A B --verify"),
         ("plan --help", "check --help"),
