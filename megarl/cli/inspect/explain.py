@@ -13,9 +13,10 @@ from typing import Any
 from megarl.config.dotted import values_at
 from megarl.config.json_schema import explanation, section_explanation
 from megarl.config.load import read_config
+from megarl.config.migration import former_keys
 from megarl.config.readers import needs_in_words
 from megarl.config.schema import SCHEMAS, RunConfig
-from megarl.config.schema.keys import MISSING, ItemRange, Range, default_of
+from megarl.config.schema.keys import MISSING, ItemRange, Range, default_of, when_to_change
 from megarl.config.sources import PATH, Layer, read_layers
 from megarl.config.values import expected, item_section, key_types, without_null
 from megarl.machine.errors import ConfigError
@@ -76,7 +77,11 @@ def _type_of(path: _Path) -> Any:
 
 
 def _unknown(schema: type, key: str) -> ConfigError:
-    """Return the loader's error for an unknown key, with the nearest key or that of another framework."""
+    """Return the error for an unknown key: how to replace a former one, or else the loader's hint."""
+    section, _, name = re.sub(r"\[\d*\]", "[]", key).rpartition(".")
+    if (former := former_keys().get((section, name))) is not None:
+        now = f"it is now {section}.{former['ours']}" if "ours" in former else former["note"]
+        return ConfigError("explain", [f"{key}: was a key of an earlier version; {now}"])
     values = reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), typing.cast(Any, 0))
     problems = read_config(schema, values).problems
     return ConfigError("explain", [line for line in problems if ": is required;" not in line])
@@ -99,6 +104,8 @@ def _lines(key: str, path: _Path, default: Any) -> Iterator[str]:
         for choice in kind if isinstance(kind, type) and issubclass(kind, Enum) else ():
             yield f"  {choice.value}: {explanation(kind, choice.name)}"
         yield "required" if default == MISSING else f"default: {written(default)}"
+    if when := when_to_change(entry):
+        yield f"when to set it: {when}"
 
     for _, outer in path:
         yield from needs_in_words(outer)

@@ -22,6 +22,7 @@ def test_a_key_has_its_type_range_default_and_needs(capsys: pytest.CaptureFixtur
     assert lines[0] == "actor.optim.min_lr"
     assert "type: a number, at least 0" in lines
     assert "default: 0" in lines
+    assert "when to set it: `sglang` on GPUs" in explained(capsys, "rollout.engine")
     assert any(line.startswith("only with `decay` ") for line in lines)
 
     lines = explained(capsys, "algorithm.advantage.estimator")
@@ -53,6 +54,20 @@ def test_a_value_comes_from_the_last_source(tmp_path: Path, capsys: pytest.Captu
     lines = explained(capsys, "algorithm.advantage.estimator", str(file))
     assert lines[-2:] == ["value: grpo", "from: configs/algorithm/grpo.yaml"]
     assert explained(capsys, "trainer.phase_time_limit_s", str(file))[-1] == "from: the default"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("data.max_image_mb", "was a key of an earlier version; a file has at most 32 MiB"),
+        ("reward.judges[0].seed", "was a key of an earlier version; it is now reward.judges[].request.seed"),
+    ],
+)
+def test_a_key_of_an_earlier_version_says_what_to_do(
+    key: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", key]) == 2
+    assert f"{key}: {said}" in capsys.readouterr().err
 
 
 def test_an_unknown_key_has_the_hint_of_the_loader(capsys: pytest.CaptureFixture[str]) -> None:
