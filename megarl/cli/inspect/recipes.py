@@ -57,12 +57,15 @@ def _recipes() -> dict[str, Path]:
 
 
 def _found(name: str) -> Path:
-    """Return the file of a name of the list, which may also be written as `configs/NAME.yaml`."""
-    recipes = _recipes()
+    """Return the file of a name of the list, which may also be written as `configs/NAME.yaml`.
+
+    Files that others inherit from, such as `configs/base/cluster.yaml`, have a name, too.
+    """
+    files = {str(file.relative_to(CONFIGS_DIR).with_suffix("")): file for file in CONFIGS_DIR.rglob("*.yaml")}
     short = name.removeprefix(f"{CONFIGS_DIR.name}/").removesuffix(".yaml")
-    recipe = recipes.get(short) or recipes.get(f"{_PRESETS}/{short}")
+    recipe = files.get(short) or files.get(f"{_PRESETS}/{short}")
     if recipe is None:
-        near = difflib.get_close_matches(short, recipes, n=3)
+        near = difflib.get_close_matches(short, _recipes(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "`megarl recipes` lists them"
         raise ValueError(f"{name}: there is no such configuration; {hint}")
     return recipe

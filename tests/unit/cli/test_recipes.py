@@ -22,10 +22,18 @@ def test_the_list_has_every_file_with_its_size(capsys: pytest.CaptureFixture[str
     assert ["quickstart_sft", "sft"] in [row[:2] for row in rows]
 
 
-@pytest.mark.parametrize("name", ["quickstart", "configs/quickstart.yaml", "algorithm/grpo", "grpo"])
-def test_a_file_is_printed_as_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("quickstart", "quickstart"),
+        ("configs/quickstart.yaml", "quickstart"),
+        ("algorithm/grpo", "algorithm/grpo"),
+        ("grpo", "algorithm/grpo"),
+        ("configs/base/cluster.yaml", "base/cluster"),
+    ],
+)
+def test_a_file_is_printed_as_it_is(name: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "show", name]) == 0
-    file = "quickstart" if "quickstart" in name else "algorithm/grpo"
     assert capsys.readouterr().out == (CONFIGS_DIR / f"{file}.yaml").read_text(encoding="utf-8")
 
 
