@@ -114,10 +114,14 @@ def print_summary(config: RunConfig, console: Console, *, with_push: bool, is_he
 
 def _batch(config: RunConfig) -> Iterator[str]:
     samples = config.samples_per_step
-    of_prompts = f"{counted(config.prompts_per_step, 'prompt')} x {config.samples_per_prompt}"
+    of_prompts = (
+        f" ({counted(config.prompts_per_step, 'prompt')} x {config.samples_per_prompt})"
+        if isinstance(config, PPOConfig)
+        else ""
+    )
     yield (
-        f"{title_of(config)}: {counted(config.trainer.total_steps, 'step')} x {samples:,} samples "
-        f"({of_prompts}), in {counted(config.updates_per_pass, 'mini-batch')} of "
+        f"{title_of(config)}: {counted(config.trainer.total_steps, 'step')} x {samples:,} "
+        f"samples{of_prompts}, in {counted(config.updates_per_pass, 'mini-batch')} of "
         f"{counted(samples // config.updates_per_pass, 'row')}; rows of at most "
         f"{counted(config.max_row_tokens, 'token')}"
     )
