@@ -23,7 +23,7 @@ def stages(overrides: Sequence[str]) -> list[list[str]]:
     seeds = [f"{SEED}{seed}", f"data.seed={seed}"]
     return [
         ["-m", "examples.code.prepare", "--seed", seed],
-        ["-m", "megarl", "sft", "examples/code/sft.yaml", *seeds],
+        ["-m", "megarl", "train", "examples/code/sft.yaml", *seeds],
         ["-m", "megarl", "train", "examples/code/grpo.yaml", *seeds, *overrides],
     ]
 
