@@ -1,7 +1,7 @@
 """Calibrate this machine with SGLang: `python -m tests.soak.calibration`.
 
-The script runs `megarl calibrate` on the quickstart's model, prints its tables, and reads the file. It exits
-with status 1 if the decode steps were not measured, or if a larger batch does not generate faster.
+The script runs `megarl tune --calibrate` on the quickstart's model, prints its tables, and reads the file. It
+exits with status 1 if the decode steps were not measured, or if a larger batch does not generate faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIB = 2**30
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "mine.yaml")
-        if status := megarl(["calibrate", CONFIG, "--output", str(file)]):
+        if status := megarl(["tune", CONFIG, "--calibrate", str(file)]):
             return status
         source = load_device(file).sources["efficiency.decode_layer_us"]
         if not source.startswith("measured"):

@@ -35,6 +35,8 @@ def run(run_dir: str) -> int:
         )
     try:
         os.kill(owner.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        raise ValueError(f"{folder}: its {owner.describe()}, has just ended") from None
     except PermissionError:
         raise ValueError(
             f"{folder}: its {owner.describe()}, belongs to another user; ask that user to stop it"

@@ -1,4 +1,4 @@
-"""`megarl rehearse`: output and exit status, for models that consist of a `config.json`."""
+"""`megarl check --dry-run`: output and exit status, for models that consist of a `config.json`."""
 
 from __future__ import annotations
 

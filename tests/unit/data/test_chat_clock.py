@@ -63,7 +63,7 @@ def test_a_run_is_resumed_on_another_day_with_the_prompts_that_it_had(tmp_path: 
     next(begun)
     state = json.loads(json.dumps(begun.state_dict()))
 
-    # restored like in `megarl train` and `megarl sft`, before the data is read
+    # restored like in `megarl train`, before the data is read
     tuesday = tokenizer_on(TUESDAY)
     set_chat_time(tuesday, saved_chat_time(state))
     second = data_set(tmp_path, kind, tuesday)
