@@ -14,11 +14,19 @@ class Former(NamedTuple):
     Attributes:
         now: What is written instead, after `megarl`.
         rewrite: Returns the words after `megarl` for those after the former name. It raises ValueError if a
-            required option is missing.
+            required option is missing, or if the words contradict the name.
     """
 
     now: str
     rewrite: Callable[[Sequence[str]], list[str]]
+
+
+def _sft(words: Sequence[str]) -> list[str]:
+    for word in words:
+        key, equals, kind = word.removeprefix("--").partition("=")
+        if key == "kind" and equals and kind != "sft":
+            raise ValueError(f"{word} is another kind of run; use `megarl train`")
+    return ["train", "kind=sft", *words]
 
 
 def _plan(words: Sequence[str]) -> list[str]:
@@ -63,7 +71,7 @@ def _has(words: Sequence[str], option: str) -> bool:
 
 
 FORMER: Mapping[str, Former] = {
-    "sft": Former("train", lambda words: ["train", "kind=sft", *words]),
+    "sft": Former("train", _sft),
     "plan": Former("check --plan", _plan),
     "rehearse": Former("check --dry-run", lambda words: ["check", "--dry-run", *words]),
     "calibrate": Former("tune --calibrate FILE", _calibrate),
@@ -116,7 +124,7 @@ def in_current_words(words: Sequence[str]) -> list[str]:
     """Return a command line with the current name and options of its command.
 
     Raises:
-        ValueError: It is one of a former command without its required options.
+        ValueError: It is one of a former command, and lacks a required option or contradicts the command.
     """
     name, *rest = words
     if name == "convert" and rest and rest[0] in _CONVERSIONS:

@@ -86,6 +86,11 @@ def test_a_required_argument_is_still_required(
     assert capsys.readouterr().err.endswith(said)
 
 
+def test_another_kind_of_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "configs/quickstart.yaml", "kind=ppo"]) == 2
+    assert "megarl sft: kind=ppo is another kind of run; use `megarl train`" in capsys.readouterr().err
+
+
 def test_a_file_without_its_kind_is_fine_tuned(capsys: pytest.CaptureFixture[str]) -> None:
     """The former `sft` needed no `kind` in the file, and refused other keys."""
     assert main(["sft", "configs/quickstart.yaml"]) == 2
