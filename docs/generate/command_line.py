@@ -16,7 +16,7 @@ _FORMER = """## Former names
 
 These commands have another name now. Their command lines still work, with a message that contains the new one.
 
-| former command | now |
+| former command of `megarl` | now |
 |---|---|
 """
 
@@ -36,7 +36,7 @@ def commands() -> str:
             parts += [_section(f"megarl {name}", parsers[name]) for name in names]
 
     parts += ["\n", _FORMER]
-    parts += [f"| `megarl {name}` | `megarl {former.now}` |\n" for name, former in FORMER.items()]
+    parts += [f"| `{name}` | `{former.now}` |\n" for name, former in FORMER.items()]
     return "".join(parts)
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
@@ -38,9 +38,20 @@ _ALIGNMENT = 64
 _PART_BYTES = 2**20  # small enough to stay in a core's cache while it is hashed and written
 
 
-# An item to write: its key, a tensor that owns its memory or an object, the shape of the whole tensor, and
-# the position in it.
-ItemToWrite = tuple[str, Any, tuple[int, ...], tuple[int, ...]]
+class ItemToWrite(NamedTuple):
+    """An item to write.
+
+    Attributes:
+        key: The name of the tensor or object.
+        data: A tensor that owns its memory, or an object.
+        whole_shape: The shape of the whole tensor.
+        offsets: The position of `data` in the whole tensor.
+    """
+
+    key: str
+    data: Any
+    whole_shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
 
 
 class _HashedFile(io.RawIOBase):

@@ -97,6 +97,9 @@ def _conversion(words: Sequence[str]) -> list[str]:
         return ["convert", *rest, *_CONVERSIONS[name]]
     source, rest = _taken(rest, "--input")
     target, rest = _taken(rest, "--output")
+    # Without it, `convert` would write the adapter instead of the merged model.
+    if name == "merge-adapter" and not _has(rest, "--base"):
+        raise ValueError("--base is required")
     return ["convert", source, target, *_CONVERSIONS[name], *rest]
 
 

@@ -81,11 +81,11 @@ class ActorSet:
                 if resource_pool.use_gpu
                 else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group, placement_group_bundle_index=number
+                    bundle.placement_group, placement_group_bundle_index=bundle.number
                 ),
                 max_restarts=0,
             ).remote()
-            for placement_group, number, _ in bundles
+            for bundle in bundles
         ]
 
         # Ray's errors name an actor by its id.
@@ -96,7 +96,7 @@ class ActorSet:
             {role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()}
         )
         self.construction = self._construct(
-            ray.put(workers), [local_rank for _, _, local_rank in bundles], environments, on_record, at_work
+            ray.put(workers), [bundle.local_rank for bundle in bundles], environments, on_record, at_work
         )
 
         self._relays = (
@@ -340,13 +340,12 @@ def _start_relay(
 ) -> Any:
     """Start a relay on the node of its first rank."""
     records = [construction[rank].reference for rank in ranks]
-    placement_group, number, _ = bundle
     actor_class = ray.remote(Relay)
     return actor_class.options(
         # The CPU of the bundle is that of its rank.
         num_cpus=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placement_group, placement_group_bundle_index=number
+            bundle.placement_group, placement_group_bundle_index=bundle.number
         ),
         max_restarts=0,
     ).remote({rank: handles[rank] for rank in ranks}, records)

@@ -142,8 +142,8 @@ class Call:
         # Keep the location: it identifies the node and log of the process if it dies in a later call.
         self.processes.locations[self.rank] = self.record.location
         self.on_record(self.role, self.rank, self.record)
-        for _, start_s, end_s in self.record.spans[:1]:  # the whole call
-            self.processes.limits.learn(self.method, end_s - start_s)
+        for span in self.record.spans[:1]:  # the whole call
+            self.processes.limits.learn(self.method, span.end_s - span.start_s)
 
         if self.record.failure is not None:
             location = self.record.location

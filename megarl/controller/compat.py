@@ -21,9 +21,9 @@ from typing import Any
 from megarl.controller.dispatch import (
     RULES,
     Arranged,
+    CallRoute,
     CollectKind,
     Mesh,
-    Route,
     Rule,
     arrange_split,
     rule_for_rank,
@@ -45,9 +45,9 @@ from megarl.controller.worker import register as own_register
 from megarl.machine.wording import counted
 
 
-def _route_one_part_each(mesh: Mesh) -> Route:
+def _route_one_part_each(mesh: Mesh) -> CallRoute:
     ranks = tuple(range(len(mesh)))
-    return ranks, ranks, ranks
+    return CallRoute(ranks, ranks, ranks)
 
 
 def _arrange_one_each(value: Any, num_parts: int) -> Arranged:

@@ -27,10 +27,21 @@ class Dispatch(Enum):
 
 
 Mesh = tuple[RankCoordinate, ...]  # the coordinates of a group's ranks, in order
-# The ranks that run a call, the part of the arguments that each of them receives, and the ranks whose results
-# are kept, in order.
-Route = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # positional and named ones of one method call
+
+
+class CallRoute(NamedTuple):
+    """The ranks that run a call, and the part of the arguments that each of them receives.
+
+    Attributes:
+        ranks: The ranks that run the call.
+        part_of_ranks: The part that each of `ranks` receives.
+        results: The ranks whose results are kept, in order.
+    """
+
+    ranks: tuple[int, ...]
+    part_of_ranks: tuple[int, ...]
+    results: tuple[int, ...]
 
 
 class CollectKind(Enum):
@@ -56,12 +67,9 @@ class Collect(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """A planned call.
+    """A planned call: its route (see `CallRoute`), arguments and results.
 
     Attributes:
-        ranks: The ranks that run the call.
-        part_of_ranks: The part that each of `ranks` receives.
-        results: The ranks whose results are kept, in order.
         parts: The arguments of each part.
         collect: How results are combined.
     """
@@ -79,7 +87,7 @@ Arranged = tuple[tuple[Any, ...], Collect | None]
 
 
 class Rule(NamedTuple):
-    route: Callable[[Mesh], Route]
+    route: Callable[[Mesh], CallRoute]
     arrange: Callable[[Any, int], Arranged]
     collect: CollectKind
 
@@ -93,8 +101,8 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
     if any(isinstance(value, DataProtoFuture) for value in (*positional, *named.values())):
         raise ValueError("a future cannot be an argument of a call: pass future.get()")
     # Divide each argument into one value per part, then regroup the values by part.
-    ranks, part_of_ranks, kept = rule.route(mesh)
-    num_parts = max(part_of_ranks) + 1
+    route = rule.route(mesh)
+    num_parts = max(route.part_of_ranks) + 1
     values = [rule.arrange(value, num_parts) for value in positional]
     by_name = {name: rule.arrange(value, num_parts) for name, value in named.items()}
     parts = tuple(
@@ -118,7 +126,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
         )
 
     how = splits[0] if splits else Collect(rule.collect)
-    return CallPlan(ranks, part_of_ranks, kept, parts, how)
+    return CallPlan(*route, parts, how)
 
 
 def collect(results: Sequence[Any], how: Collect) -> Any:
@@ -162,16 +170,16 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
 # ---- routes
 
 
-def route_rank(rank: int) -> Callable[[Mesh], Route]:
-    return lambda mesh: ((rank,), (0,), (rank,))
+def route_rank(rank: int) -> Callable[[Mesh], CallRoute]:
+    return lambda mesh: CallRoute((rank,), (0,), (rank,))
 
 
-def route_same_to_all(mesh: Mesh) -> Route:
+def route_same_to_all(mesh: Mesh) -> CallRoute:
     ranks = tuple(range(len(mesh)))
-    return ranks, (0,) * len(mesh), ranks
+    return CallRoute(ranks, (0,) * len(mesh), ranks)
 
 
-def route_mesh(mesh: Mesh) -> Route:
+def route_mesh(mesh: Mesh) -> CallRoute:
     """Send part d to every rank of replica d.
 
     Raises:
@@ -190,7 +198,7 @@ def route_mesh(mesh: Mesh) -> Route:
     speaker = {
         coordinate.dp: rank for rank, coordinate in enumerate(mesh) if coordinate[1:] == (0, last_stage, 0)
     }
-    return (
+    return CallRoute(
         tuple(range(len(mesh))),
         tuple(coordinate.dp for coordinate in mesh),
         tuple(speaker[replica] for replica in range(sizes[0])),

@@ -46,7 +46,12 @@ class CallFailure(NamedTuple):
     hint: tuple[str, ...] = ()  # see HintedError
 
 
-PhaseSpan = tuple[str, float, float]  # the name of a call or phase, its start and its end
+class PhaseSpan(NamedTuple):
+    """A call or a phase of it. Times are seconds since the epoch."""
+
+    name: str
+    start_s: float
+    end_s: float
 
 
 class Location(NamedTuple):
@@ -115,7 +120,7 @@ class Activity:
             yield
         finally:
             # The call comes first, although its phases ended before it.
-            self._spans.insert(0, (method, self._began.start_s, self._began.now_s()))
+            self._spans.insert(0, PhaseSpan(method, self._began.start_s, self._began.now_s()))
             self._method = None
 
     @contextmanager
@@ -127,7 +132,7 @@ class Activity:
             yield
         finally:
             self._phases.pop()
-            self._spans.append((name, began.start_s, began.now_s()))
+            self._spans.append(PhaseSpan(name, began.start_s, began.now_s()))
 
     def spans(self) -> tuple[PhaseSpan, ...]:
         """Return the spans of the last call: the whole call, then its phases in the order of their end."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import ray
 from ray.util.placement_group import (
@@ -50,8 +51,12 @@ class InsufficientResourcesError(HintedError, ValueError):
     hint = hints.NO_RESOURCES
 
 
-# One process's share of a pool: its placement group, its number in that, and its number on its node.
-PoolBundle = tuple[PlacementGroup, int, int]
+class PoolBundle(NamedTuple):
+    """One process's share of a pool. `local_rank` counts within its node."""
+
+    placement_group: PlacementGroup
+    number: int
+    local_rank: int
 
 
 class RayResourcePool:
@@ -102,7 +107,7 @@ class RayResourcePool:
         self.nodes = None if nodes is None else tuple(nodes)
         self.excluded: set[str] = set() if excluded is None else excluded
         self._before = tuple(before)
-        self._node_ids: list[str] = []  # Ray's ids of `nodes`, if they are chosen
+        self._node_ids: list[str] = []  # Ray's ids of `nodes`; none before `pin`
         self._groups: list[PlacementGroup] = []
         self._reserved_on: list[str] = []  # Ray's ids of the nodes of `_groups`
 
@@ -142,7 +147,7 @@ class RayResourcePool:
                 placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups
             ]
         return [
-            (group, index, index)
+            PoolBundle(group, index, index)
             for group, count in zip(self._groups, self.process_on_nodes, strict=True)
             for index in range(count)
         ]
@@ -312,7 +317,7 @@ class _PoolPart(RayResourcePool):
     def bundles(self) -> list[PoolBundle]:
         whole = self._whole.bundles()
         return [
-            (*whole[rank][:2], local_rank)
+            whole[rank]._replace(local_rank=local_rank)
             for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)
         ]
 

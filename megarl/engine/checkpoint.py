@@ -172,12 +172,12 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
             # Megatron stores a list with one element.
-            yield entry.unique_key, [entry.data], (), ()
+            yield ItemToWrite(entry.unique_key, [entry.data])
 
 
 def _item_of(shard: Shard, copy: Callable[[Tensor, int, int], Tensor]) -> ItemToWrite:
     data = copy(shard.tensor, shard.start, shard.place.volume).view(shard.place.shape)
-    return shard.key, data, shard.shape, shard.place.starts
+    return ItemToWrite(shard.key, data, shard.shape, shard.place.starts)
 
 
 def _rng_entry(groups: ParallelGroups) -> ShardedObject:

@@ -23,6 +23,8 @@ def replaced(place: MutableMapping[str, Any], values: Mapping[str, Any]) -> Gene
     try:
         yield
     finally:
-        for name in values:
-            place.pop(name, None)
+        # Other threads must find every entry that was there before at any time.
         place.update(before)
+        for name in values:
+            if name not in before:
+                place.pop(name, None)

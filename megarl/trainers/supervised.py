@@ -150,7 +150,7 @@ class PreferenceTrainer(_SupervisedTrainer[PairModel]):
 LogProbs = Mapping[int, tuple[np.ndarray, np.ndarray]]
 
 # The files of a run's folder, by the key of the pairs.
-FILES = {
+REFERENCE_FILES = {
     "data.train_files": "reference_train.safetensors",
     "data.val_files": "reference_validation.safetensors",
 }

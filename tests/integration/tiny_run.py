@@ -314,7 +314,7 @@ def run_sft(
     data: dict[str, Any] | None = None,
     look_at_phase: Callable[[int | None, str, Actor], None] = lambda step, phase, actor: None,
 ) -> Finished:
-    """Train like `megarl train` with kind: sft.
+    """Train like `megarl train` with `kind: sft`.
 
     Args:
         data: The `state_dict` at which the loader begins.

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -44,16 +45,26 @@ _PART_AFTER = {norm: prefix for prefix, norm in NORM_BEFORE.items()}
 _OF_DENSE_LAYER = "mlp.linear_fc1.layer_norm_weight"
 
 
-# The location of a weight in the checkpoint: the name of a tensor, the weight's index in the first dimensions
-# of that tensor, and their sizes. Identical layers are stacked along a first dimension, and the experts of a
-# layer along the next.
-StoredSlice = tuple[str, tuple[int, ...], tuple[int, ...]]
+class StoredSlice(NamedTuple):
+    """The location of a weight in the checkpoint.
+
+    Identical layers are stacked along a first dimension, and the experts of a layer along the next.
+
+    Attributes:
+        key: The name of a tensor.
+        leading: The weight's index in the first dimensions of that tensor.
+        sizes: The sizes of these dimensions.
+    """
+
+    key: str
+    leading: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 def stored_slice(architecture: Architecture, weight: Weight) -> StoredSlice:
     """Return where Megatron stores a weight. Layers of several kinds are not stacked."""
     if weight.layer is None:
-        return weight.megatron_name, (), ()
+        return StoredSlice(weight.megatron_name, (), ())
     return _places(architecture, weight)[stores_layers_apart(architecture)]
 
 
@@ -72,9 +83,10 @@ def _places(architecture: Architecture, weight: Weight) -> tuple[StoredSlice, St
         leading = (weight.expert,)
         sizes = (architecture.num_experts,)
 
-    stacked_sizes = (architecture.num_hidden_layers, *sizes)
-    stacked = f"decoder.layers.{rest}", (weight.layer, *leading), stacked_sizes
-    return stacked, (f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
+    stacked = StoredSlice(
+        f"decoder.layers.{rest}", (weight.layer, *leading), (architecture.num_hidden_layers, *sizes)
+    )
+    return stacked, StoredSlice(f"decoder.layers.{weight.layer}.{rest}", leading, sizes)
 
 
 def _layout_in_words(sizes: Layout) -> str:
@@ -145,9 +157,8 @@ def open_distributed(
         if weight.is_copy or (has_adapters and not weight.trains):
             continue
         place = _find(folder, architecture, model, prefix, weight)
-        key, _, _ = place
-        used.add(key)
-        tensor = model[key]
+        used.add(place.key)
+        tensor = model[place.key]
         for name, piece in _stored_pieces(index, architecture, place, tensor, weight):
             found.setdefault(name, []).append(piece)
             dtypes[name] = tensor.dtype
@@ -201,26 +212,25 @@ def _find(
     """
     candidates = [stored_slice(architecture, weight)]
     if is_adapter(weight.tensors[0].name):
-        candidates = [(weight.megatron_name, (), ())]
+        candidates = [StoredSlice(weight.megatron_name, (), ())]
     elif weight.layer is not None:
         stacked, own = _places(architecture, weight)
         candidates += [stacked, own]
         if weight.expert is None:
-            candidates.append((weight.megatron_name, (), ()))
+            candidates.append(StoredSlice(weight.megatron_name, (), ()))
         # Megatron's local layers use the name of a dense layer.
         separate = NORM_BEFORE[FEED_FORWARD]
         if weight.megatron_name.endswith(separate):
             candidates += [
-                (key.replace(separate, _OF_DENSE_LAYER), leading, sizes)
-                for key, leading, sizes in (stacked, own)
+                place._replace(key=place.key.replace(separate, _OF_DENSE_LAYER)) for place in (stacked, own)
             ]
 
-    for key, leading, sizes in candidates:
-        if prefix + key in model:
-            return prefix + key, leading, sizes
+    for place in candidates:
+        if prefix + place.key in model:
+            return place._replace(key=prefix + place.key)
 
     raise CheckpointError(
-        f"{folder}: {prefix}{candidates[0][0]} is missing; config.json requires {weight.tensors[0].name} "
+        f"{folder}: {prefix}{candidates[0].key} is missing; config.json requires {weight.tensors[0].name} "
         f"{weight.tensors[0].shape}"
     )
 
@@ -232,7 +242,7 @@ def _stored_pieces(
     tensor: DistributedTensor,
     weight: Weight,
 ) -> Iterator[tuple[str, StoredPiece]]:
-    _, leading, _ = place
+    leading = place.leading
     num_leading = len(leading)
     shape = tensor.shape[num_leading:]
     view = _check_shape(index, architecture, place, tensor, weight)
@@ -276,16 +286,15 @@ def _check_shape(
     weight: Weight,
 ) -> tuple[int, ...]:
     """Return the view in which the weight's pieces are slices."""
-    key, _, sizes = place
     # The stored vocabulary may be padded to any number of rows.
     has_more_rows = weight.cut is Cut.vocabulary and tensor.shape[0] >= architecture.vocab_size
     view = shard_view(weight, whole_layout(architecture, tensor.shape[0] if has_more_rows else None))
     num_split = num_row_axes(weight.cut)
-    expected = (*sizes, prod(view[:num_split]), *view[num_split:])
+    expected = (*place.sizes, prod(view[:num_split]), *view[num_split:])
 
     if tensor.shape != expected:
         raise CheckpointError(
-            f"{index.folder}: {key} has shape {tensor.shape}, config.json requires {expected}"
+            f"{index.folder}: {place.key} has shape {tensor.shape}, config.json requires {expected}"
         )
 
     return view

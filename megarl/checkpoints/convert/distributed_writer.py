@@ -142,11 +142,11 @@ class _Writer:
             elements = self._elements(item, room)
             # torch.save writes the whole storage of a tensor, even for a view of a part of it.
             data = torch.frombuffer(bytes_of(elements), dtype=elements.dtype).view(item.chunk)
-            yield item.key, data, item.shape, item.offsets
+            yield ItemToWrite(item.key, data, item.shape, item.offsets)
         for key in objects:
             self._workers.check()
             # Megatron requires these entries, which may be empty.
-            yield key, [None], (), ()
+            yield ItemToWrite(key, [None])
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
         """Return the slice of the rank's shard, contiguous. Padding rows of the vocabulary are zero."""
@@ -277,9 +277,8 @@ def _items(
         max_volume = max_item_bytes // dtype_of(weight, dtype).itemsize
         for tensor_slice in _slices(weight, layout, max_volume):
             shape, offsets, chunk = _place(architecture, weight, layout, tensor_slice)
-            key, _, _ = stored_slice(architecture, weight)
             yield PlannedItem(
-                key=key,
+                key=stored_slice(architecture, weight).key,
                 shape=shape,
                 offsets=offsets,
                 chunk=chunk,

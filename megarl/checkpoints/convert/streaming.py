@@ -144,7 +144,7 @@ def _check_space(folder: Path, nbytes: int) -> None:
     if free < nbytes:
         raise CheckpointError(
             f"{folder}: needs {nbytes:,} bytes, but only {free:,} are free on its disk; free some, or give "
-            f"another --output"
+            f"another folder"
         )
 
 

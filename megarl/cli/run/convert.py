@@ -66,15 +66,15 @@ def run(source: Path | str, target: Path | str | None, **options: Any) -> int:
     Raises:
         ValueError: The options do not fit together.
     """
-    wishes = argparse.Namespace(**options)
+    settings = argparse.Namespace(**options)
     if not isinstance(target, Path):
         raise ValueError("give TARGET, a new or empty folder on this machine, or --inspect")
-    if wishes.json:
+    if settings.json:
         raise ValueError("--json requires --inspect")
     with _errors_in_one_line() as failed:
         check_new(target)  # before large files are read
         with _downloaded(target.parent, source) as (folder,):
-            _convert(folder, target, wishes)
+            _convert(folder, target, settings)
     return USER_ERROR if failed else GOOD
 
 
@@ -117,14 +117,14 @@ def verify(
     return GOOD if same else NOT_THE_SAME
 
 
-def _convert(folder: Path, target: Path, wishes: argparse.Namespace) -> None:
+def _convert(folder: Path, target: Path, settings: argparse.Namespace) -> None:
     start_s = time.monotonic()
     # An adapter in PEFT's format does not specify its model.
-    companions = wishes.base if has_adapter(folder) and wishes.base is not None else wishes.config
-    model = open_model(folder, wishes.role, wishes.trust_remote_code, companions)
-    write = _writer(model, target, wishes)
+    companions = settings.base if has_adapter(folder) and settings.base is not None else settings.config
+    model = open_model(folder, settings.role, settings.trust_remote_code, companions)
+    write = _writer(model, target, settings)
     with _progress_bar("convert") as report:
-        num_files, nbytes = write(model, _dtype(wishes.dtype), report)
+        num_files, nbytes = write(model, _dtype(settings.dtype), report)
     seconds = time.monotonic() - start_s
     print(
         f"{target}: {counted(model.num_parameters, 'parameter')}, {counted(nbytes, 'byte')} "
@@ -166,8 +166,8 @@ def _downloaded(parent: Path | None, *models: Path | str) -> Generator[list[Path
         ]
 
 
-def _writer(model: ModelSource, target: Path, wishes: argparse.Namespace) -> _Writer:
-    """Return the function that writes the model as the options ask for.
+def _writer(model: ModelSource, target: Path, settings: argparse.Namespace) -> _Writer:
+    """Return the function that writes the model as the options require.
 
     Raises:
         CheckpointError: The model cannot be written so.
@@ -175,32 +175,32 @@ def _writer(model: ModelSource, target: Path, wishes: argparse.Namespace) -> _Wr
     """
     is_adapter = model.architecture.lora is not None
     by_default = _MEGATRON if model.kind == HUGGING_FACE else _HUGGING_FACE
-    to = wishes.to or (_HUGGING_FACE if wishes.base is not None else by_default)
+    to = settings.to or (_HUGGING_FACE if settings.base is not None else by_default)
     sizes = {
-        "tensor_parallel_size": wishes.tensor_parallel_size,
-        "pipeline_parallel_size": wishes.pipeline_parallel_size,
-        "virtual_pipeline_parallel_size": wishes.virtual_pipeline_parallel_size,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "virtual_pipeline_parallel_size": settings.virtual_pipeline_parallel_size,
     }
-    if wishes.base is not None and not is_adapter:
+    if settings.base is not None and not is_adapter:
         raise CheckpointError(f"{model.folder}: has no adapters; convert it without --base")
 
     if to == _MEGATRON:
-        if wishes.base is not None:
+        if settings.base is not None:
             raise ValueError("--base writes a Hugging Face folder; convert that one to Megatron's format")
         if is_adapter:
             raise CheckpointError(
                 f"{model.folder}: is an adapter; start a run from it with actor.lora.path, or merge it with "
                 "--base HF_DIR"
             )
-        if wishes.dtype == FP8 or wishes.max_shard_size != DEFAULT_SHARD_BYTES:
+        if settings.dtype == FP8 or settings.max_shard_size != DEFAULT_SHARD_BYTES:
             raise ValueError("--dtype fp8 and --max-shard-size require --to hf")
         layout = Layout(**sizes, data_parallel_size=1)
         return lambda source, dtype, report: write_distributed(source, target, layout, dtype, report)
 
     if list(sizes.values()) != [1, 1, None]:
         raise ValueError("a layout requires --to megatron; a Hugging Face folder has none")
-    if is_adapter and wishes.base is None:
-        if wishes.dtype == FP8:
+    if is_adapter and settings.base is None:
+        if settings.dtype == FP8:
             raise CheckpointError(
                 f"{model.folder}: has adapters, which are not quantized; merge them into the base model with "
                 "--base HF_DIR, or use --dtype bfloat16"
@@ -208,10 +208,10 @@ def _writer(model: ModelSource, target: Path, wishes: argparse.Namespace) -> _Wr
         return lambda source, dtype, report: write_peft(source, target, dtype, report)
 
     def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> tuple[int, int]:
-        if wishes.base is not None:
-            source = merged_source(source, open_hugging_face(wishes.base, wishes.trust_remote_code))
-        kept = _read_kept_tensors(source, target, dtype, has_original=wishes.config is not None)
-        return write_hugging_face(source, target, dtype, wishes.max_shard_size, report, kept)
+        if settings.base is not None:
+            source = merged_source(source, open_hugging_face(settings.base, settings.trust_remote_code))
+        kept = _read_kept_tensors(source, target, dtype, has_original=settings.config is not None)
+        return write_hugging_face(source, target, dtype, settings.max_shard_size, report, kept)
 
     return write
 

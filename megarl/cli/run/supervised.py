@@ -32,7 +32,13 @@ from megarl.roles.start import start_pair_reference, start_preferences, start_sf
 from megarl.tracking.run_files import writing
 from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.recovery import step_recovery
-from megarl.trainers.supervised import FILES, PreferenceTrainer, SFTTrainer, compute_reference, read_reference
+from megarl.trainers.supervised import (
+    REFERENCE_FILES,
+    PreferenceTrainer,
+    SFTTrainer,
+    compute_reference,
+    read_reference,
+)
 
 _TRAIN = "data.train_files"
 _HELD_OUT = "data.val_files"
@@ -160,7 +166,7 @@ class _Reference:
             self._absent[key] = (pairs, read_reference(config, pairs, needed, self._file(key)))
 
     def _file(self, key: str) -> Path:
-        return self._session.output_dir / FILES[key]
+        return self._session.output_dir / REFERENCE_FILES[key]
 
     @property
     def is_incomplete(self) -> bool:

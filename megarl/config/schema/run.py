@@ -334,7 +334,7 @@ class PlacementConfig:
     # peak of one device, for `perf/mfu/*`; null: the bfloat16 peak of a known GPU
     device_peak_tflops: float | None = ranged(None, above=0)
     # kind of device, for predicted step times: a name in configs/devices, or a file of
-    # `megarl tune --calibrate`, relative to the current folder; null: a run logs no prediction
+    # `tune --calibrate`, relative to the current folder; null: a run logs no prediction
     device_profile: str | None = None
     # how to handle a device whose estimate exceeds its memory
     over_budget: OverBudget = only_with(OverBudget.refuse, Reader(".device_memory_gb", example="72"))

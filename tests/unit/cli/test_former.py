@@ -76,6 +76,10 @@ def test_a_simulation_is_a_part_of_its_own() -> None:
     ("typed", "said"),
     [
         (["calibrate", "run.yaml"], "megarl calibrate: --output is required, which is --calibrate now\n"),
+        (
+            ["convert", "merge-adapter", "--input", "A", "--output", "B"],
+            "megarl convert: --base is required\n",
+        ),
         (["score", "run.yaml"], "megarl score: the configuration and the file of responses are required\n"),
     ],
 )

@@ -44,8 +44,15 @@ def test_spans_hold_the_call_and_its_phases() -> None:
                 pass
 
     spans = activity.spans()
-    assert [name for name, _, _ in spans] == ["update", "forward", "step"]
-    assert spans[0][1] <= spans[1][1] <= spans[1][2] <= spans[2][1] <= spans[2][2] <= spans[0][2]
+    assert [span.name for span in spans] == ["update", "forward", "step"]
+    assert (
+        spans[0].start_s
+        <= spans[1].start_s
+        <= spans[1].end_s
+        <= spans[2].start_s
+        <= spans[2].end_s
+        <= spans[0].end_s
+    )
 
 
 def test_a_worker_outside_a_group_is_rank_zero_of_one() -> None:

@@ -49,11 +49,11 @@ def test_every_mode_has_a_rule() -> None:
 def test_megatron_mesh_pairs_replicas_with_parts_and_picks_the_last_stage() -> None:
     # Megatron's order for tp=2, dp=2, pp=2: tp fastest, then dp, then pp.
     mesh = tuple(RankCoordinate(dp=dp, tp=tp, pp=pp) for pp in range(2) for dp in range(2) for tp in range(2))
-    _, parts, results = route_mesh(mesh)
-    assert parts == (0, 0, 1, 1, 0, 0, 1, 1)
-    assert results == (4, 6)
+    route = route_mesh(mesh)
+    assert route.part_of_ranks == (0, 0, 1, 1, 0, 0, 1, 1)
+    assert route.results == (4, 6)
     with_context = tuple(RankCoordinate(dp=dp, cp=cp) for dp in range(2) for cp in range(2))
-    assert route_mesh(with_context)[2] == (0, 2)
+    assert route_mesh(with_context).results == (0, 2)
 
 
 def test_a_mesh_with_a_hole_is_refused() -> None:

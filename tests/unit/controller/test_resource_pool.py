@@ -84,8 +84,9 @@ def test_gpus_of_each_process() -> None:
 def test_parts_stand_on_the_bundles_of_the_whole(ray_cluster: None) -> None:
     whole = RayResourcePool([2], use_gpu=False, name="engines")
     parts = whole.split()
-    assert [part.bundles()[0][1:] for part in parts] == [(0, 0), (1, 0)]
-    assert parts[1].bundles()[0][0] == whole.bundles()[1][0]
+    assert [part.bundles()[0].number for part in parts] == [0, 1]
+    assert [part.bundles()[0].local_rank for part in parts] == [0, 0]
+    assert parts[1].bundles()[0].placement_group == whole.bundles()[1].placement_group
     with pytest.raises(ValueError, match="release the whole pool"):
         parts[0].release()
     whole.release()
@@ -106,7 +107,9 @@ def test_a_pool_waits_for_devices_in_use_and_then_names_their_holder(ray_cluster
     holder = ResourcePoolManager({"held": [12]}, {"actor": "held"}, use_gpu=False)
     holder.create_resource_pool()
     pool = holder.get_resource_pool("actor")
-    assert [bundle[1:] for bundle in pool.bundles()] == [(rank, rank) for rank in range(12)]
+    assert [(bundle.number, bundle.local_rank) for bundle in pool.bundles()] == [
+        (rank, rank) for rank in range(12)
+    ]
     late = RayResourcePool([2], use_gpu=False, name="late", wait_limit_s=0.5)
 
     with pytest.raises(
