@@ -98,8 +98,9 @@ def _conversion(words: Sequence[str]) -> list[str]:
     source, rest = _taken(rest, "--input")
     target, rest = _taken(rest, "--output")
     # Without it, `convert` would write the adapter instead of the merged model.
-    if name == "merge-adapter" and not _has(rest, "--base"):
-        raise ValueError("--base is required")
+    if name == "merge-adapter":
+        base, rest = _taken(rest, "--base")
+        rest = ["--base", base, *rest]
     return ["convert", source, target, *_CONVERSIONS[name], *rest]
 
 
