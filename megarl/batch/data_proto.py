@@ -49,8 +49,8 @@ class DataProto:
     are stored. Token columns are always stored as rows of tokens: padded ones are converted when the batch is
     created (see token_rows).
 
-    Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`
-    and `to`, which change the batch in place (and return the removed columns, or the batch). A
+    Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`,
+    `reorder` and `to`, which change the batch in place (and return the removed columns, or the batch). A
     process receives its own copy of a batch, except for the values of rows of tokens, which are never
     written.
 
@@ -101,6 +101,25 @@ class DataProto:
             )
 
         return cls._of(tensors, arrays, dict(meta_info or {}), num_rows)
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
+        """Build a batch, sorting the values by type: tensors, and numpy arrays and lists."""
+        tensors = {
+            key: value for key, value in data.items() if isinstance(value, (torch.Tensor, RaggedTensor))
+        }
+        others = {key: value for key, value in data.items() if key not in tensors}
+
+        for key, value in others.items():
+            if not isinstance(value, (np.ndarray, list)):
+                raise ValueError(
+                    f"DataProto: {key!r} is a {type(value).__name__}; rows must be a tensor, numpy array or "
+                    f"list"
+                )
+
+        return cls.from_dict(tensors, others, meta_info)
 
     def check_consistency(self) -> None:
         """Check that all tensors and arrays have the same number of rows.
@@ -189,6 +208,26 @@ class DataProto:
             dict(self.meta_info),
             {key: column.select(places) for key, column in self.ragged.items()},
         )
+
+    def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
+        """Reorder the rows in place: row i becomes the old row indices[i].
+
+        Raises:
+            ValueError: `indices` is not a permutation of the rows.
+        """
+        order = row_index(indices, len(self))
+        if not np.array_equal(np.sort(order), np.arange(len(self))):
+            raise ValueError(
+                f"reorder: the indices are not a permutation of {counted(len(self), 'row')}; select_idxs "
+                "selects any rows"
+            )
+
+        ordered = self._rows(order)
+        self.batch = ordered.batch
+        self.non_tensor_batch = ordered.non_tensor_batch
+        self.ragged = ordered.ragged
+
+        return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
         """Return a batch with B * times rows.

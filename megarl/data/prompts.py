@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -180,13 +180,16 @@ def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list
     return [*required, *named], [name for name in optional if name not in named]
 
 
-def read_reward_inputs(
-    row: DataRow, columns: PromptColumnsConfig
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return what a reward function gets from a row of `read_prompt_rows` or `read_reward_rows`.
+class RewardInputs(NamedTuple):
+    """The inputs of a reward function from a row, in addition to the response."""
 
-    These are `data_source`, `reward_model` and `extra_info`. Raises DataError.
-    """
+    data_source: str
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any]
+
+
+def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInputs:
+    """Return the reward inputs of a row of `read_prompt_rows` or `read_reward_rows`. Raises DataError."""
     if columns.ground_truth is not None:
         reward_model = {"style": "rule", GROUND_TRUTH: row.values[columns.ground_truth]}
     elif GROUND_TRUTH in row.values and columns.reward_model not in row.values:
@@ -218,7 +221,7 @@ def read_reward_inputs(
                 f"{problem}; give it a name, or set data.columns.data_source=null for the file's",
             )
 
-    return source, reward_model, extra_info
+    return RewardInputs(source, reward_model, extra_info)
 
 
 def _check_sandbox_image(
@@ -276,9 +279,9 @@ def read_prompt(
         problem = "the last message is the assistant's, so the model would answer its own answer"
         raise row.error(columns.prompt, f"{problem}; end the prompt with the message to be answered")
 
-    source, reward_model, extra_info = read_reward_inputs(row, columns)
+    inputs = read_reward_inputs(row, columns)
     if harness is not None:
-        _check_sandbox_image(row, columns.extra_info, extra_info, harness)
+        _check_sandbox_image(row, columns.extra_info, inputs.extra_info, harness)
     try:
         # The checks of the text do not concern images.
         text = without_placeholders(messages) if images else messages
@@ -297,11 +300,4 @@ def read_prompt(
     if not token_ids:
         raise DataError(f"{row.file}, row {row.number}: the chat template renders the prompt to no tokens")
 
-    return Prompt(
-        token_ids=tuple(token_ids),
-        messages=messages,
-        data_source=source,
-        reward_model=reward_model,
-        extra_info=extra_info,
-        images=images,
-    )
+    return Prompt(token_ids=tuple(token_ids), messages=messages, images=images, **inputs._asdict())

@@ -59,13 +59,13 @@ def first_sample(data: DataConfig) -> ScoreRequest | None:
     """
     try:
         for row in read_prompt_rows(data.train_files, data.columns):
-            source, reward_model, extra_info = read_reward_inputs(row, data.columns)
+            inputs = read_reward_inputs(row, data.columns)
             return ScoreRequest(
                 "",
-                source,
+                inputs.data_source,
                 SOLUTION,
-                reward_model["ground_truth"],
-                extra_info,
+                inputs.reward_model["ground_truth"],
+                inputs.extra_info,
                 messages=chat_messages(row, data.columns.prompt, data.system_prompt),
             )
     except DataError:  # reported by the check of the data
@@ -91,8 +91,7 @@ def judge_data_sources(config: PPOConfig) -> Iterator[Finding]:
     for file in dict.fromkeys(config.data.train_files):
         try:
             for row in read_reward_rows([file], config.data.columns):
-                source, *_ = read_reward_inputs(row, config.data.columns)
-                sources.add(source)
+                sources.add(read_reward_inputs(row, config.data.columns).data_source)
         except DataError:  # reported by the check of the data
             continue
     if (problem := absent_teacher(config, sources)) is not None:

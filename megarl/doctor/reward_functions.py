@@ -84,9 +84,10 @@ def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow
         for file in dict.fromkeys(files if key not in skipped else ()):
             try:
                 for row in read_reward_rows([file], data.columns):
-                    source, reward_model, extra_info = read_reward_inputs(row, data.columns)
+                    inputs = read_reward_inputs(row, data.columns)
+                    truth = inputs.reward_model[GROUND_TRUTH]
                     yield (
-                        TruthRow(file, row.number, source, reward_model[GROUND_TRUTH], extra_info),
+                        TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info),
                         key == "data.val_files",
                     )
             except DataError:  # reported by the check of the data

@@ -32,7 +32,7 @@ from markdown_it import MarkdownIt
 
 from megarl.machine.sandbox import run_program, strongest
 from megarl.machine.sandbox_levels import Level, SandboxLimits
-from megarl.rewards.code_interpreters import Evaluated, Judge, ProgramSide
+from megarl.rewards.code_interpreters import Judge, ProgramSide, Value
 from megarl.rewards.code_tests import AssertTest, CallTest, CodeTest, StreamTest, long_integers, read_tests
 from megarl.rewards.code_values import decode, same_as_json
 from megarl.rewards.thinking import outside_thinking
@@ -165,10 +165,10 @@ class ProgramTester:
             case StreamTest():
                 return self._prints(test)
             case CallTest():
-                data, how, _ = value = self._side.value(number, test.call, test.imports)
-                if how != "value":
+                value = self._side.value(number, test.call, test.imports)
+                if value.how != "value":
                     return self._failure(value)
-                return is_expected_value(data, test, self._tolerance)
+                return is_expected_value(value.data, test, self._tolerance)
             case AssertTest():
                 holds, missing = self._judge.holds(number, test, self._side)
                 return holds if missing is None else self._failure(missing)
@@ -177,9 +177,8 @@ class ProgramTester:
         self._side.close()
         self._judge.close()
 
-    def _failure(self, value: Evaluated) -> bool | None:
-        _, how, was_fresh = value
-        may_change = how == "time" or (how == "died" and self._shared and not was_fresh)
+    def _failure(self, value: Value) -> bool | None:
+        may_change = value.how == "time" or (value.how == "died" and self._shared and not value.was_fresh)
         return None if may_change else False
 
     def _prints(self, test: StreamTest) -> bool | None:

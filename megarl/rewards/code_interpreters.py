@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megarl.machine.sandbox_levels import Level, SandboxLimits
 from megarl.machine.sandbox_session import SandboxSession
@@ -102,10 +102,19 @@ def judge(judged, imports, is_new, value):
 """
 
 
-type How = Literal["value", "raised", "time", "died"]
-# The data of an evaluated expression, None unless it ended with a value; how it ended ("died": its process
-# ended or printed too much); and whether nothing had run in its process before.
-type Evaluated = tuple[Any, How, bool]
+class Value(NamedTuple):
+    """The result of an expression that the program evaluated.
+
+    Attributes:
+        data: The value as returned by `code_values.encode`; None unless `how` is "value".
+        how: "value"; "raised"; "time": the time limit was exceeded; "died": the process ended or printed too
+            much.
+        was_fresh: Whether nothing had run in its process before.
+    """
+
+    data: Any
+    how: Literal["value", "raised", "time", "died"]
+    was_fresh: bool
 
 
 class SandboxedInterpreter:
@@ -119,8 +128,11 @@ class SandboxedInterpreter:
         self._session = SandboxSession(level, limits)
         self._is_ready = False
 
-    def ask(self, expression: str) -> Evaluated:
-        """Return the JSON that the expression prints."""
+    def ask(self, expression: str) -> tuple[Any, Literal["value", "time", "died"], bool]:
+        """Return the JSON that the expression prints.
+
+        The result also contains how the evaluation ended, and whether the process was fresh.
+        """
         was_fresh = not self._is_ready
         # A fresh process must run the setup first.
         program = expression if self._is_ready else f"{self._setup}\n{expression}"
@@ -157,7 +169,7 @@ class ProgramSide:
     def __init__(self, program: str, level: Level, limits: SandboxLimits) -> None:
         self._interpreter = SandboxedInterpreter(_PROGRAM_SIDE.format(program=program), level, limits)
 
-    def value(self, test: int, source: str, imports: Mapping[str, str], bound: Any = None) -> Evaluated:
+    def value(self, test: int, source: str, imports: Mapping[str, str], bound: Any = None) -> Value:
         """Evaluate `source` after running the program, which is run again for each `test`.
 
         Args:
@@ -168,12 +180,12 @@ class ProgramSide:
             f"answer({test!r}, {source!r}, {dict(imports)!r}, json.loads({json.dumps(given)!r}))"
         )
         if how != "value":
-            return None, how, was_fresh
+            return Value(None, how, was_fresh)
         # The program may have printed anything, so check the form.
         if isinstance(said, dict) and "value" in said:
-            return said["value"], "value", was_fresh
+            return Value(said["value"], "value", was_fresh)
 
-        return None, "raised", was_fresh
+        return Value(None, "raised", was_fresh)
 
     def close(self) -> None:
         self._interpreter.close()
@@ -187,7 +199,7 @@ class Judge:
             _JUDGE_SIDE.format(remote=REMOTE, given=_GIVEN, named=_NAMED), level, limits
         )
 
-    def holds(self, number: int, test: AssertTest, program: ProgramSide) -> tuple[bool, Evaluated | None]:
+    def holds(self, number: int, test: AssertTest, program: ProgramSide) -> tuple[bool, Value | None]:
         """Return whether the assertion holds. If a value of the program is missing, it is returned too."""
         imports = dict(test.imports)
         is_new = True
@@ -204,10 +216,11 @@ class Judge:
             # do.
             if any(key == _GIVEN for key, _ in said["bound"][1]):
                 source = f"({source})(*{_GIVEN}, **{_NAMED})"
-            data, how, _ = value = program.value(number, source, imports, said["bound"])
-            if how != "value":
+            value = program.value(number, source, imports, said["bound"])
+            if value.how != "value":
                 return False, value
             is_new = False
+            data = value.data
 
     def close(self) -> None:
         self._interpreter.close()

@@ -274,8 +274,7 @@ def find_choices(data: DataConfig) -> list[str]:
 
     # A long answer or too many labels rule out choices, so the remaining rows need not be read.
     for row in read_reward_rows([*data.train_files, *data.val_files], data.columns):
-        _, reward_model, _ = read_reward_inputs(row, data.columns)
-        answer = reward_model[GROUND_TRUTH]
+        answer = read_reward_inputs(row, data.columns).reward_model[GROUND_TRUTH]
         if is_null(answer):
             continue
         label = answer.strip(" ().") if isinstance(answer, str) else str(answer)

@@ -32,6 +32,7 @@ _HUGE = re.compile(
     re.DOTALL,
 )
 _FUNCTION = re.compile(r"y|[A-Za-z]\s*\(\s*x\s*\)")
+_PERIODIC = re.compile("sin|cos|tan|sec|csc|cot")
 _NEGATION = re.compile(r"\b(?:not|never|nor|unless)\b|n't\b")
 _FACTORS = {
     "%": Fraction(1, 100),
@@ -192,7 +193,10 @@ def _same_sides(truth: Relation, answer: Relation) -> bool:
     # other equations are, such as xy = 1 and y = 1/x.
     if one is None or other is None or same_value(one, other):
         return one is not None and other is not None
-    return truth.signs == ("=",) and one.names == other.names and _verified(truth.latex, answer.latex)
+    # It would solve `\tan x = y` for one x of many, so it does not decide about periodic functions.
+    is_periodic = any(_PERIODIC.search(each.latex) for each in (truth, answer))
+    can_solve = truth.signs == ("=",) and one.names == other.names and not is_periodic
+    return can_solve and _verified(truth.latex, answer.latex)
 
 
 def _scaled(relation: Relation) -> Formula | None:

@@ -162,7 +162,8 @@ _COMMANDS = {*FUNCTION_NAMES, "sqrt", "frac", "binom", "logbase", "circ"}
 _SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")
 _THOUSANDS = r"\d{1,3}(?:(?:,|\{,\})\d{3})+"
 _TOKEN = re.compile(
-    rf"(?P<number>{_THOUSANDS}(?!\d)(?:\.\d+)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
+    r"(?P<digits>(?=[A-F]*\d)[0-9A-F]++)_(?:\{(?P<base>\d+)\}|(?P<plain_base>\d+))"
+    rf"|(?P<number>{_THOUSANDS}(?!\d)(?:\.\d+)?|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+(?![A-Za-z]))?)"
     r"|(?P<slash>\\?)(?P<word>[A-Za-z]+)(?P<index>\s*_\s*(?:\{[^{}]*\}|\d+|\\?[A-Za-z]+))?"
 )
 _DECIMAL = re.compile(
@@ -239,10 +240,6 @@ def _as_sum(found: re.Match[str]) -> str:
 # A single digit or letter as an argument needs no braces; the index of a logarithm is its base.
 _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (_REPEATING, _as_fraction),
-    (
-        re.compile(r"(?<![\w.,])((?=[A-F]*\d)[0-9A-F]++)_(?:\{(\d+)\}|(\d+))"),
-        lambda found: f"({int(found[1], int(found[2] or found[3]))})",
-    ),
     (re.compile(r"\\(frac|binom)\s*(\d|[A-Za-z])\s*(?=[\d{A-Za-z\\])"), r"\\\1{\2}"),
     (re.compile(r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d|[A-Za-z])"), r"\1{\2}"),
     (re.compile(r"\\?log\s*_\s*(\d+|[A-Za-z])"), r"\\logbase^{\1}"),
@@ -309,6 +306,8 @@ def _evaluated(text: str) -> Formula:
         return f"{kind}{len(marked) - 1};"
 
     def token(found: re.Match[str]) -> str:
+        if found["digits"]:
+            return mark((Fraction(int(found["digits"], int(found["base"] or found["plain_base"]))),), "#")
         if found["number"]:
             return mark((_decimal(found["number"]),), "#")
         word = found["word"]

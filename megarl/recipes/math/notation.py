@@ -37,13 +37,18 @@ _GAP = r"(?:\\[,;:> ]|~|\\(?:thin|med|thick)space(?![A-Za-z]))"
 # A separator of thousands: a narrow space, a comma in braces, or a comma with spaces or negative spaces.
 _FIRST_DIGITS = r"(?<![\d.,^_])[1-9]\d{0,2}"
 _NARROW = r"\s*(?:\\!\s*)+,?\s*(?:\\!\s*)*|\s*,\s*(?:\\!\s*)+|\{,\}(?:\\!)?"
+_CELLS = r"(?:(?!\\(?:begin|end)\{).)*"
+_ARRAY = r"(?s)(?:\\left\s*)?[(\[]\s*\\begin\{array\}\{[lcr|]*\}"
+_END_OF_ARRAY = r"\\end\{array\}\s*(?:\\right\s*)?[)\]]"
+_MATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 # One spelling of equivalent LaTeX: what is replaced, in this order.
 _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-    # The layout: environments, the end, digits above and below the line.
+    # The layout: arrays that are matrices, other environments, the end, digits above and below the line.
+    (rf"{_ARRAY}({_CELLS}&{_CELLS}){_END_OF_ARRAY}", _MATRIX),
     (
         r"(?s)\\begin\{(?:cases|aligned|array)\}(?:\{[lcr|]*\})?(.*)\\end\{(?:cases|aligned|array)\}",
         lambda found: ", ".join(
-            line.strip() for line in found[1].replace("&", "").split("\\\\") if line.strip()
+            line.strip() for line in found[1].replace("&", " ").split("\\\\") if line.strip()
         ),
     ),
     (r"[\s\\]+$", ""),
@@ -114,6 +119,11 @@ def plain_latex(text: str) -> str:
     for pattern, same in _REWRITES:
         text = re.sub(pattern, same, text)
     return text.strip()
+
+
+def with_matrices(text: str) -> str:
+    """Return the LaTeX with arrays in brackets as matrices; one with a single column may also be a tuple."""
+    return re.sub(rf"{_ARRAY}({_CELLS}){_END_OF_ARRAY}", _MATRIX, text)
 
 
 # ---- the parts of an answer

@@ -23,6 +23,7 @@ from megarl.recipes.math.notation import (
     plain_latex,
     readings_of_units,
     split,
+    with_matrices,
     with_wide_commas,
 )
 
@@ -100,12 +101,18 @@ _ALL_REALS = re.compile(
 def readings(text: str) -> tuple[Answer, ...]:
     """Parse an answer, also in its other meaning if it has one.
 
-    `100,200` is a number or a list of two, and the logarithm of a power of ten may have the base 10.
+    `100,200` is a number or a list of two, a column in brackets is a tuple or a matrix, and the logarithm of
+    a power of ten may have the base 10.
 
     It never raises: an answer that it cannot parse is Words that are not read.
     """
     plain = plain_latex(text)
-    meanings = (plain, with_wide_commas(plain), _OF_POWER_OF_TEN.sub(r"\\log_{10} ", plain))
+    meanings = (
+        plain,
+        with_wide_commas(plain),
+        _OF_POWER_OF_TEN.sub(r"\\log_{10} ", plain),
+        plain_latex(with_matrices(text)),
+    )
     try:
         return tuple(_read(each) for each in dict.fromkeys(meanings))
     except RecursionError:
@@ -114,6 +121,13 @@ def readings(text: str) -> tuple[Answer, ...]:
 
 def is_unread(answer: Answer) -> bool:
     return isinstance(answer, Words) and not answer.is_read
+
+
+def unread_parts(answer: Answer) -> list[Answer]:
+    """Return the parts of an answer that only Math-Verify may be able to parse."""
+    if isinstance(answer, Items):
+        return [part for item in answer.items for part in unread_parts(item)]
+    return [answer] if is_unread(answer) else []
 
 
 def _read(text: str) -> Answer:
@@ -138,7 +152,7 @@ def _without_text(text: str) -> Answer:
             return parsed
 
     # Remove introductions such as "the answer is", and parse the rest.
-    shorter = APPROXIMATELY.sub("", _INTRODUCTION.sub("", words)) if " " in words else words
+    shorter = APPROXIMATELY.sub("", _INTRODUCTION.sub("", words) if " " in words else words)
     if shorter != words and re.search(r"[\d\\]", shorter):
         return _read(plain_latex(shorter))
 
@@ -219,7 +233,7 @@ def _union(parts: Sequence[Items]) -> Items:
 def _intersection(parts: Sequence[Items]) -> Items | None:
     """Return the interval between a lower and an upper bound, as in 1 < x and x < 3."""
     for below, above in (parts, parts[::-1]) if len(parts) == 2 else ():
-        if below.items[1] is _INFINITY and above.items[0] is _MINUS_INFINITY:
+        if below.items[1].values == _INFINITY.values and above.items[0].values == _MINUS_INFINITY.values:
             return Items(below.kind[0] + above.kind[1], (below.items[0], above.items[1]))
     return None
 
@@ -300,7 +314,9 @@ def _side(text: str) -> Answer:
     # A function is not a product with its argument.
     is_function = is_name(text) and not VARIABLE.fullmatch(text) and ("(" in text or '"' in text)
     is_formula = isinstance(side, Formula) or is_unread(side)
-    return Words(re.sub(r'[\s"]+', "", text), latex=text) if is_function and is_formula else side
+    if is_function and is_formula:
+        side = Words(re.sub(r'[\s"]+', "", text))
+    return side._replace(latex=text)
 
 
 def _interval(sides: Sequence[str], signs: Sequence[str]) -> Items | None:

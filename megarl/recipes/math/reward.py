@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.recipes.math.equality import normal_form, parsed, same, within_limit
-from megarl.recipes.math.reading import Answer, is_unread, readings
+from megarl.recipes.math.reading import Answer, readings, unread_parts
 from megarl.rewards.encodable import refuse_unencodable
 from megarl.rewards.thinking import outside_thinking
 
@@ -90,11 +90,12 @@ def check_truth(ground_truth: Any) -> None:
 def _read_truth(text: str) -> tuple[Answer, ...]:
     boxed = final_answer(text) if "\\boxed" in text else None
     truths = readings(boxed or text)
+    unread = unread_parts(truths[0])
+
     if (
         not text.strip()
         or text.strip().lower() in ("nan", "null")
-        or is_unread(truths[0])
-        and not within_limit(lambda: parsed(truths[0].latex))
+        or any(not within_limit(functools.partial(parsed, part.latex)) for part in unread)
     ):
         raise ValueError(
             f"the ground truth {text[:100]!r} is not a mathematical expression; write only the answer, such "

@@ -32,8 +32,8 @@ def rows_of(batch: DataProto) -> list[str]:
 
 
 def test_construction_keeps_rows_that_are_lists_as_rows() -> None:
-    batch = DataProto.from_dict(
-        {"a": torch.zeros(2, 3)}, {"names": ["x", "y"], "pairs": np.array([[1, 2], [3, 4]])}
+    batch = DataProto.from_single_dict(
+        {"a": torch.zeros(2, 3), "names": ["x", "y"], "pairs": np.array([[1, 2], [3, 4]])}
     )
     assert len(batch) == 2
     assert batch.non_tensor_batch["pairs"].shape == (2,)
@@ -244,7 +244,12 @@ def test_concat_refuses_what_does_not_match() -> None:
         DataProto.concat([])
 
 
-def test_repeat() -> None:
+def test_reorder_and_repeat() -> None:
+    batch = make_batch()
+    assert rows_of(batch.reorder(torch.tensor([2, 0, 3, 1]))) == [2, 0, 3, 1]
+    assert rows_of(batch) == [2, 0, 3, 1]
+    with pytest.raises(ValueError, match="not a permutation"):
+        batch.reorder([0, 0, 1, 2])
     assert rows_of(make_batch(2).repeat(2)) == [0, 0, 1, 1]
     assert rows_of(make_batch(2).repeat(2, interleave=False)) == [0, 1, 0, 1]
 

@@ -162,7 +162,7 @@ def test_a_batch_works_on_rows_of_tokens_as_on_others(tmp_path) -> None:
             ]
         )
 
-    assert batch.select_idxs([1, 0]).tensors["values"].tolist() == [[2.5, 0.0], [0.5, 1.5]]
+    assert batch.reorder([1, 0]).tensors["values"].tolist() == [[2.5, 0.0], [0.5, 1.5]]
     assert batch.rename("values", "returns").pop(["returns", "score"]).columns.keys() == {"returns", "score"}
     assert batch.columns.keys() == {"prompts", "responses"}
 

@@ -125,6 +125,21 @@ UNDECIDED = [
     ], [
         r"\begin{pmatrix}1\\3\end{pmatrix}, 5", r"\begin{pmatrix}1\\2\end{pmatrix}, 6"
     ]),
+    (r"\begin{pmatrix}1&23\\3&4\end{pmatrix}", [
+        r"\left(\begin{array}{cc}1&23\\3&4\end{array}\right)"
+    ], [
+        r"\left(\begin{array}{cc}12&3\\3&4\end{array}\right)", "(123, 34)"
+    ]),
+    (r"\left[\begin{array}{c}1\\2\end{array}\right]", [
+        r"\begin{pmatrix}1\\2\end{pmatrix}", "[1, 2]"
+    ], [
+        r"\begin{pmatrix}2\\1\end{pmatrix}"
+    ]),
+    ("x+y=5", ["2x+2y=10"], ["x+y=x+y+1"]),
+    (r"\tan(x+y)=1", [r"1=\tan(x+y)"], [r"x+y=\frac{\pi}{4}"]),
+    (r"(1,3)", [r"x\in(-\infty,3) \text{ and } x\in(1,\infty)", "=(1,3)"], []),
+    ("10", [], ["2 101_2"]),
+    ("5", [], [r"it is not the case that x is \theta = 5"]),
 ]  # fmt: skip
 
 # Separators of thousands, and commas of lists.
