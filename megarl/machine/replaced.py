@@ -23,6 +23,7 @@ def replaced(place: MutableMapping[str, Any], values: Mapping[str, Any]) -> Gene
     try:
         yield
     finally:
-        for name in values:
-            place.pop(name, None)
+        # Other threads may read an entry meanwhile, so one that was there is never missing.
         place.update(before)
+        for name in values.keys() - before.keys():
+            place.pop(name, None)
