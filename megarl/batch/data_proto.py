@@ -49,10 +49,9 @@ class DataProto:
     are stored. Token columns are always stored as rows of tokens: padded ones are converted when the batch is
     created (see token_rows).
 
-    Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`
-    and `to`, which change the batch in place (and return the removed columns, or the batch). A
-    process receives its own copy of a batch, except for the values of rows of tokens, which are never
-    written.
+    Operations return a new DataProto that may share memory with the old one, except `pop`, `rename` and `to`,
+    which change the batch in place (and return the removed columns, or the batch). A process receives its own
+    copy of a batch, except for the values of rows of tokens, which are never written.
 
     Attributes:
         batch: Tensors (B, ...).
