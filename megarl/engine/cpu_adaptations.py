@@ -62,7 +62,7 @@ class InertStream:
 def replace_streams(
     stream: type[InertStream], capability: tuple[int, int], num_processors: int, name: str
 ) -> None:
-    """Replace CUDA's streams by inert ones, and its random generator by the CPU's.
+    """Replace CUDA's streams by inert ones, its random generator by the CPU's, and the device's properties.
 
     Args:
         capability: The capability of the device, which determines the choice of kernels.

@@ -23,8 +23,7 @@ def replaced(place: MutableMapping[str, Any], values: Mapping[str, Any]) -> Gene
     try:
         yield
     finally:
-        # Other threads must find every entry that was there before at any time.
+        # Other threads may read an entry meanwhile, so one that was there is never missing.
         place.update(before)
-        for name in values:
-            if name not in before:
-                place.pop(name, None)
+        for name in values.keys() - before.keys():
+            place.pop(name, None)
