@@ -155,7 +155,8 @@ def _memory(config: RunConfig, memory: Sequence[DeviceMemory]) -> Iterator[str]:
 def _layout(config: RunConfig, plan: PlacementPlan) -> Iterator[str]:
     """Yield the ranks of the roles, those with the same layout together, and the engines."""
     layouts: dict[tuple[str, str], list[str]] = {}
-    for role in model_roles(config):
+    # The reference of a run on pairs scores its rows before the training, and is not in the plan.
+    for role in (role for role in model_roles(config) if role.name in plan.roles):
         pool = plan.group_of(role.name).pool
         layouts.setdefault((_ranks(role.parallel), pool), []).append(role.name)
     for (ranks, pool), names in layouts.items():
