@@ -22,7 +22,7 @@ from megarl.models.unsupported import UNSUPPORTED
 _HEAD = """# Model families
 
 This page lists the model families that megarl trains, what each of them supports, and published models whose
-parameters, memory and FLOPs `megarl check` and `megarl plan` compute without their weights.
+parameters, memory and FLOPs `megarl check` and `megarl check --plan` compute without their weights.
 
 A family consists of all models with the same `model_type` in `config.json`. Every family is tested on a CPU in
 the same way: outputs, all gradients and an optimizer step are [compared with
