@@ -36,7 +36,7 @@ def reference() -> str:
     seen: _Seen = {}
     parts = [*_first_keys(), "## RL runs (`megarl train`)\n"]
     parts += _sections(schema.PPOConfig, seen)
-    parts += ["## Supervised fine-tuning (`megarl sft`)\n"]
+    parts += ["## Supervised fine-tuning (`kind: sft`)\n"]
     same = [
         name for name, kind in _types(schema.SFTConfig).items() if _types(schema.PPOConfig).get(name) == kind
     ]

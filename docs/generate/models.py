@@ -22,7 +22,7 @@ from megarl.models.unsupported import UNSUPPORTED
 _HEAD = """# Model families
 
 This page lists the model families that megarl trains, what each of them supports, and published models whose
-parameters, memory and FLOPs `megarl check` and `megarl plan` compute without their weights.
+parameters, memory and FLOPs `megarl check` and `megarl check --plan` compute without their weights.
 
 A family consists of all models with the same `model_type` in `config.json`. Every family is tested on a CPU in
 the same way: outputs, all gradients and an optimizer step are [compared with
@@ -54,6 +54,10 @@ _REFUSED = """## Refused by name
 For these families, the error names what is missing. For any other `model_type`, it lists the supported families.
 """
 
+_NEXT = """
+Next: [the architecture](architecture.md), if you want to change the code.
+"""
+
 
 def models_page() -> str:
     families = _table(
@@ -78,7 +82,7 @@ def models_page() -> str:
     sizes = "## Published models\n\nTheir files are in `configs/models`, so you can plan a run without them."
 
     return "\n".join(
-        [_HEAD, "## Families\n", families, _COMMON, sizes, "", published, _REFUSED, refused.rstrip(), ""]
+        [_HEAD, "## Families\n", families, _COMMON, sizes, "", published, _REFUSED, refused.rstrip(), _NEXT]
     )
 
 

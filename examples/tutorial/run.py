@@ -31,7 +31,7 @@ def stages(overrides: Sequence[str], run_dir: Path) -> list[list[str]]:
         [*megarl, "train", CONFIG, *overrides],
         [*megarl, "eval", str(run_dir), *evaluate, "--against", str(before), "--output", str(after)],
         [*megarl, "generate", str(run_dir), "What is 7 + 11?"],
-        [*megarl, "plot", str(run_dir)],
+        [*megarl, "report", str(run_dir), "--png"],
     ]
     done = [str(folder) for folder in (before, after) if (folder / "results.json").exists()]
 

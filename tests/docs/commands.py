@@ -44,7 +44,7 @@ class ByHand(NamedTuple):
 SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.validate_before=false"
 QUICKSTART = "make quickstart"  # the others find its model, its data and its run
 _ADAPTERS = "tests/unit/checkpoints/convert/test_adapters.py::test_a_peft_folder_comes_back_from_a_checkpoint"
-_CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
+_DIRECTION = "tests/unit/cli/test_convert.py::test_the_direction_follows_from_the_source"
 _TUTORIAL = "tests/unit/recipes/test_tutorial.py"
 _TUTORIAL_STAGES = f"{_TUTORIAL}::test_each_stage_is_a_command_that_there_is"
 _SAMPLED = "--config examples/tutorial/smollm2.yaml --temperature 0.7 --n 8"
@@ -84,7 +84,7 @@ _TRAIN_ROWS = "outputs/quickstart/data/train.parquet"
 _RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
 _70B_ON_192 = (
     "actor.parallel.data_parallel_size=4 actor.parallel.virtual_pipeline_parallel_size=2 "
-    "placement.num_nodes=24 --ranks 0"
+    "placement.num_nodes=24 --dry-run --ranks 0"
 )
 _LENGTHS = "--lengths 600,4096 --training-s 60 --tokens-per-s 40"
 _PRESET_GRADIENTS = "tests/integration/test_preset_gradients.py::test_every_case_has_a_gradient_of_its_own"
@@ -158,14 +158,14 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"megarl check configs/quickstart.yaml {_OF_NEMO_RL}": Executed(status=2),
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": SAME_FILES,
     "megarl check configs/quickstart.yaml --plan --output outputs/plan.svg": Executed(),
-    "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
-    "megarl plan configs/qwen2.5_7b_grpo.yaml actor.recompute=none": Executed(),
+    "megarl check configs/quickstart.yaml placement.strategy=hybrid --plan --output outputs/plan.svg": Executed(),
+    "megarl check configs/qwen2.5_7b_grpo.yaml actor.recompute=none --plan": Executed(),
     "megarl tune run.yaml --from-run outputs/run --device-output my_cluster.yaml": InTest(
         "tests/unit/cli/test_tune.py::test_the_device_is_fitted_to_a_run", ("--from-run", "--device-output")
     ),
     "megarl tune configs/qwen2.5_7b_async_grpo.yaml data.max_response_length=8192 "
     "--devices 8,16,32,64,128,256 --max-staleness 2 --plot sizes.svg": InTest(_TUNE_CLUSTERS, ("--devices",)),
-    "megarl plan configs/qwen3_32b_grpo.yaml": InTest(
+    "megarl check configs/qwen3_32b_grpo.yaml --plan": InTest(
         "tests/unit/cli/test_placements.py::test_a_plan_predicts_the_step", ("plan", "qwen3_32b_grpo")
     ),
     "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(
@@ -191,27 +191,27 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"{_GRPO} algorithm.kl.estimator=k3_straight_through algorithm.kl.coefficient=0.01": SAME_FILES,
     f"{_GRPO} algorithm.dynamic_sampling.enabled=true algorithm.overlong.buffer_share=0.2": SAME_FILES,
     f"{_GRPO} algorithm.rollout_correction.level=token": SAME_FILES,
-    "megarl rehearse configs/quickstart.yaml device=cuda --ranks all --json outputs/rehearsal.json": Executed(),
+    "megarl check configs/quickstart.yaml device=cuda --dry-run --ranks all --json outputs/rehearsal.json": Executed(),
     _TUNE_32B: InTest(_TUNE, ("--top", "--output", "data.max_prompt_length")),
     _TUNE_SIZES: InTest(_TUNE_CLUSTERS, ("algorithm=async_grpo", "--devices", "--max-staleness", "--plot")),
     "megarl check tuned.yaml": InTest(_TUNE, ('main(["check"',)),
-    "megarl plan tuned.yaml": InTest(_TUNE, ('main(["check", "--plan"',)),
-    "megarl calibrate --output my_device.yaml": InTest(_CALIBRATE, ('"tune"', "--calibrate")),
-    "megarl calibrate run.yaml --output my_device.yaml": InTest(_CALIBRATE, ('"tune"', "--calibrate")),
-    f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
+    "megarl check tuned.yaml --plan": InTest(_TUNE, ('main(["check", "--plan"',)),
+    "megarl tune --calibrate my_device.yaml": InTest(_CALIBRATE, ('"tune"', "--calibrate")),
+    "megarl tune run.yaml --calibrate my_device.yaml": InTest(_CALIBRATE, ('"tune"', "--calibrate")),
+    f"megarl check configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
         "tests/unit/rehearse/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
     ),
-    "megarl plot outputs/quickstart": Executed(),
+    "megarl report outputs/quickstart --png": Executed(),
     "megarl check configs/quickstart.yaml algorithm=async_grpo": Executed(),
     "megarl check configs/quickstart.yaml algorithm=async_ppo rollout.max_staleness=2": SAME_FILES,
-    f"megarl plan configs/qwen2.5_7b_ppo_split.yaml --simulate {_LENGTHS} --output outputs/steps.svg": (
+    f"megarl check configs/qwen2.5_7b_ppo_split.yaml --simulate {_LENGTHS} --output outputs/steps.svg": (
         InTest(
             "tests/unit/cli/test_simulate.py::test_a_table_and_a_picture",
             ("--lengths", "600,4096", "--training-s", "--output"),
         )
     ),
-    "megarl plan configs/quickstart.yaml --simulate --from outputs/quickstart": InTest(
+    "megarl check configs/quickstart.yaml --simulate --from outputs/quickstart": InTest(
         "tests/unit/cli/test_simulate.py::test_a_run_has_measured_lengths_and_times", ("--simulate", "--from")
     ),
     "megarl scale RUN_DIR --replicas 6": InTest(
@@ -275,16 +275,14 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         "tests/unit/tracking/test_report.py::test_runs_are_named_by_what_tells_them_apart",
         ("report", "--output"),
     ),
-    "megarl convert megatron-to-hf --input grpo/run/checkpoints/step_00000020 --output HF_DIR": InTest(
-        _CONVERT, ("megatron-to-hf", "--input", "--output")
-    ),
-    "megarl schema > megarl.schema.json": InTest(
+    "megarl convert grpo/run/checkpoints/step_00000020 HF_DIR": InTest(_DIRECTION, ('"convert", megatron',)),
+    "megarl config --schema > megarl.schema.json": InTest(
         "tests/unit/config/test_json_schema.py::test_without_a_kind_it_is_that_of_any_run",
         ('["config", "--schema"]',),
     ),
-    "megarl schema algorithm": Executed(),
-    "megarl schema ppo": Executed(),
-    "megarl schema sft": Executed(),
+    "megarl config --schema algorithm": Executed(),
+    "megarl config --schema ppo": Executed(),
+    "megarl config --schema sft": Executed(),
     'eval "$(megarl completion bash)"': InTest(
         "tests/unit/cli/test_completion.py::test_each_shell_has_its_code", ('"completion"', "bash")
     ),
@@ -303,7 +301,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         _TUTORIAL_STAGES, ('"eval"', '"before"')
     ),
     "megarl train examples/tutorial/smollm2.yaml": InTest(_TUTORIAL_STAGES, ('"train"', "smollm2.yaml")),
-    "megarl plot outputs/tutorial/run": InTest(_TUTORIAL_STAGES, ('"plot"',)),
+    "megarl report outputs/tutorial/run --png": InTest(_TUTORIAL_STAGES, ('"report"',)),
     f"megarl eval outputs/tutorial/run {_SAMPLED} --against outputs/tutorial/before": InTest(
         _TUTORIAL_STAGES, ('"eval"',)
     ),
@@ -391,38 +389,33 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl train configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
         _STAGES, ("megarl train configs",)
     ),
-    f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
-        _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
+    f"megarl convert HF_DIR DIR {_SIZES} --dtype bfloat16": InTest(
+        _DIRECTION, ("--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
     ),
-    "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --role actor "
-    "--max-shard-size 5GB": Executed(given=(("outputs/run", "outputs/quickstart"), ("HF_DIR", "outputs/hf"))),
-    "megarl submit --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
+    "megarl convert outputs/run/checkpoints HF_DIR --role actor --max-shard-size 5GB": Executed(
+        given=(("outputs/run", "outputs/quickstart"), ("HF_DIR", "outputs/hf"))
+    ),
+    "megarl train --submit http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
         f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("submit", "--address")
     ),
-    "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --dtype fp8": InTest(
-        "tests/unit/cli/test_convert.py::test_a_folder_in_fp8", ("megatron-to-hf", "--dtype", "fp8")
+    "megarl convert outputs/run/checkpoints HF_DIR --dtype fp8": InTest(
+        "tests/unit/cli/test_convert.py::test_a_folder_in_fp8", ("--dtype", "fp8")
     ),
-    "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --config ORIGINAL_HF_DIR": InTest(
+    "megarl convert outputs/run/checkpoints HF_DIR --config ORIGINAL_HF_DIR": InTest(
         "tests/unit/weights/test_kept_tensors.py::test_conversion_there_and_back_keeps_all_bits",
-        ("megatron-to-hf", "--input", "--output", "--config"),
+        ("--config",),
     ),
-    "megarl convert megatron-to-hf --input outputs/quickstart_lora/checkpoints --output ADAPTER_DIR": InTest(
+    "megarl convert outputs/quickstart_lora/checkpoints ADAPTER_DIR": InTest(
         _ADAPTERS, ("megatron-to-hf", "--input", "--output")
     ),
-    "megarl convert merge-adapter --input ADAPTER_DIR --base HF_DIR --output MERGED_DIR": InTest(
-        _ADAPTERS, ("merge-adapter", "--input", "--base", "--output")
-    ),
-    "megarl convert inspect CKPT_OR_HF_DIR": InTest(
-        "tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)
-    ),
-    "megarl convert verify A B": InTest(_CONVERT, ("verify",)),
+    "megarl convert ADAPTER_DIR MERGED_DIR --base HF_DIR": InTest(_ADAPTERS, ("merge-adapter", "--base")),
+    "megarl convert CKPT_OR_HF_DIR --inspect": InTest(_DIRECTION, ("--inspect",)),
+    "megarl convert A B --verify": InTest(_DIRECTION, ('"--verify"',)),
     "megarl train configs/quickstart.yaml": InTest(_STAGES, ("-m megarl train configs/",)),
     "python -m megarl.recipes.quickstart.prepare": InTest(_STAGES, ("-m megarl.recipes.quickstart.prepare",)),
     "python -m megarl.recipes.math.prepare": InTest(_MATH, ("megarl.recipes.math.prepare",)),
-    "megarl doctor CONFIG": InTest(_DOCTOR, ("doctor",)),
-    "megarl score CONFIG ROWS": InTest(_SCORE, ("score",)),
-    "megarl score CONFIG ROWS.parquet": InTest(_SCORE, ("score", ".parquet")),
-    f"megarl score configs/quickstart.yaml outputs/quickstart/generations.jsonl {_MY_REWARD}": InTest(
+    "megarl eval CONFIG --rows ROWS.parquet": InTest(_SCORE, ("--rows", ".parquet")),
+    f"megarl eval configs/quickstart.yaml --rows outputs/quickstart/generations.jsonl {_MY_REWARD}": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train",
         ("score", "examples/custom_reward.py"),
     ),

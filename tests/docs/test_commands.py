@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from megarl.cli.former import FORMER
-from megarl.cli.main import main
+from megarl.cli.main import build_parser, commands_of, main
 from megarl.config.load import load_config
 from megarl.config.schema import SCHEMAS, DataConfig, LossyText, PPOConfig
 from megarl.data.prompts import PromptDataset
@@ -32,7 +32,8 @@ TYPED = re.compile(
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 INLINE = [command for page in PAGES for command in inline_commands(page)]
-NAMES = re.compile(r"make [a-z-]+|megarl [a-z]+|.* \.\.\.")  # of a command, said and not typed
+# Of a command, said and not typed, also with its options and what stands for values.
+NAMES = re.compile(r"make [a-z-]+|megarl [a-z]+( --[a-z-]+| [A-Z]+)*|.* \.\.\.")
 FOUND = [
     *(command for block in BLOCKS for command in commands(block)),
     *(command for command in INLINE if not NAMES.fullmatch(command.text)),
@@ -95,6 +96,16 @@ def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> No
     assert named <= known
 
 
+def test_options_that_are_named_exist() -> None:
+    helped = {name: parser.format_help() for name, parser in commands_of(build_parser()).items()}
+    named = [command.text.split() for command in INLINE if NAMES.fullmatch(command.text)]
+    options = [(name, word) for _, name, *words in named for word in words if word.startswith("--")]
+    assert len(options) > 10
+    assert [
+        f"megarl {name} {word}" for name, word in options if not re.search(rf"{word}\b(?!-)", helped[name])
+    ] == []
+
+
 def test_the_table_has_no_command_that_is_on_no_page() -> None:
     assert set(COMMANDS) <= {each.text for each in FOUND}
 
@@ -124,7 +135,7 @@ def _by_hand() -> Iterator[Command]:
 def test_what_takes_minutes_can_be_started(command: Command) -> None:
     """The program is there, and has the options; what is installed is there."""
     words = [word for word in shlex.split(command.text) if not re.match(r"[A-Z_]+=", word)]
-    if words[:2] in (["megarl", "train"], ["megarl", "rehearse"]):
+    if words[:2] in (["megarl", "train"], ["megarl", "check"]):
         load_config(PPOConfig, ROOT / words[2], [word for word in words[3:] if "=" in word])
         return
 

@@ -25,11 +25,11 @@ ANSWERS = {
     "data and reward": "megarl init my_run --model MODEL_DIR --data FILE",
     "verl": "megarl check",
     "fits in memory": "megarl check configs/qwen2.5_7b_grpo.yaml",
-    "a step will take": "megarl plan configs/qwen3_32b_grpo.yaml",
+    "a step will take": "megarl check configs/qwen3_32b_grpo.yaml --plan",
     "fastest layout": "megarl tune",
     "DPO": "megarl train configs/quickstart_dpo.yaml",
     "resume": "megarl train configs/qwen2.5_7b_grpo.yaml",
-    "Hugging Face": "megarl convert megatron-to-hf",
+    "Hugging Face": "megarl convert outputs/qwen2.5_7b_grpo/checkpoints",
 }
 
 

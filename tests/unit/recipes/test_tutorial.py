@@ -59,7 +59,7 @@ def test_each_stage_is_a_command_that_there_is(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(run, "FOLDER", tmp_path)
     first = run.stages(["trainer.seed=1"], tmp_path / "seed1")
     commands = [stage[2] for stage in first if stage[1] == "megarl"]
-    assert commands == ["eval", "train", "eval", "generate", "plot"]
+    assert commands == ["eval", "train", "eval", "generate", "report"]
     for _, module, *_ in first:
         assert module == "megarl" or (ROOT / Path(*module.split("."))).with_suffix(".py").exists()
     (tmp_path / "before").mkdir()
