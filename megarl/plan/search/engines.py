@@ -100,7 +100,8 @@ def engines_of(
                 seconds = costs.generation_time(config, policy).seconds
                 found.append(choice._replace(seconds=seconds, usage=usage))
 
-    # The configured share of a device comes first among equally fast shapes, and then the smallest.
+    # The configured share of a device comes first among equally fast shapes, and then the smallest. The
+    # chosen values, without the time and the memory, make the order unique.
     share = space.config.rollout.memory_share_of(space.config.rollout.engine)
     found.sort(key=lambda each: (each.seconds, each.fraction != share, each.usage.total, each[:-2]))
     return list(_undominated(found, rejections))

@@ -43,8 +43,8 @@ class Space:
     def units(self) -> tuple[str, ...]:
         """The units with a model, in the order of the role table.
 
-        A unit are roles with one layout, which are placed together: the actor with its reference, or a single
-        role. The first role names it.
+        A unit is a set of roles with one layout, which are placed together: the actor with its reference, or
+        a single role. The first role names it.
         """
         first: dict[str, str] = {}
         for role in model_roles(self.config):
