@@ -74,7 +74,15 @@ def _found(name: str) -> Path:
 def _print_list() -> None:
     """Print runs with their size, and presets with the first sentence of their comment."""
     console = output_console()
-    runs = table("Runs, for `megarl train configs/NAME.yaml`", "name", "kind", "model", "nodes", "devices")
+    runs = table(
+        "Runs, for `megarl train configs/NAME.yaml`",
+        "name",
+        "kind",
+        "model",
+        "nodes",
+        "devices",
+        wraps="model",
+    )
     presets = table("Presets, for algorithm=NAME", "name", "description")
     for name, file in _recipes().items():
         if file.parent.name == _PRESETS:

@@ -90,8 +90,8 @@ def run(
     print_absent(absent, console)
     print_line(console, f"Layers: {layers.value} ({why}).")
     print_line(console, _unseen(role.parallel, numbers, ranks))
-    if forecast is not None and isinstance(config, PPOConfig) and config.resharding.delta:
-        kept_bytes = max(forecast.acknowledged)
+    sends_changes = isinstance(config, PPOConfig) and config.resharding.delta
+    if forecast is not None and sends_changes and (kept_bytes := max(forecast.acknowledged)):
         print_line(
             console,
             f"Host memory: a rank keeps up to {kept_bytes / 2**20:,.2f} MiB, the last weights of the engines "

@@ -72,7 +72,7 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
         _print_rollout(config, plan, console)
         print_reward(config, architectures, console)
         if config.agent.is_used:
-            print_agent(config.agent, console)
+            print_line(console, f"agent: {agent_line(config.agent)}")
 
     print_placement(config, plan, architectures, console, with_push)
     _print_checkpoints(config, architectures, console)
@@ -235,7 +235,8 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
         print_line(console, f"rollout.{rollout.engine.needs.section}: {shown}")
 
 
-def print_agent(agent: AgentConfig, console: Console) -> None:
+def agent_line(agent: AgentConfig) -> str:
+    """Describe who acts in episodes, and their limits."""
     environment = f"{agent.environment.name} in {agent.environment.path}"
     who = ", ".join(tool.name for tool in agent.tools) or environment
     if agent.harness.is_used:
@@ -246,10 +247,7 @@ def print_agent(agent: AgentConfig, console: Console) -> None:
         elif (provider := agent.harness.sandbox.provider) is not None:
             who += f", in a sandbox ({provider.value})"
 
-    print_line(
-        console,
-        f"agent: {who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}",
-    )
+    return f"{who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}"
 
 
 def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from megarl.cli.tables.console import print_line
 from megarl.cli.tables.placement import fullest_devices, memory_warnings, size_range
 from megarl.cli.tables.run import (
+    agent_line,
     gib,
     model_lines,
     print_run,
@@ -101,6 +102,7 @@ def print_summary(config: RunConfig, console: Console, *, with_push: bool, is_he
     if isinstance(config, PPOConfig):
         sections |= {
             "REWARD": reward_lines(config, architectures),
+            "AGENT": iter([agent_line(config.agent)] if config.agent.is_used else []),
             "SYNC": _sync(config, plan, architectures["actor"], with_push),
             "TIME": _time(config, plan, architectures, with_push),
         }

@@ -215,7 +215,7 @@ def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(
         "device": "cpu",
     }
     (file := model / "run.yaml").write_text(json.dumps(run))
-    command = ["check", str(file), "algorithm=grpo"]
+    command = ["check", "--all", str(file), "algorithm=grpo"]
     capsys.readouterr()
     assert main(command) == 0
     printed = capsys.readouterr().out

@@ -56,7 +56,7 @@ def test_the_plan_counts_moments_and_gradients() -> None:
 
 
 def test_check_shows_options_and_what_the_plan_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--fast", DENSE, "actor.megatron=fp8_blockwise"]) == 0
+    assert main(["check", "--fast", "--all", DENSE, "actor.megatron=fp8_blockwise"]) == 0
     lines = capsys.readouterr().out.splitlines()
     # The reference computes with the options of the actor.
     rows = [line.split() for line in lines if "fp8_recipe" in line and "requires" not in line]

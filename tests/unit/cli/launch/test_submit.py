@@ -124,7 +124,7 @@ def test_the_job_finds_what_ships_even_beside_a_folder_of_the_same_name(here: Pa
     command = [sys.executable, "-m", "megarl", "check", "--fast", "configs/mine.yaml", "algorithm=grpo"]
     checked = subprocess.run(command, cwd=job, env={}, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
-    assert "reward: 1 x compute_score in megarl/recipes/quickstart/reward.py" in checked.stdout
+    assert "REWARD  1 x compute_score in megarl/recipes/quickstart/reward.py" in checked.stdout
 
 
 def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: Path, tmp_path: Path) -> None:
