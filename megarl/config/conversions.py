@@ -43,6 +43,7 @@ _CHOICE = re.compile(r"[^\s=]+=[^\s=]*")
 _TARGET = re.compile(r"(@?\.?[A-Za-z_][\w.]*) = (.*)", re.DOTALL)
 _PASSED_ON = re.compile(r"(\w+)\.megatron\.(transformer|ddp|optimizer)")
 _SWITCHES = ("enabled", "enable")
+# The classes of TRL, which also stand for the kind of run of another framework.
 _KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": RunKind.reward_model}
 _WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
 _ESTIMATOR = "algorithm.advantage.estimator"
@@ -135,6 +136,10 @@ def _complete(found: Migration, kind: RunKind) -> None:
                 needed = ceil(sum(lengths) / ranks) if isinstance(ranks, int) else limit
                 if limit < needed and (section != "critic" or values.get(_ESTIMATOR) == "gae"):
                     found.set(key, needed, "the longest row, prompt and response", is_own=True)
+    # Files that state every option of Megatron have those of experts for all models.
+    if values.get("actor.parallel.expert_parallel_size", 1) == 1:
+        for key in [key for key in values if ".transformer.moe_" in key and key not in found.own]:
+            found.drop(key, "inherited, and read by models with experts only")
     if kind is not RunKind.ppo:
         return
     found.set("rollout.engine", "sglang", "the engine for GPUs")
@@ -156,13 +161,16 @@ def _convert(
     """Convert one setting, or answer it."""
     value = everything[name]
     framework = source.framework.name
-    entry = _entry(source, name, value)
+    # NeMo RL's files state all settings of the sections that are off.
+    off = _switched_off(name, everything) if framework == "NeMo RL" else None
+    if off is not None:
+        found.answers[name] = f"off in the source ({off})"
+        return
+    entry = _entry(source, name)
     if entry is None:
         if name.startswith("launcher."):
             return
-        if (off := _switched_off(name, everything)) is not None:
-            found.answers[name] = f"off in the source ({off})"
-        elif value is None:
+        if value is None:
             found.answers[name] = "not set in the source (null)"
         elif is_given:
             found.unknown.append(name)
@@ -179,6 +187,7 @@ def _convert(
     shown = f"{name}={_text(value)}"
     origin = shown if is_given else f"{framework}'s default: {shown}"
     has_set = False
+    elsewhere = ""
     for part in (entry.how or "value").split(" | "):
         target, how = (match[1], match[2]) if (match := _TARGET.fullmatch(part)) else (entry.ours or "", part)
         if target.startswith("."):
@@ -199,21 +208,22 @@ def _convert(
         if isinstance(result, str) and UNKNOWN in result:
             result = MISSING
             origin = f"{origin}; {entry.note}" if entry.note else origin
-        has_set = True
         if not _is_key(target, kind_of(source)):
-            if is_given:
-                found.answers[name] = f"{target}: a run of this kind does not have it"
+            elsewhere = target
             continue
+        has_set = True
         found.set(target, result, origin, is_own=is_own)
         if not is_given:
             found.defaults.add(target)
         else:
             found.defaults.discard(target)
-    if is_given and not has_set:
+    if is_given and not has_set and elsewhere:
+        found.answers.setdefault(name, f"this kind of run does not have {elsewhere}")
+    elif is_given and not has_set:
         found.answers.setdefault(name, f"{_text(value)}: {entry.note or f'nothing to set for {entry.ours}'}")
 
 
-def _entry(source: Foreign, name: str, value: Any) -> Counterpart | None:
+def _entry(source: Foreign, name: str) -> Counterpart | None:
     """Return the entry of a setting, by the table, Megatron's fields, or SGLang's options."""
     framework = source.framework.name
     if framework == "verl":
@@ -241,7 +251,8 @@ def _entry(source: Foreign, name: str, value: Any) -> Counterpart | None:
     if name.startswith(SERVER_PREFIX):
         target = f"rollout.sglang.server_args.{name.removeprefix(SERVER_PREFIX)}"
         return Counterpart("rollout.sglang.server_args", "", f"{target} = value")
-    return _megatron("actor", "", name)
+    found = _megatron("actor", "", name)
+    return found or _megatron("actor", "", name.removeprefix("no_"))
 
 
 def _megatron(role: str, section: str, name: str) -> Counterpart | None:
@@ -257,7 +268,9 @@ def _megatron(role: str, section: str, name: str) -> Counterpart | None:
         return Counterpart(None, reason.format(role=role))
     if name not in requirements(section):
         return None
-    return Counterpart(f"{role}.megatron.{section}", "", f"{role}.megatron.{section}.{name} = value")
+    # False is Megatron's default, except in `ddp`, where it turns off what megarl sets.
+    how = "value" if section == "ddp" else "value or None"
+    return Counterpart(f"{role}.megatron.{section}", "", f"{role}.megatron.{section}.{name} = {how}")
 
 
 def _switched_off(name: str, everything: Mapping[str, Any]) -> str | None:
@@ -266,7 +279,7 @@ def _switched_off(name: str, everything: Mapping[str, Any]) -> str | None:
     for end in range(len(parts) - 1, 0, -1):
         for switch in _SWITCHES:
             key = ".".join([*parts[:end], switch])
-            if everything.get(key) is False:
+            if everything.get(key) is False and key != name:
                 return f"{key}=false"
     return None
 

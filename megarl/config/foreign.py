@@ -44,7 +44,7 @@ class Foreign(NamedTuple):
     Attributes:
         settings: The values by dotted name. `${oc.env:NAME}` and UNKNOWN stand for what the file does not say.
         own: The names that the file sets itself, not a file that it inherits from.
-        variant: The class of TRL whose arguments they are; empty for other frameworks.
+        variant: The class of TRL whose arguments they are, or which has the same kind of run; may be empty.
         notes: What was left out of the file, one line each.
     """
 
@@ -89,6 +89,8 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
         variant = _trl_class(words, settings)
         settings = {name.replace("-", "_"): value for name, value in settings.items()}
         own = frozenset(name.replace("-", "_") for name in own)
+    elif settings.get("loss_type") == "sft_loss":
+        variant = "SFTConfig"
     return Foreign(found, settings, own, variant, notes)
 
 

@@ -82,10 +82,10 @@ def _evaluated(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
             return _ARITHMETIC[type(op)](value(operand))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _ARITHMETIC:
             return _ARITHMETIC[type(op)](value(left), value(right))
-        case ast.BoolOp(op=ast.And(), values=[*parts, last]):
-            return next((each for part in parts if not (each := value(part))), None) or value(last)
-        case ast.BoolOp(op=ast.Or(), values=[*parts, last]):
-            return next((each for part in parts if (each := value(part))), None) or value(last)
+        case ast.BoolOp(op=op, values=[*parts, last]):
+            decisive = isinstance(op, ast.Or)
+            found = [each for part in parts if bool(each := value(part)) is decisive]
+            return found[0] if found else value(last)
         case ast.IfExp(test=test, body=body, orelse=orelse):
             return value(body) if value(test) else value(orelse)
         case ast.List(elts=items) | ast.Tuple(elts=items):
@@ -304,6 +304,12 @@ class ShellScript:
 
     def _output(self, command: str, file: Path | None) -> str:
         """Return the output of a command: the script's folder where that is asked for."""
+        words = " ".join(self._expanded(f'"{command}"')).split()
+        if words[:1] == ["seq"] and len(words) in (2, 3, 4) and all(word.isdigit() for word in words[1:]):
+            numbers = [int(word) for word in words[1:]]
+            first, last = (numbers[0], numbers[-1]) if len(numbers) > 1 else (1, numbers[0])
+            step = numbers[1] if len(numbers) == 3 else 1
+            return " ".join(map(str, range(first, last + 1, max(1, step))))
         if file is not None and ("BASH_SOURCE" in command or "dirname" in command):
             return str((file.parent / "..").resolve() if "/.." in command else file.parent.resolve())
         return UNKNOWN
@@ -345,6 +351,8 @@ class ShellScript:
                 return usual
         if sign[-1:] == "+":
             return " ".join(self._expanded(word, file)) if value else ""
+        if value is None and index in ("[@]", "[*]"):
+            return []
         if value is None:
             return "" if name.isdigit() and name != "0" else f"${{oc.env:{name}}}" if _NAME.match(name) else UNKNOWN
         if isinstance(value, list):

@@ -175,7 +175,7 @@ def _lines(
 def _written(found: Migration, kind: RunKind) -> Iterator[str]:
     """Yield the keys to write: those of the source itself, and those that differ from megarl's defaults."""
     for key, value in found.values.items():
-        if key in found.own or value != _default(key, kind):
+        if key == "kind" or key in found.own or value != _default(key, kind):
             yield key
 
 
