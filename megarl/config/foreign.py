@@ -84,6 +84,7 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
             f"{file}: no setting of verl, slime, TRL or NeMo RL was found; give a command script with "
             "key=value or --name value, or a YAML file"
         )
+    _refuse_other_trainers(file, found.name, settings, words)
     variant = ""
     if found.name == "TRL":
         variant = _trl_class(words, settings)
@@ -333,7 +334,31 @@ def _referred(inner: str, key: str, flat: Mapping[str, Any]) -> Any:
     return flat.get(name, UNKNOWN)
 
 
-# ---- TRL
+# ---- trainers
+
+# The settings that every run has which a framework's table is about.
+_TRAINERS = {
+    "verl": ("actor_rollout_ref.", "the PPO trainer (verl.trainer.main_ppo)"),
+    "NeMo RL": ("grpo.", "GRPO"),
+}
+_OTHER_TRAINERS = re.compile(
+    r"(?:^|[/_ ])(rloo|kto|orpo|cpo|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|distillation)(?:[/_.]|$)"
+)
+
+
+def _refuse_other_trainers(
+    file: Path, framework: str, settings: Mapping[str, Any], words: Sequence[str]
+) -> None:
+    """Raise ValueError for a trainer whose settings would be read with another meaning."""
+    prefix, trainer = _TRAINERS.get(framework, ("", ""))
+    if not any(name.lstrip("+~").startswith(prefix) for name in settings):
+        raise ValueError(f"{file}: only settings of {trainer} are converted from {framework}, and it has none")
+    program = " ".join(word for word in words if word.endswith(".py") or words[0] == "trl")
+    if framework == "TRL" and (other := _OTHER_TRAINERS.search(program)):
+        raise ValueError(
+            f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, SFT and reward "
+            "models are converted"
+        )
 
 
 def _trl_class(words: Sequence[str], settings: Mapping[str, Any]) -> str:
@@ -343,8 +368,6 @@ def _trl_class(words: Sequence[str], settings: Mapping[str, Any]) -> str:
             for part, name in _TRL_SCRIPTS.items():
                 if part in word.rpartition("/")[2] or f"/{part}/" in word:
                     return name
-    own = {
-        name: entries for name, entries in trl_names().items() if name in set(_TRL_SCRIPTS.values())
-    }
+    own = {name: entries for name, entries in trl_names().items() if name in _TRL_SCRIPTS.values()}
     given = [leaf.replace("-", "_") for name, value in settings.items() for leaf in leaf_names(name, value)]
     return max(own, key=lambda name: sum(each in own[name] for each in given))

@@ -13,6 +13,7 @@ import yaml
 
 from megarl.config.conversions import NULL, Migration, kind_of, migrated
 from megarl.config.foreign import Foreign, read_foreign
+from megarl.config.kinds import RolloutEngineKind
 from megarl.config.load import read_config
 from megarl.config.readers import unread_keys
 from megarl.config.schema import MISSING, SCHEMAS, RunConfig, RunKind
@@ -21,10 +22,13 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import range_violations, validate
 from megarl.config.values import contents_of, schema_keys
 from megarl.machine.errors import ConfigError
+from megarl.rollout.engines import SERVER_ARGS_CHECKS
 
 _ALGORITHM = "algorithm"
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 _LONGEST_COMMENT = 110
+_SERVER_ARGS = "rollout.sglang.server_args."
+_check_server_args = SERVER_ARGS_CHECKS[RolloutEngineKind.sglang]
 _MOST_ROUNDS = 5  # of leaving out keys that have no effect, which may leave others without one
 
 
@@ -81,6 +85,14 @@ def _fit(found: Migration, kind: RunKind) -> None:
             for key in [each for each in keys if each in found.values and not _is_open(found.values[each])]:
                 found.drop(key, finding.message)
                 dropped = True
+        for key in [key for key in found.values if key.startswith(_SERVER_ARGS)]:
+            try:
+                _check_server_args({key.removeprefix(_SERVER_ARGS): found.values[key]})
+            except ConfigError as error:
+                # Without SGLang on this machine, its options are not known.
+                if error.source == _SERVER_ARGS.removesuffix("."):
+                    found.drop(key, "; ".join(error.problems))
+                    dropped = True
         if not dropped:
             return
 
@@ -251,11 +263,10 @@ def _differences(found: Migration, foreign: Foreign, kind: RunKind) -> Iterator[
                 f"{key}: {_scalar(found.values[key])} is {foreign.framework.name}'s default, which is kept; "
                 f"megarl's is {_scalar(usual)}"
             )
-    if kind is RunKind.ppo and _default("placement.device_memory_gb", kind) is None:
-        yield (
-            "placement.device_memory_gb: not set, so `megarl check` does not compare the plan with a budget; "
-            "set about 90 % of the memory of a GPU, such as 72 for 80 GB"
-        )
+    yield (
+        "placement.device_memory_gb: not set, so `megarl check` plans for the GPUs that it finds or for 80 GB; "
+        "set about 90 % of the memory of yours"
+    )
 
 
 def _summary(
