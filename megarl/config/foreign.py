@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megarl.config.migration import FRAMEWORKS, Framework, framework_of, leaf_names, trl_names
+from megarl.config.migration import FRAMEWORKS, Framework, framework_of, leaf_names, trl_arguments, trl_names
 from megarl.config.shell import UNKNOWN, ShellScript, evaluate
 from megarl.machine.files import YAML_ERRORS, yaml_problem
 
@@ -88,8 +88,8 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
     variant = ""
     if found.name == "TRL":
         variant = _trl_class(words, settings)
-        settings = {name.replace("-", "_"): value for name, value in settings.items()}
-        own = frozenset(name.replace("-", "_") for name in own)
+        settings = dict(_trl_setting(name, value) for name, value in settings.items())
+        own = frozenset(settings)
     elif settings.get("loss_type") == "sft_loss":
         variant = "SFTConfig"
     return Foreign(found, settings, own, variant, notes)
@@ -104,7 +104,7 @@ def _best_command(
     """Return the settings of the command with the most of them, its words, and a note about the others."""
     found = []
     for script in _scripts(file, text):
-        for words in script.commands():
+        for words in _whole_commands(script):
             settings = _command_settings(words, file.parent)
             recognized = framework_of(settings) if len(settings) > 1 or framework else None
             if recognized is not None or (framework and settings):
@@ -119,6 +119,21 @@ def _best_command(
     others = len(found) - 1
     notes = (f"{others} other command{'s' * (others > 1)} of the file: not converted",) if others else ()
     return settings, words, notes
+
+
+def _whole_commands(script: ShellScript) -> Iterator[list[str]]:
+    """Yield the commands. Options without a program belong to the command before them.
+
+    A script without the backslash at the end of a line is meant that way.
+    """
+    whole: list[str] = []
+    for words in script.commands():
+        if whole and not words[0].startswith("-"):
+            yield whole
+            whole = []
+        whole = [*whole, *words]
+    if whole:
+        yield whole
 
 
 def _scripts(file: Path, text: str) -> Iterator[ShellScript]:
@@ -359,6 +374,15 @@ def _refuse_other_trainers(
             f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, SFT and reward "
             "models are converted"
         )
+
+
+def _trl_setting(name: str, value: Any) -> tuple[str, Any]:
+    """Return an argument of TRL; `--no_NAME` is false."""
+    name = name.replace("-", "_")
+    positive = name.removeprefix("no_")
+    if positive != name and name not in trl_arguments() and positive in trl_arguments():
+        return positive, False
+    return name, value
 
 
 def _trl_class(words: Sequence[str], settings: Mapping[str, Any]) -> str:
