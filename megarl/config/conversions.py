@@ -17,12 +17,13 @@ source sets anything in it. Keys that begin with `@` are only for `placed`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
 from typing import Any
 
+from megarl.config.expressions import evaluate
 from megarl.config.foreign import Foreign, parsed
 from megarl.config.kinds import AdvantageEstimator
 from megarl.config.megatron_options import find_section, owned_fields, requirements
@@ -36,7 +37,7 @@ from megarl.config.migration import (
     trl_names,
 )
 from megarl.config.schema import MISSING, SCHEMAS, RunKind
-from megarl.config.shell import UNKNOWN, evaluate
+from megarl.config.shell import UNKNOWN
 from megarl.config.values import schema_keys
 
 _CHOICE = re.compile(r"[^\s=]+=[^\s=]*")
@@ -156,7 +157,13 @@ def _complete(found: Migration, kind: RunKind) -> None:
 
 
 def _convert(
-    source: Foreign, name: str, everything: Mapping[str, Any], found: Migration, *, is_given: bool, is_own: bool
+    source: Foreign,
+    name: str,
+    everything: Mapping[str, Any],
+    found: Migration,
+    *,
+    is_given: bool,
+    is_own: bool,
 ) -> None:
     """Convert one setting, or answer it."""
     value = everything[name]
@@ -238,7 +245,9 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
     if framework == "TRL":
         entries = trl_names()
         shared = ("ScriptArguments", "ModelConfig", "TrainingArguments")
-        return next((entries[each][name] for each in (source.variant, *shared) if name in entries[each]), None)
+        return next(
+            (entries[each][name] for each in (source.variant, *shared) if name in entries[each]), None
+        )
     if framework == "NeMo RL":
         parts = name.split(".")
         above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
@@ -292,9 +301,11 @@ def _keys(kind: RunKind) -> frozenset[str]:
 def _is_key(target: str, kind: RunKind) -> bool:
     """Whether a kind of run has a key, or the map or list that it is in."""
     parts = target.split(".")
-    return target.startswith("@") or any(
-        ".".join(parts[:end]) in _keys(kind) for end in range(len(parts), 1, -1)
-    ) or target in _keys(kind)
+    return (
+        target.startswith("@")
+        or any(".".join(parts[:end]) in _keys(kind) for end in range(len(parts), 1, -1))
+        or target in _keys(kind)
+    )
 
 
 def _is_choice(how: str) -> bool:
@@ -310,8 +321,12 @@ def _result(how: str, value: Any, name: str, everything: Mapping[str, Any]) -> A
         key = re.sub(r"^here\b", name.rpartition(".")[0], key).removeprefix(".")
         if key in everything:
             return everything[key]
-        return any(each.startswith(f"{key}.") for each in everything) or None
+        is_section = any(each.startswith(f"{key}.") for each in everything)
+        if not is_section:
+            missing.append(key)
+        return is_section or None
 
+    missing: list[str] = []
     if _is_choice(how):
         words, _, condition = how.partition(" if ")
         if condition and not evaluate(condition, look_up):
@@ -322,7 +337,12 @@ def _result(how: str, value: Any, name: str, everything: Mapping[str, Any]) -> A
             raise ValueError(f"{written} is none of {', '.join(choices)}")
         return None if chosen == "-" else NULL if chosen == "null" else parsed(chosen)
 
-    result = evaluate(how, look_up)
+    try:
+        result = evaluate(how, look_up)
+    except ValueError as error:
+        if not missing:
+            raise
+        raise ValueError(f"it does not set {', '.join(dict.fromkeys(missing))}") from error
     return int(result) if isinstance(result, float) and result.is_integer() and how != "value" else result
 
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megarl.config.expressions import evaluate
 from megarl.config.migration import FRAMEWORKS, Framework, framework_of, leaf_names, trl_arguments, trl_names
-from megarl.config.shell import UNKNOWN, ShellScript, evaluate
+from megarl.config.shell import UNKNOWN, ShellScript
 from megarl.machine.files import YAML_ERRORS, yaml_problem
 
 SETTING = re.compile(r"[+~]*([A-Za-z_][\w/@]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -42,7 +43,7 @@ class Foreign(NamedTuple):
     """The settings of another framework's run.
 
     Attributes:
-        settings: The values by dotted name. `${oc.env:NAME}` and UNKNOWN stand for what the file does not say.
+        settings: The values by dotted name. `${oc.env:NAME}` and UNKNOWN are what the file does not say.
         own: The names that the file sets itself, not a file that it inherits from.
         variant: The class of TRL whose arguments they are, or which has the same kind of run; may be empty.
         notes: What was left out of the file, one line each.
@@ -357,7 +358,8 @@ _TRAINERS = {
     "NeMo RL": ("grpo.", "GRPO"),
 }
 _OTHER_TRAINERS = re.compile(
-    r"(?:^|[/_ ])(rloo|kto|orpo|cpo|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|distillation)(?:[/_.]|$)"
+    r"(?:^|[/_ ])(rloo|kto|orpo|cpo|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|"
+    r"distillation)(?:[/_.]|$)"
 )
 
 
@@ -367,7 +369,9 @@ def _refuse_other_trainers(
     """Raise ValueError for a trainer whose settings would be read with another meaning."""
     prefix, trainer = _TRAINERS.get(framework, ("", ""))
     if not any(name.lstrip("+~").startswith(prefix) for name in settings):
-        raise ValueError(f"{file}: only settings of {trainer} are converted from {framework}, and it has none")
+        raise ValueError(
+            f"{file}: only settings of {trainer} are converted from {framework}, and it has none"
+        )
     program = " ".join(word for word in words if word.endswith(".py") or words[0] == "trl")
     if framework == "TRL" and (other := _OTHER_TRAINERS.search(program)):
         raise ValueError(

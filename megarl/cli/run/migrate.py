@@ -100,7 +100,9 @@ def _fit(found: Migration, kind: RunKind) -> None:
 def _refit(found: Migration, kind: RunKind, key: str, value: Any, problem: str) -> None:
     """Keep the items of a list that fit, ask for a number that is no integer, and leave out other values."""
     if isinstance(value, list):
-        kept = [item for item in value if key not in read_config(RunConfig, _nested({key: [item]}, kind)).refused]
+        kept = [
+            item for item in value if key not in read_config(RunConfig, _nested({key: [item]}, kind)).refused
+        ]
         if kept:
             left_out = ", ".join(str(item) for item in value if item not in kept)
             found.values[key] = kept
@@ -179,7 +181,10 @@ def _lines(
         found.origins[_ALGORITHM] = f"exactly what {name} computes with its settings"
     yield from _section(_in_schema_order(written, kind), found, "", "")
     yield from _listed("What differs", differing)
-    reasons = [f"{each}: {why}" for each, why in found.answers.items()]
+    by_reason: dict[str, list[str]] = {}
+    for each, why in found.answers.items():
+        by_reason.setdefault(why, []).append(each)
+    reasons = [f"{', '.join(names)}: {why}" for why, names in by_reason.items()]
     yield from _listed(f"Settings of {name} that have no key here", reasons)
     yield from _listed("Settings that no table has: compare them yourself", found.unknown)
 
@@ -258,7 +263,8 @@ def _differences(found: Migration, foreign: Foreign, kind: RunKind) -> Iterator[
     """Yield the defaults of the framework that the file states, because megarl has others."""
     for key in sorted(found.defaults & found.values.keys()):
         usual = _default(key, kind)
-        if found.values[key] != usual and _scalar(found.values[key]) != _scalar(usual):
+        is_known = found.values[key] not in (usual, MISSING)
+        if is_known and _scalar(found.values[key]) != _scalar(usual):
             yield (
                 f"{key}: {_scalar(found.values[key])} is {foreign.framework.name}'s default, which is kept; "
                 f"megarl's is {_scalar(usual)}"
@@ -304,5 +310,3 @@ def _problems(found: Migration, kind: RunKind) -> Iterator[str]:
         if not loaded.refuses(finding.keys) and not is_open & {*finding.keys} and finding.absence is None:
             if not any(key.endswith("path") for key in finding.keys):
                 yield str(finding)
-
-

@@ -96,7 +96,7 @@ def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
         ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "use algorithm.policy_loss.kind"),
         ("+data.max_prompt_length=8", "write data.max_prompt_length=..., without a sign before it"),
         (
-            "actor_rollout_ref.model.lora.rank=8",
+            "actor_rollout_ref.model.lora.dropout=0.1",
             "without a counterpart in megarl: adapters are configured by",
         ),
         (
@@ -128,11 +128,12 @@ actor_rollout_ref:
     assert [problem.partition(":")[0] for problem in found] == [
         "data.train_batch_size",
         "actor_rollout_ref.model.path",
-        "actor_rollout_ref.model.lora",
+        "actor_rollout_ref.model.lora.rank",
+        "actor_rollout_ref.model.lora.alpha",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "actor_rollout_ref.actor.unheard_of",
     ]
-    assert "use trainer.updates_per_step (the number of updates" in found[3]
+    assert "use trainer.updates_per_step (the number of updates" in found[4]
     assert "unknown key, also in verl" in found[4]
 
 
