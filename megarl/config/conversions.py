@@ -380,7 +380,8 @@ def placed(found: Migration) -> None:
         actor = whole - engines if whole and engines else None
     if is_split and actor and engines and isinstance(per_node, int):
         total = actor + engines
-        found.set("placement.num_nodes", max(1, ceil(total / per_node)), f"{actor} + {engines} devices")
+        nodes = max(1, ceil(total / per_node))
+        found.set("placement.num_nodes", nodes, f"{actor} + {engines} devices", is_own=True)
     if not is_split:
         engines = actor
 

@@ -1,4 +1,4 @@
-"""Evaluates expressions of numbers, texts and names: the arithmetic of scripts, and the conversions of tables."""
+"""Evaluates expressions: the arithmetic of scripts, and the conversions of tables."""
 
 from __future__ import annotations
 

@@ -162,7 +162,8 @@ def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
     # The launcher's options say how many devices there are.
     for name, value in _options(words[:program]):
         if name.replace("-", "_") in ("num_processes", "num_machines", "nproc_per_node", "nnodes"):
-            settings[f"launcher.{name.replace('-', '_')}"] = value
+            # The program behind the option looks like a second value.
+            settings[f"launcher.{name.replace('-', '_')}"] = value[0] if isinstance(value, list) else value
     given = list(_options(words[program:]))
     overrides = {
         match[1].replace("/", "."): parsed(match[2])
@@ -187,7 +188,8 @@ def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
 def _program_end(words: Sequence[str]) -> int:
     """Return the place behind the program: a Python file, a module, or a subcommand of trl."""
     for index in range(len(words) - 1, -1, -1):
-        if words[index].endswith(".py") and not words[index - 1].startswith("--"):
+        is_script = words[index].endswith(".py") and "=" not in words[index]
+        if is_script and not words[index - 1].startswith("--"):
             return index + 1
         if words[index] == "-m" or words[index] == "trl":
             return min(index + 2, len(words))

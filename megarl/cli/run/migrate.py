@@ -270,8 +270,8 @@ def _differences(found: Migration, foreign: Foreign, kind: RunKind) -> Iterator[
                 f"megarl's is {_scalar(usual)}"
             )
     yield (
-        "placement.device_memory_gb: not set, so `megarl check` plans for the GPUs that it finds or for 80 GB; "
-        "set about 90 % of the memory of yours"
+        "placement.device_memory_gb: not set, so `megarl check` plans for the GPUs that it finds or for "
+        "80 GB; set about 90 % of the memory of yours"
     )
 
 
@@ -280,8 +280,7 @@ def _summary(
 ) -> Iterator[str]:
     if output is not None:
         yield f"{output}: written; continue with `megarl check {output} --fast`"
-    for note in foreign.notes:
-        yield note
+    yield from foreign.notes
     for line in differing:
         yield f"differs: {line}"
     for key, value in found.values.items():
@@ -307,6 +306,8 @@ def _problems(found: Migration, kind: RunKind) -> Iterator[str]:
         return
     is_open = {key for key, value in found.values.items() if _is_open(value)}
     for finding in validate(loaded.config):
-        if not loaded.refuses(finding.keys) and not is_open & {*finding.keys} and finding.absence is None:
-            if not any(key.endswith("path") for key in finding.keys):
-                yield str(finding)
+        # Folders and files may be on other machines.
+        names_a_file = any(key.endswith("path") for key in finding.keys)
+        is_known = not loaded.refuses(finding.keys) and not is_open & {*finding.keys}
+        if is_known and not names_a_file and finding.absence is None:
+            yield str(finding)
