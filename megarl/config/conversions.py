@@ -103,9 +103,24 @@ def migrated(source: Foreign) -> Migration:
     for name in sorted(everything, key=lambda each: (each in settings) + (each in own)):
         is_given = name in settings
         _convert(source, name, everything, found, is_given=is_given, is_own=name in own)
+    _set_launched(found, settings)
     _complete(found, kind_of(source))
     placed(found)
     return found
+
+
+def _set_launched(found: Migration, settings: Mapping[str, Any]) -> None:
+    """Set the devices by the processes that a launcher starts, as TRL's commands have no other number."""
+    processes = settings.get("launcher.num_processes")
+    nodes = settings.get("launcher.num_machines", 1)
+    if (
+        isinstance(processes, int)
+        and isinstance(nodes, int)
+        and "placement.devices_per_node" not in found.values
+    ):
+        origin = f"num_processes={processes}"
+        found.set("placement.num_nodes", nodes, origin, is_own=True)
+        found.set("placement.devices_per_node", max(1, processes // nodes), origin, is_own=True)
 
 
 def kind_of(source: Foreign) -> RunKind:
