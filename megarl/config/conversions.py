@@ -53,7 +53,7 @@ NULL = object()  # a null that is written, unlike a setting that is left out
 
 @dataclass
 class Migration:
-    """What becomes of the settings of a source.
+    """The keys and answers for the settings of a source.
 
     Attributes:
         values: megarl's keys with their values. NULL is null, MISSING a value that the user has to give.
@@ -257,12 +257,14 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
             field_name = name.removeprefix(f"{branch}.").partition(".")[0]
             return _megatron(match[1], match[2], field_name) or _megatron(match[1], "", field_name)
         return entry
+
     if framework == "TRL":
         entries = trl_names()
         shared = ("ScriptArguments", "ModelConfig", "TrainingArguments")
         return next(
             (entries[each][name] for each in (source.variant, *shared) if name in entries[each]), None
         )
+
     if framework == "NeMo RL":
         parts = name.split(".")
         above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
@@ -270,6 +272,8 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
         if (entry := next((table[each] for each in above if each in table), None)) is not None:
             return entry
         return _megatron("actor", "", parts[-1]) if ".megatron_cfg." in name else None
+
+    # slime: its own arguments, SGLang's options, and those of Megatron-Core.
     if (entry := slime_names().get(name)) is not None:
         return entry
     if name.startswith(SERVER_PREFIX):

@@ -162,7 +162,7 @@ def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
     # The launcher's options say how many devices there are.
     for name, value in _options(words[:program]):
         if name.replace("-", "_") in ("num_processes", "num_machines", "nproc_per_node", "nnodes"):
-            # The program behind the option looks like a second value.
+            # The program that follows the option looks like a second value.
             settings[f"launcher.{name.replace('-', '_')}"] = value[0] if isinstance(value, list) else value
     given = list(_options(words[program:]))
     overrides = {
@@ -186,7 +186,7 @@ def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def _program_end(words: Sequence[str]) -> int:
-    """Return the place behind the program: a Python file, a module, or a subcommand of trl."""
+    """Return the number of words up to the end of the program: a Python file, a module, or a subcommand of trl."""
     for index in range(len(words) - 1, -1, -1):
         is_script = words[index].endswith(".py") and "=" not in words[index]
         if is_script and not words[index - 1].startswith("--"):

@@ -183,6 +183,7 @@ class ShellScript:
         current: str | None = None
         is_quoted = False
         index = 0
+
         while index < len(raw):
             character = raw[index]
             if character == "'" and not is_quoted:
@@ -215,6 +216,7 @@ class ShellScript:
             else:
                 current = (current or "") + character
                 index += 1
+
         return words if current is None else [*words, current]
 
     def _substituted(self, raw: str, start: int, file: Path | None) -> tuple[str | list[str], int]:
@@ -330,7 +332,7 @@ def _is_bare(text: str) -> bool:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Return the place behind the bracket that closes the one at `opening`."""
+    """Return the end of the part in brackets that begins at `opening`."""
     close = _PAIRS[text[opening]]
     depth = 0
     index = opening
