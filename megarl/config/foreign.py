@@ -186,7 +186,7 @@ def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def _program_end(words: Sequence[str]) -> int:
-    """Return the number of words up to the end of the program: a Python file, a module, or a subcommand of trl."""
+    """Return the number of words up to the program: a Python file, a module, or a subcommand of trl."""
     for index in range(len(words) - 1, -1, -1):
         is_script = words[index].endswith(".py") and "=" not in words[index]
         if is_script and not words[index - 1].startswith("--"):
