@@ -91,6 +91,8 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
         variant = _trl_class(words, settings)
         settings = dict(_trl_setting(name, value) for name, value in settings.items())
         own = frozenset(settings)
+        if not (words or any(name in trl_names()[variant] for name in settings)):
+            notes = (*notes, f"no argument is of one trainer only: read as those of {variant}")
     elif settings.get("loss_type") == "sft_loss":
         variant = "SFTConfig"
     return Foreign(found, settings, own, variant, notes)
@@ -189,7 +191,8 @@ def _program_end(words: Sequence[str]) -> int:
     """Return the number of words up to the program: a Python file, a module, or a subcommand of trl."""
     for index in range(len(words) - 1, -1, -1):
         is_script = words[index].endswith(".py") and "=" not in words[index]
-        if is_script and not words[index - 1].startswith("--"):
+        is_value = words[index - 1].startswith("--") and "=" not in words[index - 1]
+        if is_script and not is_value:
             return index + 1
         if words[index] == "-m" or words[index] == "trl":
             return min(index + 2, len(words))

@@ -265,7 +265,7 @@ def test_a_command_of_trl(tmp_path: Path) -> None:
 def test_the_trainer_of_trl_is_that_of_the_script(
     tmp_path: Path, script: str, kind: str, key: str, rows: int
 ) -> None:
-    text = f"accelerate launch --num_processes 4 {script} --model_name_or_path m --learning_rate 1e-5 "
+    text = f"accelerate launch --num_processes 4 --config_file=a.yaml {script} --model_name_or_path m --learning_rate 1e-5 "
     text += "--dataset_name d --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --max_length 99"
     found = converted(tmp_path / "run.sh", text)
     expected = {"kind": kind, f"trainer.{key}_per_step": rows, "data.max_length": 99}
