@@ -66,6 +66,7 @@ WITHOUT_TORCH = (
     "megarl.cli.commands",
     "megarl.cli.inspect",
     "megarl.cli.main",
+    "megarl.cli.run.migrate",
     "megarl.doctor.checks",
     "megarl.rollout.engines",
     "megarl.rollout.sglang.user_arguments",

@@ -22,6 +22,7 @@ from megarl.cli.options import (
     overrides,
     positive,
 )
+from megarl.config.foreign import NAMES as FOREIGN
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
 from megarl.config.schema import Device
@@ -127,6 +128,31 @@ COMMANDS: Mapping[str, Command] = {
             "megarl recipes",
             "megarl recipes show algorithm/grpo",
             "megarl recipes copy qwen2.5_7b_grpo my_run.yaml",
+        ),
+    ),
+    "migrate": Command(
+        group=START,
+        module="megarl.cli.run.migrate",
+        summary="convert a run of verl, slime, TRL or NeMo RL to a configuration",
+        description="convert a command script or a configuration of verl, slime, TRL or NeMo RL to a "
+        "configuration, whose comments say where each key comes from. Nothing of a script is executed",
+        arguments=(
+            argument(
+                "source",
+                metavar="SOURCE",
+                help="a shell script, a Python file with a command in its docstring, or a YAML file",
+            ),
+            argument("--output", metavar="FILE", help="a new file; by default, the text is printed"),
+            argument(
+                "--from",
+                dest="framework",
+                choices=tuple(FOREIGN),
+                help="the framework, if its settings alone do not tell",
+            ),
+        ),
+        examples=(
+            "megarl migrate run_qwen2-7b_math_megatron.sh --output run.yaml",
+            "megarl migrate grpo.yaml --from trl",
         ),
     ),
     "check": Command(

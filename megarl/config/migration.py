@@ -34,16 +34,19 @@ class Counterpart(NamedTuple):
     Attributes:
         ours: The dotted configuration key; None if there is no counterpart.
         note: Other differences, or why there is no counterpart; may be empty.
+        how: How the value is converted; empty: it is the same. See conversions.py.
     """
 
     ours: str | None
     note: str
+    how: str = ""
 
     @classmethod
     def of(cls, text: str) -> Counterpart:
-        """Read an entry `<megarl key>; <other differences>`, or `none; <reason>`."""
-        ours, _, note = text.partition("; ")
-        return cls(None if ours == "none" else ours, note)
+        """Read an entry `<megarl key> [<how>]; <other differences>`, or `none; <reason>`."""
+        place, _, note = text.partition("; ")
+        ours, _, how = place.partition(" [")
+        return cls(None if ours == "none" else ours, note, how.removesuffix("]"))
 
 
 @cache
@@ -53,7 +56,7 @@ def verl_keys() -> dict[str, Counterpart]:
     A branch (`actor_rollout_ref.model.mtp`) covers all keys below it that have no entry.
     """
     table = _table("verl")
-    del table["shared"]
+    del table["shared"], table["defaults"]
     return {name: _entry(name, text) for name, text in flat_table(table)}
 
 
@@ -262,22 +265,24 @@ def of_other_kinds(
 @cache
 def nemo_rl_names() -> dict[str, Counterpart]:
     """Return the keys of NeMo RL, by their dotted names."""
-    return {name: Counterpart.of(text) for name, text in flat_table(_table("nemo_rl"))}
+    table = _table("nemo_rl")
+    del table["defaults"]
+    return {name: Counterpart.of(text) for name, text in flat_table(table)}
 
 
 @cache
 def slime_names() -> dict[str, Counterpart]:
     """Return the arguments of slime."""
-    return {
-        name: Counterpart.of(text) for names, text in _table("slime").items() for name in names.split(", ")
-    }
+    table = _table("slime")
+    del table["defaults"]
+    return {name: Counterpart.of(text) for name, text in flat_table(table)}
 
 
 @cache
 def trl_names() -> dict[str, dict[str, Counterpart]]:
     """Return the arguments of each class of TRL."""
     table = _table("trl")
-    del table["shared"]
+    del table["shared"], table["defaults"]
     return {
         of_class: {
             name: Counterpart.of(text) for names, text in entries.items() for name in names.split(", ")
@@ -290,6 +295,12 @@ def trl_names() -> dict[str, dict[str, Counterpart]]:
 def trl_arguments() -> frozenset[str]:
     """Return the arguments of all classes."""
     return frozenset(name for arguments in trl_names().values() for name in arguments)
+
+
+@cache
+def foreign_defaults(framework: str) -> dict[str, Any]:
+    """Return the defaults of a framework that change the result or that a conversion reads, by name."""
+    return dict(_table(framework)["defaults"])
 
 
 def _table(framework: str) -> dict[str, Any]:

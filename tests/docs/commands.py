@@ -226,6 +226,15 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     ),
     "megarl status outputs/quickstart": Executed(),
     "megarl status outputs/quickstart --watch": Executed(),  # it has ended
+    "megarl migrate run_verl.sh --output run.yaml": InTest(
+        "tests/unit/cli/test_migrate.py::test_comments_name_the_settings", ('"migrate"', "--output")
+    ),
+    "megarl check run.yaml --fast": InTest(
+        "tests/unit/cli/test_migrate.py::test_the_file_is_a_configuration", ('"migrate"', "read_config")
+    ),
+    "megarl migrate run_trl.sh --output run.yaml": InTest(
+        "tests/unit/cli/test_migrate.py::test_the_file_is_a_configuration", ('"migrate"', "trl.sh")
+    ),
     "megarl init my_run": InTest(
         "tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)
     ),

@@ -96,7 +96,7 @@ def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
         ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "use algorithm.policy_loss.kind"),
         ("+data.max_prompt_length=8", "write data.max_prompt_length=..., without a sign before it"),
         (
-            "actor_rollout_ref.model.lora.rank=8",
+            "actor_rollout_ref.model.lora.dropout=0.1",
             "without a counterpart in megarl: adapters are configured by",
         ),
         (
@@ -128,12 +128,13 @@ actor_rollout_ref:
     assert [problem.partition(":")[0] for problem in found] == [
         "data.train_batch_size",
         "actor_rollout_ref.model.path",
-        "actor_rollout_ref.model.lora",
+        "actor_rollout_ref.model.lora.rank",
+        "actor_rollout_ref.model.lora.alpha",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "actor_rollout_ref.actor.unheard_of",
     ]
-    assert "use trainer.updates_per_step (the number of updates" in found[3]
-    assert "unknown key, also in verl" in found[4]
+    assert "use trainer.updates_per_step (the number of updates" in found[4]
+    assert "unknown key, also in verl" in found[5]
 
 
 def test_a_run_of_another_kind_is_not_sent_to_keys_that_it_lacks(tmp_path: Path) -> None:
@@ -200,7 +201,10 @@ def test_all_keys_are_explained_by_the_framework_that_has_most(
             "eval_max_response_len=9",
             "without a counterpart in megarl: responses of validations have the limit",
         ),
-        ("sglang_cuda_graph_bs=[1]", "use rollout.sglang.server_args.cuda_graph_bs"),
+        (
+            "sglang_cuda_graph_bs=[1]",
+            "use rollout.sglang.server_args (such as {cuda_graph_bs_decode: [1, 8]})",
+        ),
         ("optimizer=adam", "is an argument of Megatron-Core; the optimizer is AdamW"),
         ("optimizer_cpu_offload=true", "would keep optimizer state on the host"),
         ("use_precision_aware_optimizer=true", "use actor.megatron.optimizer.use_precision_aware_optimizer"),

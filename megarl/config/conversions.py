@@ -1,0 +1,439 @@
+"""Converts the settings of another framework's run to megarl's keys, by the tables of migration.py.
+
+An entry of a table may say in brackets how its value is converted. It is one or several of these, with ` | `
+between them, each with the key that it sets before a ` = ` unless that is the entry's own:
+
+| how | meaning |
+|---|---|
+| `kl=k1 mse=k2` | a value for each value; `-` sets nothing, `*` is every other value |
+| `kl=k1 mse=k2 if here.use_kl` | the same, if the condition holds; otherwise nothing is set |
+| `data.train_batch_size / value` | arithmetic with the value and with other settings of the source |
+| `'loss' if value else 'none'` | a condition; the result `None` sets nothing, and `null` is null |
+
+`here.NAME` is the setting with this name in the section of the entry. A name of a section is true if the
+source sets anything in it. Keys that begin with `@` are only for `placed`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import ceil
+from typing import Any
+
+from megarl.config.expressions import evaluate
+from megarl.config.foreign import Foreign, parsed
+from megarl.config.kinds import AdvantageEstimator
+from megarl.config.megatron_options import find_section, owned_fields, requirements
+from megarl.config.migration import (
+    SERVER_PREFIX,
+    Counterpart,
+    find_verl_key,
+    foreign_defaults,
+    nemo_rl_names,
+    slime_names,
+    trl_names,
+)
+from megarl.config.schema import MISSING, SCHEMAS, RunKind
+from megarl.config.shell import UNKNOWN
+from megarl.config.values import schema_keys
+
+_CHOICE = re.compile(r"[^\s=]+=[^\s=]*")
+_TARGET = re.compile(r"(@?\.?[A-Za-z_][\w.]*) = (.*)", re.DOTALL)
+_PASSED_ON = re.compile(r"(\w+)\.megatron\.(transformer|ddp|optimizer)")
+_SWITCHES = ("enabled", "enable")
+# The classes of TRL, which also stand for the kind of run of another framework.
+_KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": RunKind.reward_model}
+_WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
+_ESTIMATOR = "algorithm.advantage.estimator"
+NULL = object()  # a null that is written, unlike a setting that is left out
+
+
+@dataclass
+class Migration:
+    """The keys and answers for the settings of a source.
+
+    Attributes:
+        values: megarl's keys with their values. NULL is null, MISSING a value that the user has to give.
+        origins: The settings of the source that each key comes from, as text.
+        own: The keys that the source itself sets, and no default of its framework.
+        answers: The settings without a counterpart, and why.
+        unknown: The settings that no table has.
+        defaults: The keys that come from a default of the framework.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    answers: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    defaults: set[str] = field(default_factory=set)
+
+    def set(self, key: str, value: Any, origin: str, *, is_own: bool = False) -> None:
+        """Set a key, unless the source itself sets it in another way."""
+        if key in self.own and not is_own:
+            return
+        self.values[key] = value
+        self.origins[key] = origin
+        if is_own:
+            self.own.add(key)
+
+    def drop(self, key: str, why: str) -> None:
+        """Leave out a key. The setting of the source that it comes from is answered."""
+        del self.values[key]
+        if key not in self.defaults:
+            self.answers[self.origins[key]] = f"{key}: {why}"
+
+
+def migrated(source: Foreign) -> Migration:
+    """Return megarl's keys and values of a source, with the placement derived from its sizes."""
+    framework = source.framework.name
+    short = {"verl": "verl", "TRL": "trl", "slime": "slime", "NeMo RL": "nemo_rl"}[framework]
+    usual = foreign_defaults(short)
+    if framework == "TRL":
+        usual = {**usual.get("all", {}), **usual.get(source.variant, {})}
+    settings = {name.lstrip("+~"): value for name, value in source.settings.items()}
+    everything = usual | settings
+    found = Migration()
+
+    # The source's own settings come last, so that they win over those of inherited files and of defaults.
+    own = {name.lstrip("+~") for name in source.own}
+    for name in sorted(everything, key=lambda each: (each in settings) + (each in own)):
+        is_given = name in settings
+        _convert(source, name, everything, found, is_given=is_given, is_own=name in own)
+    _set_launched(found, settings)
+    _complete(found, kind_of(source))
+    placed(found)
+    return found
+
+
+def _set_launched(found: Migration, settings: Mapping[str, Any]) -> None:
+    """Set the devices by the processes that a launcher starts, as TRL's commands have no other number."""
+    processes = settings.get("launcher.num_processes")
+    nodes = settings.get("launcher.num_machines", 1)
+    if (
+        isinstance(processes, int)
+        and isinstance(nodes, int)
+        and "placement.devices_per_node" not in found.values
+    ):
+        origin = f"num_processes={processes}"
+        found.set("placement.num_nodes", nodes, origin, is_own=True)
+        found.set("placement.devices_per_node", max(1, processes // nodes), origin, is_own=True)
+
+
+def kind_of(source: Foreign) -> RunKind:
+    """Return the kind of run that a source describes."""
+    return _KINDS.get(source.variant, RunKind.ppo)
+
+
+def _complete(found: Migration, kind: RunKind) -> None:
+    """Add what every run needs, and a placeholder for what the source does not say."""
+    values = found.values
+    if kind is not RunKind.ppo:
+        found.set("kind", kind.value, "")
+    found.set("device", "cuda", "GPUs, as in the source")
+    for key in ("model.path", "data.train_files"):
+        if values.get(key) is None:
+            found.set(key, MISSING, "not in the source", is_own=True)
+    for key in ("data.train_files", "data.val_files"):
+        if isinstance(values.get(key), str) and values[key] != MISSING:
+            values[key] = [values[key]]
+
+    # A step ends when its rows fit, so the limit of a micro-batch has to hold the longest one.
+    lengths = [values.get(f"data.max_{part}_length", 1024) for part in ("prompt", "response")]
+    if kind is RunKind.ppo and all(isinstance(length, int) for length in lengths):
+        ranks = values.get("actor.parallel.context_parallel_size", 1)
+        for section in ("actor", "reference", "critic"):
+            key = f"{section}.micro_batch.max_tokens"
+            limit = values.get(key, 16384)
+            if f"{section}.micro_batch.sequences" not in values and isinstance(limit, int):
+                needed = ceil(sum(lengths) / ranks) if isinstance(ranks, int) else limit
+                if limit < needed and (section != "critic" or values.get(_ESTIMATOR) == "gae"):
+                    found.set(key, needed, "the longest row, prompt and response", is_own=True)
+    # Files that state every option of Megatron have those of experts for all models.
+    if values.get("actor.parallel.expert_parallel_size", 1) == 1:
+        for key in [key for key in values if ".transformer.moe_" in key and key not in found.own]:
+            found.drop(key, "inherited, and read by models with experts only")
+    if kind is not RunKind.ppo:
+        return
+    found.set("rollout.engine", "sglang", "the engine for GPUs")
+    if values.get(_ESTIMATOR, AdvantageEstimator.gae.value) not in _WITH_CRITIC:
+        for key in [key for key in values if key.startswith(("critic.", "algorithm.value_loss."))]:
+            found.drop(key, "there is no critic")
+    path = values.pop("reward.functions.path", None)
+    name = values.pop("reward.functions.name", None)
+    if path is not None:
+        values["reward.functions"] = [{"path": path, **({"name": name} if name else {})}]
+        found.origins["reward.functions"] = found.origins["reward.functions.path"]
+    elif "reward.model.path" not in values:
+        found.set("reward.functions", [{"path": MISSING}], "your Python file with compute_score", is_own=True)
+
+
+def _convert(
+    source: Foreign,
+    name: str,
+    everything: Mapping[str, Any],
+    found: Migration,
+    *,
+    is_given: bool,
+    is_own: bool,
+) -> None:
+    """Convert one setting, or answer it."""
+    value = everything[name]
+    framework = source.framework.name
+    # NeMo RL's files state all settings of the sections that are off.
+    off = _switched_off(name, everything) if framework == "NeMo RL" else None
+    if off is not None:
+        found.answers[name] = f"off in the source ({off})"
+        return
+    entry = _entry(source, name)
+    if entry is None:
+        if name.startswith("launcher."):
+            return
+        if value is None:
+            found.answers[name] = "not set in the source (null)"
+        elif is_given:
+            found.unknown.append(name)
+        return
+    if entry.ours is None and not entry.how:
+        if is_given:
+            found.answers[name] = entry.note
+        return
+    if value is None:
+        if is_given:
+            found.answers[name] = f"null in the source; {entry.ours} has its default"
+        return
+
+    shown = f"{name}={_text(value)}"
+    origin = shown if is_given else f"{framework}'s default: {shown}"
+    has_set = False
+    elsewhere = ""
+    for part in (entry.how or "value").split(" | "):
+        target, how = (match[1], match[2]) if (match := _TARGET.fullmatch(part)) else (entry.ours or "", part)
+        if target.startswith("."):
+            target = ("critic" if name.startswith("critic.") else "actor") + target
+        try:
+            result = _result(how, value, name, everything)
+        except ValueError as error:
+            if not is_given:
+                continue
+            if _is_choice(how):
+                found.answers[name] = f"{value} has no counterpart; {entry.note}"
+                has_set = True
+                continue
+            result = MISSING
+            origin = f"{origin}: cannot be computed from the source ({error})"
+        if result is None:
+            continue
+        if isinstance(result, str) and UNKNOWN in result:
+            result = MISSING
+            origin = f"{origin}; {entry.note}" if entry.note else origin
+        if not _is_key(target, kind_of(source)):
+            elsewhere = target
+            continue
+        has_set = True
+        found.set(target, result, origin, is_own=is_own)
+        if not is_given:
+            found.defaults.add(target)
+        else:
+            found.defaults.discard(target)
+    if is_given and not has_set and elsewhere:
+        found.answers.setdefault(name, f"this kind of run does not have {elsewhere}")
+    elif is_given and not has_set:
+        found.answers.setdefault(name, f"{_text(value)}: {entry.note or f'nothing to set for {entry.ours}'}")
+
+
+def _entry(source: Foreign, name: str) -> Counterpart | None:
+    """Return the entry of a setting, by the table, Megatron's fields, or SGLang's options."""
+    framework = source.framework.name
+    if framework == "verl":
+        if (found := find_verl_key(name)) is None:
+            return None
+        branch, entry = found
+        match = _PASSED_ON.fullmatch(entry.ours or "")
+        if match and len(name) > len(branch):
+            field_name = name.removeprefix(f"{branch}.").partition(".")[0]
+            return _megatron(match[1], match[2], field_name) or _megatron(match[1], "", field_name)
+        return entry
+
+    if framework == "TRL":
+        entries = trl_names()
+        shared = ("ScriptArguments", "ModelConfig", "TrainingArguments")
+        return next(
+            (entries[each][name] for each in (source.variant, *shared) if name in entries[each]), None
+        )
+
+    if framework == "NeMo RL":
+        parts = name.split(".")
+        above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        table = nemo_rl_names()
+        if (entry := next((table[each] for each in above if each in table), None)) is not None:
+            return entry
+        return _megatron("actor", "", parts[-1]) if ".megatron_cfg." in name else None
+
+    # slime: its own arguments, SGLang's options, and those of Megatron-Core.
+    if (entry := slime_names().get(name)) is not None:
+        return entry
+    if name.startswith(SERVER_PREFIX):
+        target = f"rollout.sglang.server_args.{name.removeprefix(SERVER_PREFIX)}"
+        return Counterpart("rollout.sglang.server_args", "", f"{target} = value")
+    found = _megatron("actor", "", name)
+    return found or _megatron("actor", "", name.removeprefix("no_"))
+
+
+def _megatron(role: str, section: str, name: str) -> Counterpart | None:
+    """Return how megarl sets a field of Megatron-Core.
+
+    Args:
+        section: The section of the field; empty: that which has it.
+    """
+    section = section or find_section(name) or ""
+    if not section:
+        return None
+    if (reason := owned_fields(section).get(name)) is not None:
+        return Counterpart(None, reason.format(role=role))
+    if name not in requirements(section):
+        return None
+    # False is Megatron's default, except in `ddp`, where it turns off what megarl sets.
+    how = "value" if section == "ddp" else "value or None"
+    return Counterpart(f"{role}.megatron.{section}", "", f"{role}.megatron.{section}.{name} = {how}")
+
+
+def _switched_off(name: str, everything: Mapping[str, Any]) -> str | None:
+    """Return the switch that turns the section of a setting off."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        for switch in _SWITCHES:
+            key = ".".join([*parts[:end], switch])
+            if everything.get(key) is False and key != name:
+                return f"{key}=false"
+    return None
+
+
+@cache
+def _keys(kind: RunKind) -> frozenset[str]:
+    return frozenset(schema_keys(SCHEMAS[kind]))
+
+
+def _is_key(target: str, kind: RunKind) -> bool:
+    """Whether a kind of run has a key, or the map or list that it is in."""
+    parts = target.split(".")
+    return (
+        target.startswith("@")
+        or any(".".join(parts[:end]) in _keys(kind) for end in range(len(parts), 1, -1))
+        or target in _keys(kind)
+    )
+
+
+def _is_choice(how: str) -> bool:
+    return all(_CHOICE.fullmatch(word) for word in how.partition(" if ")[0].split())
+
+
+def _result(how: str, value: Any, name: str, everything: Mapping[str, Any]) -> Any:
+    """Return the converted value; None to set nothing."""
+
+    def look_up(key: str) -> Any:
+        if key in ("value", "null"):
+            return value if key == "value" else NULL
+        key = re.sub(r"^here\b", name.rpartition(".")[0], key).removeprefix(".")
+        if key in everything:
+            return everything[key]
+        is_section = any(each.startswith(f"{key}.") for each in everything)
+        if not is_section:
+            missing.append(key)
+        return is_section or None
+
+    missing: list[str] = []
+    if _is_choice(how):
+        words, _, condition = how.partition(" if ")
+        if condition and not evaluate(condition, look_up):
+            return None
+        choices = dict(word.rsplit("=", 1) for word in words.split())
+        written = _text(value)
+        if (chosen := choices.get(written, choices.get("*"))) is None:
+            raise ValueError(f"{written} is none of {', '.join(choices)}")
+        return None if chosen == "-" else NULL if chosen == "null" else parsed(chosen)
+
+    try:
+        result = evaluate(how, look_up)
+    except ValueError as error:
+        if not missing:
+            raise
+        raise ValueError(f"it does not set {', '.join(dict.fromkeys(missing))}") from error
+    return int(result) if isinstance(result, float) and result.is_integer() and how != "value" else result
+
+
+def _text(value: Any) -> str:
+    """Return a value as the source would write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    return str(value)
+
+
+# ---- placement
+
+
+def placed(found: Migration) -> None:
+    """Set the replicas of the actor and of the engines by the number of devices.
+
+    A conversion gives the devices as `placement.num_nodes` and `placement.devices_per_node`, or as those of
+    each role: `@actor_devices` and `@rollout_devices`, if the engines have their own.
+    """
+    hidden = {key: found.values.pop(key) for key in [*found.values] if key.startswith("@")}
+    values = found.values
+    per_node = values.get("placement.devices_per_node")
+    nodes = values.get("placement.num_nodes", 1)
+    whole = nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None
+    actor = _number(hidden.get("@actor_devices"), whole)
+    engines = _number(hidden.get("@rollout_devices"), None)
+    replica = _product(values, "actor.parallel", ("tensor", "pipeline", "context"))
+    size = _product(values, "rollout", ("tensor", "pipeline"))
+
+    is_split = values.get("placement.strategy") == "split_collocate"
+    if is_split and engines is None and actor is not None and "@actor_devices" not in hidden:
+        engines = max(size, whole // 2) if whole else None
+        actor = whole - engines if whole and engines else None
+    if is_split and actor and engines and isinstance(per_node, int):
+        total = actor + engines
+        nodes = max(1, ceil(total / per_node))
+        found.set("placement.num_nodes", nodes, f"{actor} + {engines} devices", is_own=True)
+    if not is_split:
+        engines = actor
+
+    # A layout larger than the devices is left to `megarl check`, which names both.
+    data = _share(actor, replica)
+    found.set("actor.parallel.data_parallel_size", data, _of_devices(actor, replica), is_own=True)
+    if "critic.parallel.tensor_parallel_size" in values or any(key.startswith("critic.") for key in values):
+        critic = _product(values, "critic.parallel", ("tensor", "pipeline", "context"))
+        found.set("critic.parallel.data_parallel_size", _share(actor, critic), _of_devices(actor, critic))
+    if "rollout.engine" in values or "rollout.n" in values:
+        found.set("rollout.num_replicas", _share(engines, size), _of_devices(engines, size), is_own=True)
+
+
+def _share(devices: int | None, size: int | None) -> Any:
+    return MISSING if devices is None or size is None else max(1, devices // size)
+
+
+def _of_devices(devices: int | None, size: int | None) -> str:
+    if devices is None or size is None:
+        return "the number of devices is not in the source: devices / (TP x PP x CP)"
+    return f"{devices} devices / {size}"
+
+
+def _number(value: Any, usual: int | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else usual
+
+
+def _product(values: Mapping[str, Any], section: str, axes: tuple[str, ...]) -> int | None:
+    """Return the product of parallel sizes; None if one of them is not known."""
+    product = 1
+    for axis in axes:
+        size = values.get(f"{section}.{axis}_parallel_size", 1)
+        if not isinstance(size, int):
+            return None
+        product *= size
+    return product

@@ -1,0 +1,76 @@
+"""Evaluates expressions: the arithmetic of scripts, and the conversions of tables."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_ARITHMETIC: Mapping[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda item, group: item in group,
+    ast.NotIn: lambda item, group: item not in group,
+}
+
+
+def evaluate(expression: str, look_up: Callable[[str], Any]) -> Any:
+    """Return the value of an expression of numbers, texts, names, comparisons and conditions.
+
+    Args:
+        look_up: Returns the value of a dotted name.
+
+    Raises:
+        ValueError: The expression has something else, or a value does not fit its operator.
+    """
+    try:
+        return _evaluated(ast.parse(expression.strip(), mode="eval").body, look_up)
+    except (SyntaxError, TypeError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"{expression}: {error}") from error
+
+
+def _evaluated(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
+    def value(inner: ast.expr) -> Any:
+        return _evaluated(inner, look_up)
+
+    match node:
+        case ast.Constant(value=constant):
+            return constant
+        case ast.Name() | ast.Attribute():
+            return look_up(ast.unparse(node))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            return _ARITHMETIC[type(op)](value(left), value(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _ARITHMETIC:
+            return _ARITHMETIC[type(op)](value(operand))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _ARITHMETIC:
+            return _ARITHMETIC[type(op)](value(left), value(right))
+        case ast.BoolOp(op=op, values=[*parts, last]):
+            decisive = isinstance(op, ast.Or)
+            found = [each for part in parts if bool(each := value(part)) is decisive]
+            return found[0] if found else value(last)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return value(body) if value(test) else value(orelse)
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {value(key): value(each) for key, each in zip(keys, values, strict=True) if key}
+        case ast.Subscript(value=inner, slice=ast.Slice(lower=low, upper=high, step=step)):
+            return value(inner)[slice(*(part and value(part) for part in (low, high, step)))]
+        case ast.Subscript(value=inner, slice=index):
+            return value(inner)[value(index)]
+    raise ValueError(f"{ast.unparse(node)} is no arithmetic")

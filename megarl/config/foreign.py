@@ -1,0 +1,406 @@
+"""Reads the settings of a run of another framework from its script or file. Nothing of it is executed.
+
+| framework | files |
+|---|---|
+| verl | a shell script with `python3 -m verl.trainer.main_ppo key=value ...`, or a Hydra YAML |
+| slime, miles | a shell script with `python3 train.py --name value ...`, whose arrays may be in other files |
+| TRL | a YAML of `trl grpo --config`, or a command with `--name value` (also in a docstring) |
+| NeMo RL | a YAML with `defaults:` of other files |
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from megarl.config.expressions import evaluate
+from megarl.config.migration import FRAMEWORKS, Framework, framework_of, leaf_names, trl_arguments, trl_names
+from megarl.config.shell import UNKNOWN, ShellScript
+from megarl.machine.files import YAML_ERRORS, yaml_problem
+
+SETTING = re.compile(r"[+~]*([A-Za-z_][\w/@]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+_OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+_MOST_FILES = 20  # of `defaults`, so that files which name each other end
+# Names on the command line and in the option `--from`.
+NAMES = {"verl": "verl", "slime": "slime", "trl": "TRL", "nemo_rl": "NeMo RL"}
+# Words in a subcommand or a script's name, and the class of TRL whose arguments it reads.
+_TRL_SCRIPTS = {
+    **dict.fromkeys(("grpo", "gspo", "rloo", "papo", "openenv", "wordle"), "GRPOConfig"),
+    "dpo": "DPOConfig",
+    "sft": "SFTConfig",
+    "reward": "RewardConfig",
+}
+
+
+class Foreign(NamedTuple):
+    """The settings of another framework's run.
+
+    Attributes:
+        settings: The values by dotted name. `${oc.env:NAME}` and UNKNOWN are what the file does not say.
+        own: The names that the file sets itself, not a file that it inherits from.
+        variant: The class of TRL whose arguments they are, or which has the same kind of run; may be empty.
+        notes: What was left out of the file, one line each.
+    """
+
+    framework: Framework
+    settings: Mapping[str, Any]
+    own: frozenset[str]
+    variant: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def read_foreign(file: Path, framework: str | None = None) -> Foreign:
+    """Read a file of another framework.
+
+    Args:
+        framework: One of NAMES; None: recognized by all names together.
+
+    Raises:
+        ValueError: The file cannot be read, or no framework has its settings.
+    """
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
+
+    if file.suffix in (".yaml", ".yml"):
+        settings, own = _yaml_settings(file)
+        words: list[str] = []
+        notes: tuple[str, ...] = ()
+    else:
+        settings, words, notes = _best_command(file, text, framework)
+        own = frozenset(settings)
+
+    named = next((each for each in FRAMEWORKS if each.name == NAMES.get(framework or "")), None)
+    found = named or framework_of(settings)
+    if found is None:
+        raise ValueError(
+            f"{file}: no setting of verl, slime, TRL or NeMo RL was found; give a command script with "
+            "key=value or --name value, or a YAML file"
+        )
+    _refuse_other_trainers(file, found.name, settings, words)
+    variant = ""
+    if found.name == "TRL":
+        variant = _trl_class(words, settings)
+        settings = dict(_trl_setting(name, value) for name, value in settings.items())
+        own = frozenset(settings)
+        if not (words or any(name in trl_names()[variant] for name in settings)):
+            notes = (*notes, f"no argument is of one trainer only: read as those of {variant}")
+    elif settings.get("loss_type") == "sft_loss":
+        variant = "SFTConfig"
+    return Foreign(found, settings, own, variant, notes)
+
+
+# ---- commands
+
+
+def _best_command(
+    file: Path, text: str, framework: str | None
+) -> tuple[dict[str, Any], list[str], tuple[str, ...]]:
+    """Return the settings of the command with the most of them, its words, and a note about the others."""
+    found = []
+    for script in _scripts(file, text):
+        for words in _whole_commands(script):
+            settings = _command_settings(words, file.parent)
+            recognized = framework_of(settings) if len(settings) > 1 or framework else None
+            if recognized is not None or (framework and settings):
+                knows = next(
+                    (each.knows for each in FRAMEWORKS if each.name == NAMES.get(framework or "")),
+                    recognized.knows if recognized else bool,
+                )
+                found.append((sum(map(knows, settings)), settings, words))
+    if not found:
+        return {}, [], ()
+    _, settings, words = max(found, key=lambda each: each[0])
+    others = len(found) - 1
+    notes = (f"{others} other command{'s' * (others > 1)} of the file: not converted",) if others else ()
+    return settings, words, notes
+
+
+def _whole_commands(script: ShellScript) -> Iterator[list[str]]:
+    """Yield the commands. Options without a program belong to the command before them.
+
+    A script without the backslash at the end of a line is meant that way.
+    """
+    whole: list[str] = []
+    for words in script.commands():
+        if whole and not words[0].startswith("-"):
+            yield whole
+            whole = []
+        whole = [*whole, *words]
+    if whole:
+        yield whole
+
+
+def _scripts(file: Path, text: str) -> Iterator[ShellScript]:
+    """Yield the shell scripts of a file: itself, or the commands in the docstring of a Python file."""
+    if file.suffix not in (".py", ".md"):
+        yield ShellScript(file)
+        return
+    prose = text
+    if file.suffix == ".py":
+        try:
+            prose = ast.get_docstring(ast.parse(text)) or ""
+        except SyntaxError:
+            prose = ""
+    blocks = _FENCE.findall(prose)
+    for block in [*blocks, *([] if blocks else [prose])]:
+        # A comma between the words of a list is Python's, as in `--targets q_proj, v_proj`.
+        yield ShellScript(file, re.sub(r"(?<=[\w\"']),(?=[ ])", "", block))
+
+
+def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return the settings in the words of one command."""
+    program = _program_end(words)
+    settings: dict[str, Any] = {}
+
+    # The launcher's options say how many devices there are.
+    for name, value in _options(words[:program]):
+        if name.replace("-", "_") in ("num_processes", "num_machines", "nproc_per_node", "nnodes"):
+            # The program that follows the option looks like a second value.
+            settings[f"launcher.{name.replace('-', '_')}"] = value[0] if isinstance(value, list) else value
+    given = list(_options(words[program:]))
+    overrides = {
+        match[1].replace("/", "."): parsed(match[2])
+        for word in words[program:]
+        if not word.startswith("-") and (match := SETTING.fullmatch(word))
+    }
+
+    # Hydra's configuration next to the script, or the YAML of `trl --config`, is below the command.
+    options = dict(given)
+    config = options.pop("config", None)
+    name = options.pop("config-name", None)
+    path = options.pop("config-path", ".")
+    if isinstance(name, str):
+        config = f"{path}/{name.removesuffix('.yaml')}.yaml"
+    if isinstance(config, str) and (folder / config).is_file():
+        settings |= _yaml_settings(folder / config)[0]
+    if overrides and not options.keys() - {"cp", "cn"}:
+        return settings | overrides
+    return settings | {each.replace("-", "_"): value for each, value in options.items()}
+
+
+def _program_end(words: Sequence[str]) -> int:
+    """Return the number of words up to the program: a Python file, a module, or a subcommand of trl."""
+    for index in range(len(words) - 1, -1, -1):
+        is_script = words[index].endswith(".py") and "=" not in words[index]
+        is_value = words[index - 1].startswith("--") and "=" not in words[index - 1]
+        if is_script and not is_value:
+            return index + 1
+        if words[index] == "-m" or words[index] == "trl":
+            return min(index + 2, len(words))
+    return 1
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options with their values: a list for several, true for none."""
+    index = 0
+    while index < len(words):
+        match = _OPTION.fullmatch(words[index])
+        index += 1
+        if match is None:
+            continue
+        values = [] if match[2] is None else [match[2]]
+        while not values or match[2] is None:
+            if index == len(words) or _OPTION.fullmatch(words[index]) or SETTING.fullmatch(words[index]):
+                break
+            values.append(words[index])
+            index += 1
+        name = match[1]
+        if not values:
+            yield name, True
+        else:
+            yield name, parsed(values[0]) if len(values) == 1 else [parsed(value) for value in values]
+
+
+def parsed(text: str) -> Any:
+    """Return the value that a text on a command line stands for."""
+    stripped = text.strip()
+    if len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\"":
+        stripped = stripped[1:-1]
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", stripped):
+        number = float(stripped)
+        return int(number) if re.fullmatch(r"[-+]?\d+", stripped) else number
+    if stripped in ("None", "null", "~", ""):
+        return None
+    # A reference in a list would end it, so its braces are hidden from the parser.
+    hidden = stripped.replace("${oc.env:", "\ue000").replace("}", "\ue001") if "${" in stripped else stripped
+    try:
+        value = yaml.safe_load(hidden) if hidden[0] in "[{" else hidden
+    except yaml.YAMLError:
+        value = hidden
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return _shown(value)
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _shown(item) for name, item in value.items()}
+    return value.replace("\ue000", "${oc.env:").replace("\ue001", "}") if isinstance(value, str) else value
+
+
+# ---- YAML
+
+
+def _yaml_settings(file: Path) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the settings of a YAML file with those that it inherits, and the names of its own."""
+    tree, own = _tree(file, 0)
+    flat = _flat(tree)
+    return {name: _resolved(value, name, flat) for name, value in flat.items()}, frozenset(own)
+
+
+def _tree(file: Path, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the merged tree of a file, and its own flat values."""
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except YAML_ERRORS as error:
+        raise ValueError(f"{file}: is not YAML: {yaml_problem(error)}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{file}: must contain a mapping of settings")
+    tree = {str(name): value for name, value in tree.items()}
+    defaults = tree.pop("defaults", [])
+    tree.pop("hydra", None)
+
+    merged: dict[str, Any] = {}
+    for item in defaults if isinstance(defaults, list) else [defaults]:
+        inherited, place = _inherited(item, file.parent)
+        if inherited is not None and inherited.is_file() and depth < _MOST_FILES:
+            below, _ = _tree(inherited, depth + 1)
+            for part in reversed(place.split(".") if place else []):
+                below = {part: below}
+            merged = _merged(merged, below)
+    return _merged(merged, tree), _flat(tree)
+
+
+def _inherited(item: Any, folder: Path) -> tuple[Path | None, str]:
+    """Return the file of an item of `defaults`, and the section that it is placed in."""
+    if isinstance(item, dict):
+        group, name = next(iter(item.items()))
+        group, _, place = str(group).removeprefix("override ").partition("@")
+        place = place or group.replace("/", ".")
+        return folder / group / f"{name}.yaml", "" if place == "_global_" else place
+    if not isinstance(item, str) or item == "_self_":
+        return None, ""
+    return folder / (item if item.endswith((".yaml", ".yml")) else f"{item}.yaml"), ""
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {name: _merged(old.get(name), value) for name, value in new.items()}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves by dotted name. An empty section has none."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{key}.")
+        else:
+            # YAML 1.1 reads 1e-6 as a text.
+            is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+            flat[key] = float(value) if is_number else value
+    return flat
+
+
+def _resolved(value: Any, key: str, flat: Mapping[str, Any], depth: int = 0) -> Any:
+    """Return a value without its references, except to environment variables."""
+    if isinstance(value, list):
+        return [_resolved(item, key, flat, depth) for item in value]
+    if not isinstance(value, str) or "${" not in value or depth > _MOST_FILES:
+        return value
+    match = _REFERENCE.search(value)
+    # The innermost reference first; one to the environment is hidden until the others are resolved.
+    if match is None:
+        return _shown(value)
+    found = _referred(match[1].strip(), key, flat)
+    found = _resolved(found, key, flat, depth + 1)
+    if match.group() == value:
+        return found
+    text = str(found).replace("${oc.env:", "\ue000").replace("}", "\ue001") if found is not None else ""
+    return _resolved(value[: match.start()] + text + value[match.end() :], key, flat, depth + 1)
+
+
+def _referred(inner: str, key: str, flat: Mapping[str, Any]) -> Any:
+    """Return what `${...}` stands for, UNKNOWN if that is not in the files."""
+    name, colon, rest = inner.partition(":")
+    if name == "oc.env":
+        variable, comma, usual = rest.partition(",")
+        return parsed(usual) if comma else f"\ue000{variable.strip()}\ue001"
+    if name == "oc.select":
+        target, _, usual = rest.partition(",")
+        return flat.get(target.strip(), parsed(usual))
+    if colon:
+        operators = {"mul": "*", "div": "//", "add": "+", "sub": "-"}
+        if name in operators:
+            try:
+                return evaluate(f" {operators[name]} ".join(f"({part})" for part in rest.split(",")), str)
+            except ValueError:
+                return UNKNOWN
+        return UNKNOWN
+    if name.startswith("."):
+        parents = key.split(".")[: -(len(name) - len(name.lstrip(".")))]
+        name = ".".join([*parents, name.lstrip(".")])
+    return flat.get(name, UNKNOWN)
+
+
+# ---- trainers
+
+# The settings that every run has which a framework's table is about.
+_TRAINERS = {
+    "verl": ("actor_rollout_ref.", "the PPO trainer (verl.trainer.main_ppo)"),
+    "NeMo RL": ("grpo.", "GRPO"),
+}
+_OTHER_TRAINERS = re.compile(
+    r"(?:^|[/_ ])(rloo|kto|orpo|cpo|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|"
+    r"distillation)(?:[/_.]|$)"
+)
+
+
+def _refuse_other_trainers(
+    file: Path, framework: str, settings: Mapping[str, Any], words: Sequence[str]
+) -> None:
+    """Raise ValueError for a trainer whose settings would be read with another meaning."""
+    prefix, trainer = _TRAINERS.get(framework, ("", ""))
+    if not any(name.lstrip("+~").startswith(prefix) for name in settings):
+        raise ValueError(
+            f"{file}: only settings of {trainer} are converted from {framework}, and it has none"
+        )
+    program = " ".join(word for word in words if word.endswith(".py") or words[0] == "trl")
+    if framework == "TRL" and (other := _OTHER_TRAINERS.search(program)):
+        raise ValueError(
+            f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, SFT and reward "
+            "models are converted"
+        )
+
+
+def _trl_setting(name: str, value: Any) -> tuple[str, Any]:
+    """Return an argument of TRL; `--no_NAME` is false."""
+    name = name.replace("-", "_")
+    positive = name.removeprefix("no_")
+    if positive != name and name not in trl_arguments() and positive in trl_arguments():
+        return positive, False
+    return name, value
+
+
+def _trl_class(words: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """Return the class of TRL that reads the settings, by the command or by the most of its own arguments."""
+    for word in words:
+        if word.endswith(".py") or (word in _TRL_SCRIPTS and "trl" in words):
+            for part, name in _TRL_SCRIPTS.items():
+                if part in word.rpartition("/")[2] or f"/{part}/" in word:
+                    return name
+    own = {name: entries for name, entries in trl_names().items() if name in _TRL_SCRIPTS.values()}
+    given = [leaf.replace("-", "_") for name, value in settings.items() for leaf in leaf_names(name, value)]
+    return max(own, key=lambda name: sum(each in own[name] for each in given))

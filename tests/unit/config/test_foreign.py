@@ -1,0 +1,429 @@
+"""Files of verl, slime, TRL and NeMo RL become megarl's keys: each conversion against a value computed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.conversions import NULL, Migration, migrated
+from megarl.config.expressions import evaluate
+from megarl.config.foreign import parsed, read_foreign
+from megarl.config.migration import foreign_defaults, nemo_rl_names, slime_names, trl_names, verl_keys
+from megarl.config.shell import ShellScript
+
+VERL = """
+set -x
+MODEL_PATH=${MODEL_PATH:-$HOME/models/small}
+nodes=2
+lengths=$((1024 * 2))
+# a comment with 'a quote
+train_files="['a.parquet', 'b.parquet']"
+COMMON=(
+    trainer.nnodes=$nodes            # comments inside arrays (and brackets)
+    trainer.n_gpus_per_node=${GPUS:-8}
+)
+if [ "$nodes" = 1 ]; then
+    lengths=7
+fi
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml'\\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$train_files" \\
+    data.train_batch_size=512 \\
+    data.max_prompt_length=1024 \\
+    data.max_response_length=$lengths \\
+    actor_rollout_ref.model.path=$MODEL_PATH \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((2 * lengths)) \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.kl_loss_coef=0.01 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \\
+    +actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=3 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\
+    reward_model.reward_kwargs.overlong_buffer_cfg.enable=True \\
+    reward_model.reward_kwargs.overlong_buffer_cfg.len=512 \\
+    custom_reward_function.path=score.py custom_reward_function.name=score \\
+    trainer.total_epochs=3 trainer.made_up=1 \\
+    "${COMMON[@]}" $@
+"""
+SHAPE = """
+LAYERS=4
+MODEL_ARGS=(
+   --swiglu --num-layers $((LAYERS * 2))
+   --rotary-base "${BASE:-10000}"
+)
+"""
+SLIME = """
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/tiny.sh"
+ROLLOUT_ARGS=(
+   --hf-checkpoint /models/tiny
+   --prompt-data rows.jsonl --input-key question
+   --num-rollout 30 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64
+   --rollout-max-response-len 2048
+   --eval-prompt-data first one.jsonl second two.jsonl
+   --eval-interval 5
+)
+TRAIN_ARGS=(
+   --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.02 --kl-loss-type k2
+   --eps-clip 0.2 --eps-clip-high 0.3
+   --lr 2e-6 --adam-beta1 0.9 --adam-beta2 0.98 --lr-decay-style constant
+   --tensor-model-parallel-size 2 --sequence-parallel
+   --use-dynamic-batch-size --max-tokens-per-gpu 4096
+   # --unused 1
+   --rollout-num-gpus-per-engine 4 --sglang-mem-fraction-static 0.7
+   --sglang-chunked-prefill-size 2048 --no-masked-softmax-fusion
+)
+ray job submit --runtime-env-json="{\\"a\\": 1}" -- python3 train.py --actor-num-nodes 2 --actor-num-gpus-per-node 4 --colocate \\
+   ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} \\
+   ${TRAIN_ARGS[@]} ${NOT_SET_ARGS[@]}
+"""
+TRL = """
+accelerate launch --num_processes 8 grpo.py \\
+    --model_name_or_path tiny/model --dataset_name tiny/rows \\
+    --per_device_train_batch_size 8 --gradient_accumulation_steps 4 --steps_per_generation 8 --num_generations 8 \\
+    --max_completion_length 512 --max_steps 500 --loss_type dr_grpo --beta 0.04 --epsilon 0.1 \\
+    --use_peft --lora_r 8 --report_to wandb --no_remove_unused_columns --use_vllm
+"""
+NEMO_BASE = """
+grpo: {num_prompts_per_step: 16, num_generations_per_prompt: 4, max_num_steps: 1000000, val_period: 10}
+loss_fn: {reference_policy_kl_penalty: 0.0, token_level_loss: true, ratio_clip_min: 0.2, ratio_clip_max: 0.2}
+policy:
+  model_name: tiny/model
+  precision: bfloat16
+  max_total_sequence_length: 2048
+  train_global_batch_size: ${mul:${grpo.num_prompts_per_step}, 4}
+  train_micro_batch_size: 2
+  megatron_cfg:
+    enabled: false
+    pipeline_model_parallel_size: 4
+    optimizer: {lr: 5.0e-6}
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 2, activation_checkpointing: true}
+  sequence_packing: {enabled: true, train_mb_tokens: "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}"}
+  optimizer: {name: AdamW, kwargs: {lr: 1e-6, betas: [0.9, 0.999]}}
+  generation:
+    max_new_tokens: 1024
+    colocated: {enabled: true}
+    vllm_cfg: {tensor_parallel_size: 2, gpu_memory_utilization: 0.6, precision: "${policy.precision}"}
+data: {max_input_seq_length: 1024, train: {dataset_name: rows}}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+NEMO = """
+defaults: base.yaml
+grpo: {max_num_steps: 200, num_generations_per_prompt: 8}
+policy: {train_global_batch_size: 64}
+cluster: {num_nodes: 2}
+"""
+
+
+def converted(file: Path, text: str) -> Migration:
+    file.write_text(text)
+    return migrated(read_foreign(file))
+
+
+def differing(found: Migration, expected: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys whose values are not the expected ones."""
+    return {key: found.values.get(key) for key, value in expected.items() if found.values.get(key) != value}
+
+
+def test_a_command_of_verl(tmp_path: Path) -> None:
+    found = converted(tmp_path / "run.sh", VERL)
+    expected = {
+        "model.path": "${oc.env:HOME}/models/small",
+        "data.train_files": ["a.parquet", "b.parquet"],
+        "data.max_response_length": 2048,
+        "trainer.prompts_per_step": 512,
+        "trainer.updates_per_step": 4,  # 512 / 128
+        "trainer.total_steps": "???",  # the rows are not known
+        "actor.micro_batch.max_tokens": 4096,
+        "algorithm.advantage.estimator": "grpo",
+        "algorithm.policy_loss.clip_low": 0.2,  # verl's default
+        "algorithm.policy_loss.clip_high": 0.28,
+        "algorithm.policy_loss.clip_dual": 3.0,  # verl's default
+        "algorithm.kl.where": "loss",
+        "algorithm.kl.estimator": "k3",
+        "algorithm.kl.coefficient": 0.01,
+        "algorithm.overlong.buffer_share": 0.25,  # 512 / 2048
+        "actor.optim.lr": 1e-6,
+        "actor.optim.betas": [0.9, 0.999],  # verl's default
+        "actor.recompute": "full",
+        "actor.parallel.tensor_parallel_size": 2,
+        "actor.parallel.sequence_parallel": True,  # on by default in verl
+        "actor.parallel.data_parallel_size": 4,  # 16 / (2 x 2)
+        "rollout.engine": "sglang",
+        "rollout.num_replicas": 4,  # 16 / 4
+        "placement.strategy": "hybrid",
+        "placement.num_nodes": 2,
+        "placement.devices_per_node": 8,
+        "reward.functions": [{"path": "score.py", "name": "score"}],
+    }
+    assert differing(found, expected) == {}
+    assert found.unknown == ["trainer.made_up"]
+    stages = "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage"
+    assert "equally many layers" in found.answers[stages]
+    assert not any(key.startswith("critic.") for key in found.values)
+
+
+def test_a_command_of_slime(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(SHAPE)
+    found = converted(tmp_path / "run.sh", SLIME)
+    expected = {
+        "model.path": "/models/tiny",
+        "data.train_files": ["rows.jsonl"],
+        "data.val_files": ["one.jsonl", "two.jsonl"],
+        "data.columns.prompt": "question",
+        "trainer.total_steps": 30,
+        "trainer.prompts_per_step": 32,
+        "trainer.updates_per_step": 4,  # 32 x 8 / 64
+        "algorithm.policy_loss.aggregation": "sequence_mean_token_mean",  # slime's default
+        "algorithm.policy_loss.clip_high": 0.3,
+        "algorithm.kl.where": "loss",
+        "algorithm.kl.estimator": "k2",
+        "algorithm.kl.coefficient": 0.02,
+        "actor.optim.betas": [0.9, 0.98],
+        "actor.optim.decay": "constant",
+        "actor.parallel.sequence_parallel": True,
+        "actor.parallel.data_parallel_size": 4,  # 8 / 2
+        "rollout.num_replicas": 2,  # 8 / 4
+        "rollout.sglang.server_args.mem_fraction_static": 0.7,
+        "rollout.sglang.server_args.chunked_prefill_size": 2048,
+        "placement.strategy": "hybrid",
+        "placement.num_nodes": 2,
+    }
+    assert differing(found, expected) == {}
+    assert found.unknown == []
+    assert "config.json" in found.answers["num_layers"]
+    assert "config.json" in found.answers["swiglu"]
+
+
+def test_devices_of_their_own_for_the_engines(tmp_path: Path) -> None:
+    text = SLIME.replace("--colocate", "--rollout-num-gpus 8")
+    found = converted(tmp_path / "run.sh", text)
+    expected = {
+        "placement.strategy": "split_collocate",
+        "placement.num_nodes": 4,  # 8 + 8 devices on nodes of 4
+        "actor.parallel.data_parallel_size": 4,
+        "rollout.num_replicas": 2,
+    }
+    assert differing(found, expected) == {}
+
+
+def test_supervised_fine_tuning_of_slime(tmp_path: Path) -> None:
+    found = converted(tmp_path / "run.sh", SLIME.replace("--colocate", "--loss-type sft_loss"))
+    assert found.values["kind"] == "sft"
+    assert found.values["trainer.samples_per_step"] == 32
+    assert found.values["data.columns.messages"] == "question"
+    assert not any(key.startswith("rollout.") for key in found.values)
+
+
+def test_a_command_of_trl(tmp_path: Path) -> None:
+    found = converted(tmp_path / "run.sh", TRL)
+    expected = {
+        "model.path": "tiny/model",
+        "data.train_files": ["tiny/rows"],
+        "rollout.n": 8,
+        "trainer.prompts_per_step": 64,  # 8 x 8 x 8 / 8
+        "trainer.updates_per_step": 2,  # 8 / 4
+        "trainer.total_steps": 250,  # 500 / 2
+        "algorithm.policy_loss.aggregation": "sequence_mean_token_sum_norm",
+        "algorithm.policy_loss.norm_tokens": 512,
+        "algorithm.policy_loss.clip_low": 0.1,
+        "algorithm.policy_loss.clip_high": 0.1,
+        "algorithm.kl.where": "loss",
+        "algorithm.kl.estimator": "k3_unclamped",
+        "algorithm.kl.coefficient": 0.04,
+        "actor.lora.rank": 8,
+        "actor.micro_batch.sequences": 8,
+        "actor.micro_batch.max_tokens": NULL,
+        "actor.optim.decay": "linear",  # TRL's default
+        "actor.recompute": "full",  # TRL's default
+        "tracking.loggers": "wandb",
+    }
+    assert differing(found, expected) == {}
+    assert found.unknown == []
+    assert "data.columns" in found.answers["remove_unused_columns"]
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "key", "rows"),
+    [
+        ("sft.py", "sft", "samples", 64),
+        ("dpo.py", "dpo", "pairs", 64),
+        ("reward_modeling.py", "reward_model", "pairs", 64),
+    ],
+)
+def test_the_trainer_of_trl_is_that_of_the_script(
+    tmp_path: Path, script: str, kind: str, key: str, rows: int
+) -> None:
+    text = f"accelerate launch --num_processes 4 --config_file=a.yaml {script} --model_name_or_path m --learning_rate 1e-5 "
+    text += "--dataset_name d --per_device_train_batch_size 8 --gradient_accumulation_steps 2 --max_length 99"
+    found = converted(tmp_path / "run.sh", text)
+    expected = {"kind": kind, f"trainer.{key}_per_step": rows, "data.max_length": 99}
+    assert differing(found, expected) == {}
+
+
+def test_a_yaml_and_a_docstring_of_trl(tmp_path: Path) -> None:
+    found = converted(
+        tmp_path / "a.yaml", "num_generations: 4\nlearning_rate: 1e-6\nbeta: 0.0\nloss_type: grpo\n"
+    )
+    assert found.values["rollout.n"] == 4
+    assert found.values["actor.optim.lr"] == 1e-6
+    text = f'"""Run it.\n\n```sh\n{TRL}```\n"""\nimport torch\n'
+    found = converted(tmp_path / "grpo.py", text.replace("\\\n", "\\\\\n"))
+    assert found.values["trainer.prompts_per_step"] == 64
+
+
+def test_a_file_of_nemo_rl(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(NEMO_BASE)
+    found = converted(tmp_path / "run.yaml", NEMO)
+    expected = {
+        "trainer.total_steps": 200,
+        "trainer.prompts_per_step": 16,
+        "trainer.updates_per_step": 2,  # 16 x 8 / 64
+        "rollout.n": 8,
+        "data.max_prompt_length": 1024,
+        "data.max_response_length": 1024,
+        "algorithm.kl.where": "none",
+        "algorithm.policy_loss.aggregation": "token_mean",
+        "actor.optim.lr": 1e-6,
+        "actor.optim.betas": [0.9, 0.999],
+        "actor.micro_batch.max_tokens": 4096,  # 2048 x 2
+        "actor.recompute": "full",
+        "actor.parallel.tensor_parallel_size": 2,
+        "actor.parallel.data_parallel_size": 8,  # 16 / 2
+        "rollout.num_replicas": 8,
+        "placement.strategy": "hybrid",
+    }
+    assert differing(found, expected) == {}
+    assert found.unknown == []
+    assert "actor.parallel.pipeline_parallel_size" not in found.values
+    assert found.answers["policy.megatron_cfg.pipeline_model_parallel_size"].startswith("off in the source")
+    assert "trainer.total_steps" in found.own
+    assert "trainer.prompts_per_step" not in found.own
+
+
+def test_a_hydra_file_with_groups(tmp_path: Path) -> None:
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "small.yaml").write_text(
+        "ppo_mini_batch_size: 16\nclip_ratio: ${oc.select:data.x,0.3}\n"
+    )
+    text = "defaults:\n  - actor@actor_rollout_ref.actor: small\n  - _self_\ndata: {train_batch_size: 64}\n"
+    found = converted(tmp_path / "run.yaml", text)
+    assert found.values["trainer.updates_per_step"] == 4
+    assert found.values["algorithm.policy_loss.clip_low"] == 0.3
+
+
+# What cannot be read.
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.sh", "echo hello\n", "no setting of verl, slime, TRL or NeMo RL"),
+        ("run.yaml", "a: {b: 1}\n", "no setting of verl, slime, TRL or NeMo RL"),
+        ("run.yaml", "- 1\n", "must contain a mapping"),
+        ("run.yaml", "a: [\n", "is not YAML"),
+        ("run.yaml", "policy: {model_name: m, train_global_batch_size: 4}\n", "only settings of GRPO"),
+        ("run.sh", "python rloo.py --learning_rate 1 --num_generations 2 --beta 0.1\n", "trainer rloo"),
+    ],
+)
+def test_files_that_no_table_is_about(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_foreign(tmp_path / name)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_foreign(tmp_path / "absent.sh")
+
+
+def test_the_framework_is_recognized_by_all_settings(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "python train.py --rollout-batch-size 4 --weight-decay 0 --loss-type x\n"
+    )
+    assert read_foreign(tmp_path / "run.sh").framework.name == "slime"
+    assert read_foreign(tmp_path / "run.sh", "trl").framework.name == "TRL"
+
+
+# Shell.
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("A=1\nrun $A ${A}2 '$A' \"$A b\"", ["1", "12", "$A", "1 b"]),
+        ("run ${A:-x} ${A-y} ${B:=z} ${C:+w}", ["x", "y", "z"]),
+        ("A=(1 '2 3')\nA+=(4)\nrun \"${A[@]}\" ${#A[@]}", ["1", "2 3", "4", "3"]),
+        ("A='1 2'\nrun $A \"$A\"", ["1", "2", "1 2"]),
+        ("A=3\nrun $((A * 2 + 10 / 4))", ["8"]),
+        ("run $UNSET/x `date` $(date)", ["${oc.env:UNSET}/x", "???", "???"]),
+        ("run $(seq 2 2 6)", ["2", "4", "6"]),
+        ("A=a/b.tar\nrun ${A##*/} ${A%.tar} ${A/a/c} ${A^^}", ["b.tar", "a/b", "c/b.tar", "A/B.TAR"]),
+        ("A=1\nif [[ $A == 2 ]]; then B=x; elif [ $A -eq 1 ]; then B=y; else B=z; fi\nrun $B", ["y"]),
+        ('if [ -z "$A" ] || [ "$A" -le 0 ]; then A=8; fi\nrun $A', ["8"]),
+        ('[ -n "$A" ] && A=1\nA=${A:-2}\nrun $A', ["2"]),
+        ("cat <<EOF > f\nrun no\nEOF\nrun yes 2>&1 > log", ["yes"]),
+        ("while true; do run no; done; case $x in a) run no;; esac\nrun yes", ["yes"]),
+        ("for A in 5; do B=$A; done\nrun $B", ["5"]),
+        ("run a \\\n  b # c\n", ["a", "b"]),
+        ("export A=1 B=2\nC=3 run $A$B", ["12"]),
+    ],
+)
+def test_words_of_a_script(tmp_path: Path, script: str, words: list[str]) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text(script)
+    found = [each for each in ShellScript(file).commands() if each[0] == "run"]
+    assert found == [["run", *(word for word in words if word != "log")]] or found[0][1:] == [*words, "log"]
+
+
+def test_nothing_of_a_script_is_executed(tmp_path: Path) -> None:
+    script = (
+        f'touch {tmp_path}/a\nA=$(touch {tmp_path}/b)\nB=`touch {tmp_path}/c`\npython -c \'open("d", "w")\'\n'
+    )
+    (tmp_path / "run.sh").write_text(script)
+    list(ShellScript(tmp_path / "run.sh").commands())
+    assert [file.name for file in tmp_path.iterdir()] == ["run.sh"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("1.", 1.0),
+        ("-1", -1),
+        ("True", True),
+        ("null", None),
+        ("'error'", "error"),
+        ("[a,b]", ["a", "b"]),
+        ("['${oc.env:HOME}/a', 2]", ["${oc.env:HOME}/a", 2]),
+        ("2024_06_01", "2024_06_01"),
+    ],
+)
+def test_values_on_a_command_line(text: str, value: object) -> None:
+    assert parsed(text) == value
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "open('x')", "a()", "[x for x in y]", "1 +"])
+def test_an_expression_calls_nothing(text: str) -> None:
+    with pytest.raises(ValueError, match="is no arithmetic|invalid syntax"):
+        evaluate(text, {"a": 1, "y": [1]}.get)
+
+
+def test_every_conversion_of_the_tables_is_an_expression() -> None:
+    """A name that is not set is None, so a conversion may fail by its values, and by nothing else."""
+    tables = [verl_keys(), slime_names(), nemo_rl_names(), *trl_names().values()]
+    hows = {entry.how for table in tables for entry in table.values() if entry.how}
+    assert len(hows) > 100
+    for how in hows:
+        assert how.count("[") == how.count("]"), how
+        assert how.count("(") == how.count(")"), how
+    for name in ("verl", "slime", "nemo_rl", "trl"):
+        assert foreign_defaults(name)
