@@ -49,6 +49,7 @@ _KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": Ru
 _WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
 _ESTIMATOR = "algorithm.advantage.estimator"
 NULL = object()  # a null that is written, unlike a setting that is left out
+from megarl.machine.wording import counted
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Migration:
     unknown: list[str] = field(default_factory=list)
     defaults: set[str] = field(default_factory=set)
 
-    def set(self, key: str, value: Any, origin: str, *, is_own: bool = False) -> None:
+    def put(self, key: str, value: Any, origin: str, *, is_own: bool = False) -> None:
         """Set a key, unless the source itself sets it in another way."""
         if key in self.own and not is_own:
             return
@@ -119,8 +120,8 @@ def _set_launched(found: Migration, settings: Mapping[str, Any]) -> None:
         and "placement.devices_per_node" not in found.values
     ):
         origin = f"num_processes={processes}"
-        found.set("placement.num_nodes", nodes, origin, is_own=True)
-        found.set("placement.devices_per_node", max(1, processes // nodes), origin, is_own=True)
+        found.put("placement.num_nodes", nodes, origin, is_own=True)
+        found.put("placement.devices_per_node", max(1, processes // nodes), origin, is_own=True)
 
 
 def kind_of(source: Foreign) -> RunKind:
@@ -132,11 +133,11 @@ def _complete(found: Migration, kind: RunKind) -> None:
     """Add what every run needs, and a placeholder for what the source does not say."""
     values = found.values
     if kind is not RunKind.ppo:
-        found.set("kind", kind.value, "")
-    found.set("device", "cuda", "GPUs, as in the source")
+        found.put("kind", kind.value, "")
+    found.put("device", "cuda", "GPUs, as in the source")
     for key in ("model.path", "data.train_files"):
         if values.get(key) is None:
-            found.set(key, MISSING, "not in the source", is_own=True)
+            found.put(key, MISSING, "not in the source", is_own=True)
     for key in ("data.train_files", "data.val_files"):
         if isinstance(values.get(key), str) and values[key] != MISSING:
             values[key] = [values[key]]
@@ -151,14 +152,14 @@ def _complete(found: Migration, kind: RunKind) -> None:
             if f"{section}.micro_batch.sequences" not in values and isinstance(limit, int):
                 needed = ceil(sum(lengths) / ranks) if isinstance(ranks, int) else limit
                 if limit < needed and (section != "critic" or values.get(_ESTIMATOR) == "gae"):
-                    found.set(key, needed, "the longest row, prompt and response", is_own=True)
+                    found.put(key, needed, "the longest row, prompt and response", is_own=True)
     # Files that state every option of Megatron have those of experts for all models.
     if values.get("actor.parallel.expert_parallel_size", 1) == 1:
         for key in [key for key in values if ".transformer.moe_" in key and key not in found.own]:
             found.drop(key, "inherited, and read by models with experts only")
     if kind is not RunKind.ppo:
         return
-    found.set("rollout.engine", "sglang", "the engine for GPUs")
+    found.put("rollout.engine", "sglang", "the engine for GPUs")
     if values.get(_ESTIMATOR, AdvantageEstimator.gae.value) not in _WITH_CRITIC:
         for key in [key for key in values if key.startswith(("critic.", "algorithm.value_loss."))]:
             found.drop(key, "there is no critic")
@@ -168,7 +169,7 @@ def _complete(found: Migration, kind: RunKind) -> None:
         values["reward.functions"] = [{"path": path, **({"name": name} if name else {})}]
         found.origins["reward.functions"] = found.origins["reward.functions.path"]
     elif "reward.model.path" not in values:
-        found.set("reward.functions", [{"path": MISSING}], "your Python file with compute_score", is_own=True)
+        found.put("reward.functions", [{"path": MISSING}], "your Python file with compute_score", is_own=True)
 
 
 def _convert(
@@ -234,7 +235,7 @@ def _convert(
             elsewhere = target
             continue
         has_set = True
-        found.set(target, result, origin, is_own=is_own)
+        found.put(target, result, origin, is_own=is_own)
         if not is_given:
             found.defaults.add(target)
         else:
@@ -395,23 +396,23 @@ def placed(found: Migration) -> None:
 
     is_split = values.get("placement.strategy") == "split_collocate"
     if is_split and engines is None and actor is not None and "@actor_devices" not in hidden:
-        engines = max(size, whole // 2) if whole else None
+        engines = max(size or 1, whole // 2) if whole else None
         actor = whole - engines if whole and engines else None
     if is_split and actor and engines and isinstance(per_node, int):
         total = actor + engines
         nodes = max(1, ceil(total / per_node))
-        found.set("placement.num_nodes", nodes, f"{actor} + {engines} devices", is_own=True)
+        found.put("placement.num_nodes", nodes, f"{actor} + {counted(engines, 'device')}", is_own=True)
     if not is_split:
         engines = actor
 
     # A layout larger than the devices is left to `megarl check`, which names both.
     data = _share(actor, replica)
-    found.set("actor.parallel.data_parallel_size", data, _of_devices(actor, replica), is_own=True)
+    found.put("actor.parallel.data_parallel_size", data, _of_devices(actor, replica), is_own=True)
     if "critic.parallel.tensor_parallel_size" in values or any(key.startswith("critic.") for key in values):
         critic = _product(values, "critic.parallel", ("tensor", "pipeline", "context"))
-        found.set("critic.parallel.data_parallel_size", _share(actor, critic), _of_devices(actor, critic))
+        found.put("critic.parallel.data_parallel_size", _share(actor, critic), _of_devices(actor, critic))
     if "rollout.engine" in values or "rollout.n" in values:
-        found.set("rollout.num_replicas", _share(engines, size), _of_devices(engines, size), is_own=True)
+        found.put("rollout.num_replicas", _share(engines, size), _of_devices(engines, size), is_own=True)
 
 
 def _share(devices: int | None, size: int | None) -> Any:
@@ -421,7 +422,7 @@ def _share(devices: int | None, size: int | None) -> Any:
 def _of_devices(devices: int | None, size: int | None) -> str:
     if devices is None or size is None:
         return "the number of devices is not in the source: devices / (TP x PP x CP)"
-    return f"{devices} devices / {size}"
+    return f"{counted(devices, 'device')} / {size}"
 
 
 def _number(value: Any, usual: int | None) -> int | None:

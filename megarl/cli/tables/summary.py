@@ -122,8 +122,8 @@ def _batch(config: RunConfig) -> Iterator[str]:
         else ""
     )
     yield (
-        f"{title_of(config)}: {counted(config.trainer.total_steps, 'step')} x {samples:,} "
-        f"samples{of_prompts}, in {counted(config.updates_per_pass, 'mini-batch')} of "
+        f"{title_of(config)}: {counted(config.trainer.total_steps, 'step')} x "
+        f"{counted(samples, 'sample')}{of_prompts}, in {counted(config.updates_per_pass, 'mini-batch')} of "
         f"{counted(samples // config.updates_per_pass, 'row')}; rows of at most "
         f"{counted(config.max_row_tokens, 'token')}"
     )
