@@ -39,6 +39,7 @@ from megarl.config.migration import (
 from megarl.config.schema import MISSING, SCHEMAS, RunKind
 from megarl.config.shell import UNKNOWN
 from megarl.config.values import schema_keys
+from megarl.machine.wording import counted
 
 _CHOICE = re.compile(r"[^\s=]+=[^\s=]*")
 _TARGET = re.compile(r"(@?\.?[A-Za-z_][\w.]*) = (.*)", re.DOTALL)
@@ -49,7 +50,6 @@ _KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": Ru
 _WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
 _ESTIMATOR = "algorithm.advantage.estimator"
 NULL = object()  # a null that is written, unlike a setting that is left out
-from megarl.machine.wording import counted
 
 
 @dataclass
