@@ -35,7 +35,7 @@ from megarl.weights.transfer import SendReport
 from megarl.weights.transports.folder import folder_message_bytes
 
 _log = logging.getLogger(__name__)
-_LOOK_S = 1.0  # interval for checking the time limits of calls
+LIMITS_S = 1.0  # interval for checking the time limits of calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,15 +206,15 @@ def _all_written(group: RoleGroup, pending: dict[RemoteFuture[SendReport | None]
     """
     reports: list[SendReport] = []
     failures: list[WorkerError] = []
-    next_look_s = time.monotonic() + _LOOK_S
+    next_look_s = time.monotonic() + LIMITS_S
 
     while pending:
-        ended = wait_for_any(list(pending), _LOOK_S)
+        ended = wait_for_any(list(pending), LIMITS_S)
         # A rank that hangs ends no call, while those that wait for it return and are called again. So limits
         # are checked even if calls end all the time.
         if time.monotonic() >= next_look_s:
-            next_look_s = time.monotonic() + _LOOK_S
-            _check_limits(pending)
+            next_look_s = time.monotonic() + LIMITS_S
+            check_limits(pending)
         for future in ended:
             rank = pending.pop(future)
             try:
@@ -235,7 +235,7 @@ def _all_written(group: RoleGroup, pending: dict[RemoteFuture[SendReport | None]
     return reports
 
 
-def _check_limits(futures: Collection[RemoteFuture[Any]]) -> None:
+def check_limits(futures: Collection[RemoteFuture[Any]]) -> None:
     """Raise PhaseTimeoutError if a call has exceeded its limit, or its process does not answer."""
     try:
         gather(*futures, timeout=0.0)

@@ -37,13 +37,13 @@ from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_
 from megarl.weights.manifest import manifest_name
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.session import TransferSession, is_lost
-from megarl.weights.sync.source import WeightSource
+from megarl.weights.sync.source import LIMITS_S, WeightSource, check_limits
 from megarl.weights.sync.worker import WeightExport, WeightImport
 from megarl.weights.tensors import Manifest
 from megarl.weights.transfer import SendReport
 
 PUSHED_FOLDERS = ".weights-*"  # the transport `folder` creates one while it works
-_LOOK_S = 10.0  # poll interval without a sign of any rank
+_LOOK_S = 10.0  # interval for asking every call
 _GLANCE_S = 0.01
 _GRACE_S = 2.0  # waiting time for the error of a replica that a trainer rank has lost
 
@@ -394,6 +394,7 @@ class _Push:
         self._lost = lost
         self.failure: WorkerError | PhaseTimeoutError | None = None
         self._reports: list[SendReport] = []
+        self._next_check_s = time.monotonic() + LIMITS_S
         self._next_look_s = time.monotonic() + _LOOK_S
 
     def finish(self) -> list[SendReport]:
@@ -407,7 +408,11 @@ class _Push:
                 for number, received in list(self._receiving.items()):
                     self._hear_replica(number, received, _GRACE_S)  # its own error is more informative
                 break  # a silent replica waits for trainers that have dropped it
-            ended = wait_for_any([*self._sending.values(), *self._receiving.values()], _LOOK_S)
+            ended = wait_for_any([*self._sending.values(), *self._receiving.values()], LIMITS_S)
+            # Without a trainer rank that hangs, the sync cannot end, so all of them are checked at once.
+            if time.monotonic() >= self._next_check_s:
+                self._next_check_s = time.monotonic() + LIMITS_S
+                check_limits(self._sending.values())
             # Asking for the result of any other call raises if that has exceeded its limit.
             looks_for_hangs = time.monotonic() > self._next_look_s
             if looks_for_hangs:
