@@ -85,7 +85,7 @@ def test_each_stage_is_a_command_and_its_configuration_is_good(
     stages = run.stages(["trainer.seed=1", "trainer.total_steps=2"])
     assert [stage[1:3] for stage in stages] == [
         ["examples.code.prepare", "--seed"],
-        ["megarl", "sft"],
+        ["megarl", "train"],
         ["megarl", "train"],
     ]
     assert stages[2][3:] == [
