@@ -401,6 +401,8 @@ def test_a_warm_up_counts_optimizer_steps(tmp_path: Path) -> None:
     (tmp_path / "models" / "tiny.sh").write_text(SHAPE)
     slime = converted(tmp_path / "run.sh", SLIME.replace("--lr 2e-6", "--lr 2e-6 --lr-warmup-fraction 0.1"))
     assert slime.values["actor.optim.warmup_steps"] == 12  # 0.1 x 30 steps of 32 x 8 / 64 updates
+    trl = converted(tmp_path / "run.sh", TRL.replace("--use_peft", "--warmup_ratio 0.025 --use_peft"))
+    assert trl.values["actor.optim.warmup_steps"] == 13  # 0.025 x 500, rounded up as in transformers
 
 
 # Shell.
