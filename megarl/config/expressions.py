@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_LONGEST = 2000
+_LARGEST_BITS = 256  # of an integer, so that powers and products of products end
 _ARITHMETIC: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -38,9 +40,18 @@ def evaluate(expression: str, look_up: Callable[[str], Any]) -> Any:
     Raises:
         ValueError: The expression has something else, or a value does not fit its operator.
     """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"an expression of {len(expression)} characters is too long")
     try:
         return _evaluated(ast.parse(expression.strip(), mode="eval").body, look_up)
-    except (SyntaxError, TypeError, ArithmeticError, LookupError) as error:
+    except (
+        SyntaxError,
+        TypeError,
+        ArithmeticError,
+        LookupError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         raise ValueError(f"{expression}: {error}") from error
 
 
@@ -54,7 +65,7 @@ def _evaluated(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
         case ast.Name() | ast.Attribute():
             return look_up(ast.unparse(node))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return _ARITHMETIC[type(op)](value(left), value(right))
+            return _computed(op, value(left), value(right))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _ARITHMETIC:
             return _ARITHMETIC[type(op)](value(operand))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _ARITHMETIC:
@@ -74,3 +85,15 @@ def _evaluated(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
         case ast.Subscript(value=inner, slice=index):
             return value(inner)[value(index)]
     raise ValueError(f"{ast.unparse(node)} is no arithmetic")
+
+
+def _computed(op: ast.operator, left: Any, right: Any) -> Any:
+    """Return the result of two numbers. Texts and lists are refused: their product can fill the memory."""
+    for operand in (left, right):
+        if not isinstance(operand, int | float):
+            raise TypeError(f"{operand!r:.40} is no number")
+        if isinstance(operand, int) and operand.bit_length() > _LARGEST_BITS:
+            raise OverflowError("a number is too large")
+    if isinstance(op, ast.Pow) and abs(right) > _LARGEST_BITS:
+        raise OverflowError("an exponent is too large")
+    return _ARITHMETIC[type(op)](left, right)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megarl.config.expressions import evaluate
+from megarl.config.limits import MOST_VALUES, is_too_large, read_limited
 from megarl.config.migration import FRAMEWORKS, Framework, framework_of, leaf_names, trl_arguments, trl_names
 from megarl.config.shell import UNKNOWN, ShellScript
 from megarl.machine.files import YAML_ERRORS, yaml_problem
@@ -28,6 +30,7 @@ _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MOST_FILES = 20  # of `defaults`, so that files which name each other end
+_LONGEST_VALUE = 100_000  # of a value whose references are resolved
 # Names on the command line and in the option `--from`.
 NAMES = {"verl": "verl", "slime": "slime", "trl": "TRL", "nemo_rl": "NeMo RL"}
 # Words in a subcommand or a script's name, and the class of TRL whose arguments it reads.
@@ -65,11 +68,7 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
     Raises:
         ValueError: The file cannot be read, or no framework has its settings.
     """
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read ({error.strerror})") from error
-
+    text = read_limited(file)
     if file.suffix in (".yaml", ".yml"):
         settings, own = _yaml_settings(file)
         words: list[str] = []
@@ -180,7 +179,7 @@ def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
     path = options.pop("config-path", ".")
     if isinstance(name, str):
         config = f"{path}/{name.removesuffix('.yaml')}.yaml"
-    if isinstance(config, str) and (folder / config).is_file():
+    if isinstance(config, str) and os.path.isfile(folder / config):
         settings |= _yaml_settings(folder / config)[0]
     if overrides and not options.keys() - {"cp", "cn"}:
         return settings | overrides
@@ -234,8 +233,9 @@ def parsed(text: str) -> Any:
     hidden = stripped.replace("${oc.env:", "\ue000").replace("}", "\ue001") if "${" in stripped else stripped
     try:
         value = yaml.safe_load(hidden) if hidden[0] in "[{" else hidden
-    except yaml.YAMLError:
+    except YAML_ERRORS:
         value = hidden
+    value = hidden if is_too_large(value) else value
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return _shown(value)
@@ -254,19 +254,27 @@ def _shown(value: Any) -> Any:
 
 def _yaml_settings(file: Path) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the settings of a YAML file with those that it inherits, and the names of its own."""
-    tree, own = _tree(file, 0)
+    tree, own = _tree(file, [])
     flat = _flat(tree)
     return {name: _resolved(value, name, flat) for name, value in flat.items()}, frozenset(own)
 
 
-def _tree(file: Path, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the merged tree of a file, and its own flat values."""
+def _tree(file: Path, files: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the merged tree of a file, and its own flat values.
+
+    Args:
+        files: The files that have been read, to which this one is added.
+    """
+    files.append(file)
+    text = read_limited(file)
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(text)
     except YAML_ERRORS as error:
         raise ValueError(f"{file}: is not YAML: {yaml_problem(error)}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{file}: must contain a mapping of settings")
+    if is_too_large(tree):
+        raise ValueError(f"{file}: has more than {MOST_VALUES:,} values; give the file of a run")
     tree = {str(name): value for name, value in tree.items()}
     defaults = tree.pop("defaults", [])
     tree.pop("hydra", None)
@@ -274,8 +282,8 @@ def _tree(file: Path, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
     merged: dict[str, Any] = {}
     for item in defaults if isinstance(defaults, list) else [defaults]:
         inherited, place = _inherited(item, file.parent)
-        if inherited is not None and inherited.is_file() and depth < _MOST_FILES:
-            below, _ = _tree(inherited, depth + 1)
+        if inherited is not None and os.path.isfile(inherited) and len(files) < _MOST_FILES:
+            below, _ = _tree(inherited, files)
             for part in reversed(place.split(".") if place else []):
                 below = {part: below}
             merged = _merged(merged, below)
@@ -284,7 +292,7 @@ def _tree(file: Path, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _inherited(item: Any, folder: Path) -> tuple[Path | None, str]:
     """Return the file of an item of `defaults`, and the section that it is placed in."""
-    if isinstance(item, dict):
+    if isinstance(item, dict) and item:
         group, name = next(iter(item.items()))
         group, _, place = str(group).removeprefix("override ").partition("@")
         place = place or group.replace("/", ".")
@@ -329,6 +337,8 @@ def _resolved(value: Any, key: str, flat: Mapping[str, Any], depth: int = 0) -> 
     if match.group() == value:
         return found
     text = str(found).replace("${oc.env:", "\ue000").replace("}", "\ue001") if found is not None else ""
+    if len(value) + len(text) > _LONGEST_VALUE:
+        raise ValueError(f"{key}: becomes too long with its references")
     return _resolved(value[: match.start()] + text + value[match.end() :], key, flat, depth + 1)
 
 

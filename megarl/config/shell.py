@@ -12,14 +12,20 @@ does not set, and UNKNOWN for the output of a command. Both branches of an undec
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.expressions import evaluate
+from megarl.config.limits import MOST_CHARACTERS, read_limited
+from megarl.config.shell_words import closing, split_commands
 
 UNKNOWN = "???"
 _MOST_FILES = 20  # of `source`, so that files which name each other end
+_LOOK_UP = 100  # characters that a variable in arithmetic counts as
+_DEEPEST = 20  # of substitutions in each other
+_MOST_NUMBERS = 1000  # of `seq`
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[\w*\])?(\+?=)")
 _PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*#?!$-])(\[[^\]]*\])?(.*)", re.DOTALL)
@@ -29,7 +35,6 @@ _HEREDOC = re.compile(
 _REDIRECTION = re.compile(r"\d*(>>?|<)(&?\S*)")
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^}]*\}")
 _OPENINGS = ("then", "else", "do", "{", "!", "time", "exec", "nohup", "sudo")
-_PAIRS = {"(": ")", "{": "}"}
 
 
 class ShellScript:
@@ -45,12 +50,14 @@ class ShellScript:
         self._text = text
         self._variables: dict[str, str | list[str]] = {}
         self._num_files = 0
+        self._num_characters = 0
+        self._depth = 0
 
     def commands(self) -> Iterator[list[str]]:
         """Yield the words of each command that is neither an assignment nor a test."""
         text = self._text
         if text is None:
-            text = self._file.read_text(encoding="utf-8", errors="replace")
+            text = read_limited(self._file)
         yield from self._read(self._file, text)
 
     def _read(self, file: Path, text: str) -> Iterator[list[str]]:
@@ -60,7 +67,7 @@ class ShellScript:
         in_condition = False
         last: bool | None = None
 
-        for separator, words in _split(_HEREDOC.sub(r"\3", text)):
+        for separator, words in split_commands(_HEREDOC.sub(r"\3", text)):
             while words and words[0] in _OPENINGS:
                 in_condition = in_condition and words[0] != "then"
                 if words[0] == "else" and branches:
@@ -125,9 +132,9 @@ class ShellScript:
         expanded = [each for word in rest[num_assignments:] for each in self._expanded(word, file)]
         if expanded[:1] in (["source"], ["."]) and len(expanded) > 1:
             sourced = file.parent / expanded[1]
-            if sourced.is_file() and self._num_files < _MOST_FILES:
-                text = sourced.read_text(encoding="utf-8", errors="replace")
-                yield from self._read(sourced, text)
+            # Unlike Path.is_file(), this is false for a name that is too long.
+            if os.path.isfile(sourced) and self._num_files < _MOST_FILES:
+                yield from self._read(sourced, read_limited(sourced))
             return
         if kept := [word for word in expanded if not _REDIRECTION.fullmatch(word)]:
             yield kept
@@ -140,7 +147,7 @@ class ShellScript:
         before = self._variables.get(name, "")
         new: str | list[str]
         if written.startswith("("):
-            inner = [each for _, words in _split(written[1:-1]) for each in words]
+            inner = [each for _, words in split_commands(written[1:-1]) for each in words]
             new = [each for item in inner for each in self._expanded(item, file)]
             if sign == "+=":
                 new = [*([before] if isinstance(before, str) and before else before), *new]
@@ -221,17 +228,35 @@ class ShellScript:
 
     def _substituted(self, raw: str, start: int, file: Path | None) -> tuple[str | list[str], int]:
         """Return what stands at `$` or a backquote, and where the rest begins."""
+        if self._depth == _DEEPEST:
+            raise ValueError(f"{self._file}: more than {_DEEPEST} substitutions are nested in each other")
+        self._depth += 1
+        value, end = self._replaced(raw, start, file)
+        self._depth -= 1
+        self._count(len(value) if isinstance(value, str) else sum(len(item) + 1 for item in value))
+        return value, end
+
+    def _count(self, num_characters: int) -> None:
+        """Count characters of replaced values. Variables that double each other would have no end."""
+        self._num_characters += num_characters
+        if self._num_characters > MOST_CHARACTERS:
+            raise ValueError(
+                f"{self._file}: its variables expand to more than {MOST_CHARACTERS:,} characters; "
+                "give a file with the values themselves"
+            )
+
+    def _replaced(self, raw: str, start: int, file: Path | None) -> tuple[str | list[str], int]:
         if raw[start] == "`":
             end = raw.find("`", start + 1)
             return self._output(raw[start + 1 : end], file), (len(raw) if end < 0 else end + 1)
         if raw.startswith("$((", start):
-            end = _closing(raw, start + 1)
+            end = closing(raw, start + 1)
             return self._computed(raw[start + 3 : end - 2]), end
         if raw.startswith("$(", start):
-            end = _closing(raw, start + 1)
+            end = closing(raw, start + 1)
             return self._output(raw[start + 2 : end - 1], file), end
         if raw.startswith("${", start):
-            end = _closing(raw, start + 1)
+            end = closing(raw, start + 1)
             return self._parameter(raw[start + 2 : end - 1], file), end
         if name := _NAME.match(raw, start + 1) or re.compile(r"[0-9@*#?$!-]").match(raw, start + 1):
             return self._parameter(name.group(), file), name.end()
@@ -244,7 +269,7 @@ class ShellScript:
             numbers = [int(word) for word in words[1:]]
             first, last = (numbers[0], numbers[-1]) if len(numbers) > 1 else (1, numbers[0])
             step = numbers[1] if len(numbers) == 3 else 1
-            return " ".join(map(str, range(first, last + 1, max(1, step))))
+            return " ".join(map(str, range(first, last + 1, max(1, step))[:_MOST_NUMBERS]))
         if file is not None and ("BASH_SOURCE" in command or "dirname" in command):
             return str((file.parent / "..").resolve() if "/.." in command else file.parent.resolve())
         return UNKNOWN
@@ -254,6 +279,7 @@ class ShellScript:
 
         def look_up(name: str) -> int:
             value = self._variables.get(name)
+            self._count(_LOOK_UP)
             if not isinstance(value, str):
                 raise ValueError(f"{name} is not set")
             return int(evaluate(value.replace("/", "//"), look_up))
@@ -329,97 +355,3 @@ def _joined(one: bool | None, separator: str, other: bool | None) -> bool | None
 
 def _is_bare(text: str) -> bool:
     return '"' not in text and "'" not in text
-
-
-def _closing(text: str, opening: int) -> int:
-    """Return the end of the part in brackets that begins at `opening`."""
-    close = _PAIRS[text[opening]]
-    depth = 0
-    index = opening
-    while index < len(text):
-        character = text[index]
-        if character == "\\":
-            index += 1
-        elif character == "'" and close == ")":
-            index = max(index, text.find("'", index + 1))
-        elif character == text[opening]:
-            depth += 1
-        elif character == close:
-            depth -= 1
-            if depth == 0:
-                return index + 1
-        index += 1
-    return len(text)
-
-
-def _split(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each command as written, with the separator before it."""
-    separator = "\n"
-    words: list[str] = []
-    start: int | None = None
-    index = 0
-
-    def ends_word(end: int) -> None:
-        nonlocal start
-        if start is not None:
-            words.append(re.sub(r"\\[ \t]*\n", "", text[start:end]))
-        start = None
-
-    while index < len(text):
-        character = text[index]
-        if continued := re.compile(r"\\[ \t]*\n").match(text, index):
-            ends_word(index)
-            index = continued.end()
-        elif character == "#" and start is None:
-            end = text.find("\n", index)
-            index = len(text) if end < 0 else end
-        elif character in " \t\r":
-            ends_word(index)
-            index += 1
-        elif character in "\n;&|)" and not (character == "&" and text[index - 1 : index] in (">", "<")):
-            ends_word(index)
-            if words:
-                yield separator, words
-                words = []
-            separator = text[index : index + 2] if text[index : index + 2] in ("&&", "||") else character
-            index += len(separator)
-        elif character == "(" and start is None:
-            index += 1
-        else:
-            start = index if start is None else start
-            index = _part_end(text, index)
-    ends_word(index)
-    if words:
-        yield separator, words
-
-
-def _part_end(text: str, index: int) -> int:
-    """Return the end of a quoted or bracketed part of a word, or of one character."""
-    character = text[index]
-    if character == "'":
-        end = text.find("'", index + 1)
-        return len(text) if end < 0 else end + 1
-    if character == '"':
-        index += 1
-        while index < len(text) and text[index] != '"':
-            index = _part_end(text, index) if text[index] in "$\\" else index + 1
-        return index + 1
-    if character == "\\":
-        return index + 2
-    if character == "$" and text[index + 1 : index + 2] in ("(", "{"):
-        return _closing(text, index + 1)
-    if character == "(" and text[index - 1] == "=":
-        return _array_end(text, index)
-    return index + 1
-
-
-def _array_end(text: str, index: int) -> int:
-    """Return the end of an array, in which comments may have brackets and quotes."""
-    index += 1
-    while index < len(text) and text[index] != ")":
-        if text[index] == "#" and text[index - 1].isspace():
-            end = text.find("\n", index)
-            index = len(text) if end < 0 else end
-        else:
-            index = _part_end(text, index)
-    return index + 1

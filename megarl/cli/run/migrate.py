@@ -57,7 +57,7 @@ def run(source: str, output: str | None = None, framework: str | None = None) ->
         except OSError as error:
             raise ValueError(f"{output}: cannot be written ({error.strerror})") from error
     for line in _summary(found, foreign, kind, output, differing):
-        print(line, file=sys.stderr)
+        print(_one_line(line), file=sys.stderr)
     return 0
 
 
@@ -172,7 +172,7 @@ def _lines(
     differing: list[str],
 ) -> Iterator[str]:
     name = foreign.framework.name
-    yield f"# Converted from {name}: {source}. {_counted(found, foreign)}."
+    yield f"# Converted from {name}: {_one_line(source)}. {_counted(found, foreign)}."
     yield "# A comment names the setting that a key comes from. Replace every '???'."
     written = {key: found.values[key] for key in _written(found, kind)}
     if preset is not None:
@@ -240,7 +240,7 @@ def _scalar(value: Any) -> str:
 def _comment(text: str) -> str:
     if not text:
         return ""
-    line = " ".join(text.split())
+    line = _one_line(text)
     return f" # {line if len(line) <= _LONGEST_COMMENT else line[: _LONGEST_COMMENT - 3] + '...'}"
 
 
@@ -248,7 +248,12 @@ def _listed(title: str, lines: list[str]) -> Iterator[str]:
     if lines:
         yield ""
         yield f"# {title}:"
-        yield from (f"#   {' '.join(line.split())}" for line in lines)
+        yield from (f"#   {_one_line(line)}" for line in lines)
+
+
+def _one_line(text: str) -> str:
+    """Return a text as a comment or a terminal shows it: one line without control characters."""
+    return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))
 
 
 # ---- summary

@@ -353,6 +353,58 @@ def test_the_framework_is_recognized_by_all_settings(tmp_path: Path) -> None:
     assert read_foreign(tmp_path / "run.sh", "trl").framework.name == "TRL"
 
 
+VERL_MINIMUM = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.model.path=m "
+YAML_MINIMUM = "data: {train_batch_size: 64}\nactor_rollout_ref: {model: {path: m}}\n"
+REPEATED = "".join(f"a{each}: &a{each} {{x: *a{each - 1}, y: *a{each - 1}}}\n" for each in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.sh", "A=12345678\n" + "A=$A$A\n" * 60 + VERL_MINIMUM, "expand to more than"),
+        ("run.sh", "A=(1 2)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60 + VERL_MINIMUM, "expand to more than"),
+        ("run.sh", "A=" + "$(" * 3000 + ")" * 3000 + "\n" + VERL_MINIMUM, "nested in each other"),
+        ("run.sh", "# " + "x" * 1_000_000 + "\n" + VERL_MINIMUM, "has more than 1,000,000 characters"),
+        ("run.yaml", "a0: &a0 {x: 1}\n" + REPEATED + YAML_MINIMUM, "has more than 100,000 values"),
+        ("run.yaml", "a: &a {b: *a}\n" + YAML_MINIMUM, "has more than 100,000 values"),
+        ("run.yaml", "a: !!python/object/apply:os.getcwd []\n" + YAML_MINIMUM, "is not YAML"),
+    ],
+)
+def test_files_without_an_end_are_refused(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_foreign(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.sh", "A=$((9**9**9**9))\nB=$(('a' * 9999999999))\nC=$(seq 1 9999999999)\n" + VERL_MINIMUM),
+        ("run.sh", "A=$((" + "-" * 5000 + "1))\nsource " + "a" * 300 + "\n" + VERL_MINIMUM),
+        ("run.sh", "source run.sh\nsource run.sh\n" + VERL_MINIMUM),
+        ("run.sh", VERL_MINIMUM + "data.val_files='[2024-13-45]'"),
+        ("run.yaml", "defaults: [run, run, {}, null]\n" + YAML_MINIMUM),
+    ],
+)
+def test_parts_without_an_end_are_left_out(tmp_path: Path, name: str, text: str) -> None:
+    assert converted(tmp_path / name, text).values["model.path"] == "m"
+
+
+def test_a_warm_up_counts_optimizer_steps(tmp_path: Path) -> None:
+    """The schedule of verl moves once a step, and that of slime at each update."""
+    text = VERL_MINIMUM + "actor_rollout_ref.actor.ppo_mini_batch_size=16 trainer.total_training_steps=30 "
+    ratio = converted(tmp_path / "run.sh", text + "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1")
+    assert ratio.values["actor.optim.warmup_steps"] == 12  # 0.1 x 30 steps of 4 updates
+    steps = converted(tmp_path / "run.sh", text + "actor_rollout_ref.actor.optim.lr_warmup_steps=5")
+    assert steps.values["actor.optim.warmup_steps"] == 20
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(SHAPE)
+    slime = converted(tmp_path / "run.sh", SLIME.replace("--lr 2e-6", "--lr 2e-6 --lr-warmup-fraction 0.1"))
+    assert slime.values["actor.optim.warmup_steps"] == 12  # 0.1 x 30 steps of 32 x 8 / 64 updates
+    trl = converted(tmp_path / "run.sh", TRL.replace("--use_peft", "--warmup_ratio 0.025 --use_peft"))
+    assert trl.values["actor.optim.warmup_steps"] == 13  # 0.025 x 500, rounded up as in transformers
+
+
 # Shell.
 
 
