@@ -274,7 +274,6 @@ class Uploads:
     and the others are skipped.
 
     Args:
-        storage: The destination.
         say: Receives a line for each copied or skipped checkpoint.
     """
 

@@ -71,9 +71,11 @@ def _evaluated(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _ARITHMETIC:
             return _ARITHMETIC[type(op)](value(left), value(right))
         case ast.BoolOp(op=op, values=[*parts, last]):
-            decisive = isinstance(op, ast.Or)
-            found = [each for part in parts if bool(each := value(part)) is decisive]
-            return found[0] if found else value(last)
+            # As in Python, what follows a decisive part is not evaluated: its names may have no values.
+            for part in parts:
+                if bool(found := value(part)) is isinstance(op, ast.Or):
+                    return found
+            return value(last)
         case ast.IfExp(test=test, body=body, orelse=orelse):
             return value(body) if value(test) else value(orelse)
         case ast.List(elts=items) | ast.Tuple(elts=items):

@@ -101,9 +101,16 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
 
 def descendants(pid: int) -> list[int]:
     """Return the pids of all descendants of a process."""
-    import psutil  # not needed by the script
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # the process has ended
+                children.setdefault(int(_status(entry)[1]), []).append(int(entry))
 
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    found = list(children.get(pid, []))
+    for child in found:  # grows during the iteration
+        found += children.get(child, [])
+    return found
 
 
 def hold(pids: Iterable[int]) -> list[int]:
@@ -206,7 +213,12 @@ def _remove_unused(files: set[Path]) -> None:
 
 def _is_zombie(pid: str) -> bool:
     # The state follows the name, which may contain spaces and parentheses.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return _status(pid)[0] == "Z"
+
+
+def _status(pid: str) -> list[str]:
+    """Return the fields after the name in /proc/PID/stat: state, parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> None:

@@ -221,8 +221,7 @@ def compute_reference(
     """Give the data set the log-probs of more pairs, and write all that it has to the file.
 
     Args:
-        config: The run.
-        reference: The reference. A policy must have its initial weights.
+        reference: A policy must have its initial weights.
         pairs: The data set, after `read_reference`.
         numbers: The pairs to score.
         file: Where they are kept for a resumed run.

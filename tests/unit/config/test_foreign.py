@@ -469,6 +469,13 @@ def test_an_expression_calls_nothing(text: str) -> None:
         evaluate(text, {"a": 1, "y": [1]}.get)
 
 
+def test_what_follows_a_decisive_part_is_not_evaluated() -> None:
+    values = {"zero": 0, "two": 2}
+    assert evaluate("zero and 1 / zero", values.get) == 0
+    assert evaluate("two or unset.key[0]", values.get) == 2
+    assert evaluate("two and zero or 7", values.get) == 7
+
+
 def test_every_conversion_of_the_tables_is_an_expression() -> None:
     """A name that is not set is None, so a conversion may fail by its values, and by nothing else."""
     tables = [verl_keys(), slime_names(), nemo_rl_names(), *trl_names().values()]
