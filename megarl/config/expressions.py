@@ -71,7 +71,7 @@ def _evaluated(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _ARITHMETIC:
             return _ARITHMETIC[type(op)](value(left), value(right))
         case ast.BoolOp(op=op, values=[*parts, last]):
-            # As in Python, what follows a decisive part is not evaluated: its names may have no values.
+            # Python stops at a decisive part, and names after it may have no values.
             for part in parts:
                 if bool(found := value(part)) is isinstance(op, ast.Or):
                     return found
