@@ -40,7 +40,7 @@ setup(
         "megarl.configs": ["**/*.yaml", "**/*.json"],
         "megarl.config": ["*.yaml", "tested_versions.json"],
         "megarl.recipes.starter": ["*.yaml"],
-        "megarl.rehearse.rehearsal": ["guard.cpp"],
+        "megarl.rehearse.dry_run": ["guard.cpp"],
         "megarl.tracking.report": ["*.js", "*.css"],
         # Folders on the import path of SGLang's processes, which are not packages of megarl.
         "megarl.rollout.sglang": ["stubs/**/*.py"],

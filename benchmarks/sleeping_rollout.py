@@ -31,12 +31,12 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rehearse.simulation.run import Script, SimulatedRun, Simulation
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler
+from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine
 from megarl.rollout.staleness import StalenessController
 from megarl.weights.plan import TensorSlices
@@ -259,7 +259,7 @@ def _buffered(
     steps: int,
     max_staleness: int,
     on_update: OnUpdate,
-) -> BufferedRollout:
+) -> StepRollout:
     make_staleness: Callable[[int], StalenessController] = partial(
         lambda version: StalenessController(
             max_staleness=max_staleness,
@@ -270,9 +270,7 @@ def _buffered(
             step_pushes=lambda step: True,
         )
     )
-    return BufferedRollout(
-        rollout, weights, loader, _Unscored(), GroupRules(SAMPLING), on_update, make_staleness
-    )
+    return StepRollout(rollout, weights, loader, _Unscored(), GroupRules(SAMPLING), on_update, make_staleness)
 
 
 def virtual(

@@ -90,7 +90,7 @@ def forked_processes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_rehearsals(forked_processes: None) -> Iterator[None]:
-    """Fork the processes of megarl.rehearse.rehearsal. tests/docs, where a page's command is run, has a fresh one."""
+    """Fork the processes of megarl.rehearse.dry_run. tests/docs, where a page's command is run, has a fresh one."""
     with fork_server.spawned(fork_server.REHEARSAL):
         yield
 

@@ -556,7 +556,7 @@ PRIVATE_ACCESSES = {
     "tests/unit/batch/test_ragged.py": (1, "blocks so small that a batch has several"),
     "tests/unit/rewards/test_confined_call.py": (2, "the initializer of a process, run in the test's own"),
     "tests/unit/rollout/episodes/test_episodes.py": (2, "the server of a worker"),
-    "tests/unit/rollout/driver/test_buffered_rollout.py": (2, "the buffer of a rollout"),
+    "tests/unit/rollout/driver/test_step_rollout.py": (2, "the buffer of a rollout"),
     "tests/unit/rollout/driver/test_scheduler.py": (1, "a method of the test's own scene"),
     # Other packages, which offer no public way.
     "tests/conftest.py": (1, "pytest-xdist's schedule by scope, which is extended by overriding it"),

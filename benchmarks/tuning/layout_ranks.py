@@ -28,7 +28,7 @@ from megarl.engine.spec import spec_of
 from megarl.machine.ports import hold_port
 from megarl.rehearse.calibration.measurements import CalibrationRequest, RankMeasurements
 from megarl.rehearse.calibration.rank import measure
-from megarl.rehearse.rehearsal.rows import make_rows, with_loss
+from megarl.rehearse.dry_run.rows import make_rows, with_loss
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine

@@ -3,7 +3,7 @@
 As in `cpu_adaptations`, no file is edited: replacements are installed once per process, and a test quotes
 the part of Megatron's source that makes each replacement of its functions necessary. Factories and devices
 are not changed, so code that creates a tensor on the wrong device does so here as well. The package
-`rehearsal` provides the tensors and records operations on them.
+`rehearse/dry_run` provides the tensors and records operations on them.
 """
 
 from __future__ import annotations

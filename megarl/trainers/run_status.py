@@ -8,8 +8,8 @@ from itertools import zip_longest
 
 from megarl.config.schema import PPOConfig
 from megarl.roles.start import PPORoles
-from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.scheduler import RequestState, SchedulerTotals
+from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import WAIT, Monitor
@@ -32,7 +32,7 @@ class StatusReader:
         config: PPOConfig,
         roles: PPORoles,
         monitor: Monitor,
-        prompts: BufferedRollout,
+        prompts: StepRollout,
         recovery: StepRecovery | NoRecovery,
         checkpoints: Checkpointer,
     ) -> None:

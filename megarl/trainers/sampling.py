@@ -20,10 +20,10 @@ from megarl.data.loader import RowLoader
 from megarl.machine.errors import CheckpointError, RunError
 from megarl.rewards.role import Reward
 from megarl.roles.start import PPORoles
-from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.dynamic_sampling import select_trained
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
+from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.staleness import StalenessController
 from megarl.trainers.advantages import Metrics
 from megarl.trainers.checkpoint import Checkpointer
@@ -67,7 +67,7 @@ class Sampling:
     """
 
     def __init__(
-        self, rollout: BufferedRollout, reward: Reward, rules: GroupRules, max_failed: float = 0.0
+        self, rollout: StepRollout, reward: Reward, rules: GroupRules, max_failed: float = 0.0
     ) -> None:
         self.rollout = rollout
         self._reward = reward
@@ -146,7 +146,7 @@ def make_sampling(
             in_order=rollout.late is Late.wait,
         )
 
-    buffered = BufferedRollout(
+    buffered = StepRollout(
         roles.rollout, roles.weights, prompts, roles.reward, rules, rollout.on_update, staleness
     )
     return Sampling(buffered, roles.reward, rules, config.agent.max_error_rate)
@@ -173,13 +173,13 @@ def _group_rules(config: PPOConfig, *, own_loop: bool) -> GroupRules:
     return rules._replace(greedy=False, scores_early=False) if own_loop else rules
 
 
-def stored_samples(rollout: BufferedRollout) -> dict[str, bytes]:
+def stored_samples(rollout: StepRollout) -> dict[str, bytes]:
     """Return the file of a checkpoint with the samples that are not trained yet; empty if there are none."""
     groups = rollout.finished_groups()
     return {SAMPLES_FILE: to_bytes(groups)} if groups else {}
 
 
-def restore_samples(rollout: BufferedRollout, folder: Path) -> None:
+def restore_samples(rollout: StepRollout, folder: Path) -> None:
     """Restore these samples from the folder of a checkpoint.
 
     Raises:

@@ -199,7 +199,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl tune --calibrate my_device.yaml": InTest(_CALIBRATE, ('"tune"', "--calibrate")),
     "megarl tune run.yaml --calibrate my_device.yaml": InTest(_CALIBRATE, ('"tune"', "--calibrate")),
     f"megarl check configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
-        "tests/unit/rehearse/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",
+        "tests/unit/rehearse/dry_run/test_llama_70b.py::test_parameters_and_held_memory",
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),
     ),
     "megarl report outputs/quickstart --png": Executed(),

@@ -79,7 +79,7 @@ def _import_for_training() -> None:
 
 
 def _import_for_a_rehearsal() -> None:
-    from megarl.rehearse.rehearsal import processes
+    from megarl.rehearse.dry_run import processes
 
     processes.make_ready()  # before torch is imported
     processes.make_ready = lambda: None  # each process would call it

@@ -45,9 +45,9 @@ from megarl.rewards.judge_servers import JudgeServers
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
-from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.sample_groups import GroupRules
+from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.staleness import StalenessController
 from tests.command import Command
 from tests.integration.tiny_run import save_policy
@@ -163,7 +163,7 @@ class RunFolder:
         with self._steps.open("a") as file:
             file.write(json.dumps({"step": step, "uids": uids, "oldest": oldest}) + "\n")
 
-    def save(self, step: int, version: int, async_rollout: BufferedRollout) -> None:
+    def save(self, step: int, version: int, async_rollout: StepRollout) -> None:
         groups = async_rollout.finished_groups()
         samples = base64.b64encode(to_bytes(groups)).decode() if groups else None
         write_whole(
@@ -173,7 +173,7 @@ class RunFolder:
             ),
         )
 
-    def restore(self, async_rollout: BufferedRollout, saved: dict[str, Any]) -> None:
+    def restore(self, async_rollout: StepRollout, saved: dict[str, Any]) -> None:
         async_rollout.load_state_dict(saved["data"])
         if saved["samples"]:
             async_rollout.restore(from_bytes(base64.b64decode(saved["samples"])))
@@ -205,7 +205,7 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
         rollout.send(subject.weights, saved["version"])
         loader = BatchLoader(Rows(), PROMPTS, shuffle=True, seed=seed)
         ledger_after = saved["step"]
-        async_rollout = BufferedRollout(
+        async_rollout = StepRollout(
             rollout,
             rollout.weights,
             loader,
@@ -236,7 +236,7 @@ def drive(engine: str, num_kills: int, seed: int, folder: RunFolder) -> None:
 def _train(
     weights: dict[str, torch.Tensor],
     rollout: StartedRollout,
-    async_rollout: BufferedRollout,
+    async_rollout: StepRollout,
     reward: Reward,
     killer: Killer,
     folder: RunFolder,

@@ -15,7 +15,7 @@ FILES = (
     "tests/integration/test_weights_sglang.py",
     "tests/unit/config/test_mutations.py",
     "tests/unit/models/test_missing_fields.py",
-    "tests/unit/rehearse/rehearsal/test_transformer_engine.py",
+    "tests/unit/rehearse/dry_run/test_transformer_engine.py",
     "tests/unit/weights/test_transport_failures.py",
 )
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.failure_pages import WRITE
 from tests.memory_tables import DOCUMENT, PHASES, Rows, read_tables, write_table
-from tests.unit.rehearse.rehearsal.memory_cases import (
+from tests.unit.rehearse.dry_run.memory_cases import (
     CONFIGS,
     FROZEN,
     Compared,

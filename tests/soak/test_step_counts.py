@@ -13,11 +13,11 @@ import pytest
 
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
-from megarl.rehearse.rehearsal.processes import rehearse_ranks
-from megarl.rehearse.rehearsal.ranks import distinct_ranks
-from megarl.rehearse.rehearsal.record import RankRequest
+from megarl.rehearse.dry_run.processes import rehearse_ranks
+from megarl.rehearse.dry_run.ranks import distinct_ranks
+from megarl.rehearse.dry_run.record import RankRequest
 from tests.unit.plan.step_time.comparison import Compared, compare, differences
-from tests.unit.rehearse.rehearsal.memory_cases import CONFIGS, load_case
+from tests.unit.rehearse.dry_run.memory_cases import CONFIGS, load_case
 
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 

@@ -31,14 +31,9 @@ from megarl.roles.saved_models import pair_models, sft_models
 from megarl.roles.start import start_pair_reference, start_preferences, start_sft
 from megarl.tracking.run_files import writing
 from megarl.trainers.memory_resume import find_newest
+from megarl.trainers.preferences import REFERENCE_FILES, PreferenceTrainer, compute_reference, read_reference
 from megarl.trainers.recovery import step_recovery
-from megarl.trainers.supervised import (
-    REFERENCE_FILES,
-    PreferenceTrainer,
-    SFTTrainer,
-    compute_reference,
-    read_reference,
-)
+from megarl.trainers.sft import SFTTrainer
 
 _TRAIN = "data.train_files"
 _HELD_OUT = "data.val_files"

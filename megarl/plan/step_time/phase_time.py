@@ -63,7 +63,7 @@ def collective_s(
     """Return the seconds of `calls` calls that have `nbytes` bytes together.
 
     Args:
-        kind: The kind, as in rehearse/rehearsal/record.py.
+        kind: The kind, as in rehearse/dry_run/record.py.
         nbytes: The bytes of the larger of input and output of a rank, summed over the calls.
     """
     ranks = span.num_ranks

@@ -17,7 +17,7 @@ import yaml
 from megarl.cli.main import READER_GONE
 from tests.command import Command
 from tests.processes import gone_within
-from tests.unit.rehearse.rehearsal.runs import TINY, save_config
+from tests.unit.rehearse.dry_run.runs import TINY, save_config
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
 COLD = [sys.executable]

@@ -11,7 +11,7 @@ import yaml
 
 from megarl.cli.main import main
 from megarl.config.layers import has_transformer_engine_modules
-from tests.unit.rehearse.rehearsal.runs import TINY, save_config
+from tests.unit.rehearse.dry_run.runs import TINY, save_config
 
 pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 

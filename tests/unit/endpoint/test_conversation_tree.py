@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.agents.message_keys import message_key, tools_key
 from megarl.agents.trajectory import Author, Segment, Trajectory
-from megarl.endpoint.session import ConversationTree, RecordedTurn
+from megarl.endpoint.conversation_tree import ConversationTree, RecordedTurn
 
 
 def written(*ids: int) -> Segment:

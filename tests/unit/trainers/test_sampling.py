@@ -18,12 +18,12 @@ from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.controller.futures import DerivedFuture, RemoteFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.dynamic_sampling import NoSignalError
 from megarl.rollout.driver.finished_groups import RolloutOutput
 from megarl.rollout.driver.rollout import batch_of_samples
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import Deliver
+from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.interface import GenerationRequest, SamplingParameters, plan_requests
 from megarl.rollout.staleness import StalenessController
 from megarl.trainers.sampling import Sampling
@@ -179,7 +179,7 @@ class Scene:
         if served is not None:
             self.loader.load_state_dict(served)
         weights = SimpleNamespace(version=1, actor_version=1, bring_in=lambda: None)
-        self._buffered = BufferedRollout(
+        self._buffered = StepRollout(
             self.rollout,  # type: ignore[arg-type]
             weights,  # type: ignore[arg-type]
             self.loader,

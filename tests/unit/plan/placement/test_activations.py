@@ -1,4 +1,4 @@
-"""The working memory of a model, by hand. rehearse/rehearsal/test_memory.py and engine/test_memory_plan.py measure it."""
+"""The working memory of a model, by hand. rehearse/dry_run/test_memory.py and engine/test_memory_plan.py measure it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megarl.plan.step_time.role_time import (
     scoring_counts,
     training_counts,
 )
-from megarl.rehearse.rehearsal.record import POINT_TO_POINT, PhaseRecord, RankRecord, RankRequest
+from megarl.rehearse.dry_run.record import POINT_TO_POINT, PhaseRecord, RankRecord, RankRequest
 
 # How far a count may be from the dry run's.
 TOLERANCE = 0.01

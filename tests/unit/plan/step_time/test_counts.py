@@ -17,11 +17,11 @@ from megarl.config.validate import read_architectures
 from megarl.plan.step_time.counts import CollectiveCount, Counts, Product, total
 from megarl.plan.step_time.packed_batch import Rectangle, pack
 from megarl.plan.step_time.role_time import scoring_counts
-from megarl.rehearse.rehearsal.processes import rehearse_ranks
-from megarl.rehearse.rehearsal.record import RankRequest
+from megarl.rehearse.dry_run.processes import rehearse_ranks
+from megarl.rehearse.dry_run.record import RankRequest
 from tests.families import example_fields
 from tests.unit.plan.step_time.comparison import EXACT, differences
-from tests.unit.rehearse.rehearsal.runs import TINY, ppo, save_config
+from tests.unit.rehearse.dry_run.runs import TINY, ppo, save_config
 
 EXPERT_PARALLEL = ParallelConfig(
     tensor_parallel_size=2,
@@ -42,7 +42,7 @@ EXPERTS = {
 
 @pytest.mark.usefixtures("forked_rehearsals")
 def test_adapters_of_sharded_experts(tmp_path: Path) -> None:
-    """Dry runs in tests/unit/rehearse/rehearsal compare other kinds of layers and layouts."""
+    """Dry runs in tests/unit/rehearse/dry_run compare other kinds of layers and layouts."""
     config = ppo(save_config(tmp_path / "sparse", TINY | EXPERTS), EXPERT_PARALLEL)
     config = replace(config, actor=replace(config.actor, lora=LoRAConfig(rank=4)))
     request = RankRequest(config, "actor", 0, 2)

@@ -23,17 +23,17 @@ from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
-from megarl.rollout.driver.buffered_rollout import BufferedRollout
 from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.rollout.driver.sample_groups import GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler, RequestState
+from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.episodes.episode_runner import TurnRunner
 from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 from megarl.rollout.worker.environment import TurnReport
-from tests.unit.rollout.driver.test_buffered_rollout import MadeUpWeights, Unscored, trains_in_no_time
+from tests.unit.rollout.driver.test_step_rollout import MadeUpWeights, Unscored, trains_in_no_time
 
 SAMPLING = SamplingConfig(n=2)
 PROMPTS = 3
@@ -153,7 +153,7 @@ class Stage(NamedTuple):
     engines: ScriptedEngines
     environments: ScriptedEnvironments
     weights: MadeUpWeights
-    async_rollout: BufferedRollout
+    async_rollout: StepRollout
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def stage(
             step_pushes=lambda step: True,
         )
 
-    async_rollout = BufferedRollout(rollout, weights, loader, Unscored(), rules, on_update, staleness)  # type: ignore[arg-type]
+    async_rollout = StepRollout(rollout, weights, loader, Unscored(), rules, on_update, staleness)  # type: ignore[arg-type]
     if position is not None:
         async_rollout.load_state_dict(position)
 
