@@ -103,9 +103,13 @@ def test_arguments_are_reordered_for_argparse(typed: list[str], ordered: list[st
 
 
 def test_a_submitted_run_is_not_owned_by_this_process(
-    command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
+    command: Callable[[str, Callable[..., int]], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The job continues on its cluster when this process ends."""
+    # Set in this process if an earlier test started Ray in it.
+    monkeypatch.delenv(OWNER, raising=False)
     calls = []
 
     def submit(config_path: str, overrides: list[str], address: str) -> int:
