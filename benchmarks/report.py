@@ -21,14 +21,28 @@ import pyarrow as pa
 
 from megarl.cli.main import main as megarl
 from megarl.config.load import dump_config
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import AlgorithmConfig, CorrectionLevel, PPOConfig, RolloutCorrectionConfig
 from megarl.tracking.run_files import CONFIG_FILE, GENERATIONS_FILE, METRICS_FILE, REPORT_FILE, SUMMARY_FILE
-from megarl.tracking.samples import OF_EPISODES, SCHEMA, SampleTable, SampleWriter, list_column, sample_files
+from megarl.tracking.samples import (
+    LATE,
+    OF_EPISODES,
+    SCHEMA,
+    SampleTable,
+    SampleWriter,
+    list_column,
+    sample_files,
+)
 from megarl.tracking.timeline import Span, Timeline
 
 SAMPLES_PER_PROMPT = 8
 NUM_FILES = 50
 VOCABULARY = 50_000
+HIGHEST_WEIGHT = 1.002
+CONFIG = PPOConfig(
+    algorithm=AlgorithmConfig(
+        rollout_correction=RolloutCorrectionConfig(level=CorrectionLevel.token, high=HIGHEST_WEIGHT)
+    )
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LARGEST_MB = 20
 LONGEST_S = 3
@@ -44,7 +58,7 @@ def make_run(
     """
     folder.mkdir(parents=True)
     generator = np.random.default_rng(seed)
-    dump_config(PPOConfig(), folder / CONFIG_FILE)
+    dump_config(CONFIG, folder / CONFIG_FILE)
     names = [
         "critic/score/mean",
         "val/score/mean",
@@ -134,6 +148,10 @@ def _samples(
     own = -generator.exponential(0.7, total) * (generator.random(total) < 0.6)
     gaps = generator.normal(0, 0.005, total)
     advantages = np.repeat(generator.normal(size=num_samples), num_tokens)
+    # Token-level truncated importance sampling; the last token of each response is too old.
+    weights = np.minimum(np.exp(gaps), HIGHEST_WEIGHT)
+    excluded = np.where(np.arange(total) % num_tokens == num_tokens - 1, LATE, 0)
+    shares = np.abs(advantages) * weights * (excluded == 0)
     prompts = [
         f"<|user|>question {step}.{number // SAMPLES_PER_PROMPT}: {'what is it? ' * 30}<|assistant|>"
         for number in range(num_samples)
@@ -157,6 +175,9 @@ def _samples(
         "advantages": list_column(lengths, advantages.astype(np.float32), pa.float32()),
         "log_probs": list_column(lengths, (own + gaps).astype(np.float32), pa.float32()),
         "rollout_log_probs": list_column(lengths, own.astype(np.float32), pa.float32()),
+        "rollout_weights": list_column(lengths, weights.astype(np.float32), pa.float32()),
+        "excluded": list_column(lengths, excluded.astype(np.int8), pa.int8()),
+        "loss_share": list_column(lengths, (shares / shares.sum()).astype(np.float32), pa.float32()),
         "weight_version": [step] * num_samples,
         "prompt_length": [1] * num_samples,
         "response_length": lengths,

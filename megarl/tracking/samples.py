@@ -46,6 +46,12 @@ SCHEMA = pa.schema(
         "advantages": pa.list_(pa.float32()),
         "log_probs": pa.list_(pa.float32()),
         "rollout_log_probs": pa.list_(pa.float32()),
+        # The token's factor for the difference between engine and trainer; null without such a correction.
+        "rollout_weights": pa.list_(pa.float32()),
+        # What leaves the token out of the loss: 0, REJECTED or LATE; null if the step trains every token.
+        "excluded": pa.list_(pa.int8()),
+        # The token's |weight * advantage| over the sum of the step's, as aggregated.
+        "loss_share": pa.list_(pa.float32()),
         "weight_version": pa.int64(),
         "prompt_length": pa.int32(),
         "response_length": pa.int32(),
@@ -59,6 +65,10 @@ SCHEMA = pa.schema(
     }
 )
 _NUMBERS = "reward_numbers"
+# Values of `excluded`.
+REJECTED = 1  # its response, by algorithm.rollout_correction.rejection
+LATE = 2  # its weights were too old for rollout.late=mask
+OF_LOSS = ("rollout_weights", "excluded", "loss_share")
 OF_EPISODES = ("is_model", "turn_rewards", "num_calls", "call_errors", "episode_end")
 
 
@@ -163,7 +173,7 @@ def read_samples(path: Path) -> SampleTable:
         metadata = table.schema.metadata or {}
         tokens = json.loads(metadata[_TOKENS])
         parts = json.loads(metadata[_PARTS])
-        for name in (*OF_EPISODES, _NUMBERS):
+        for name in (*OF_EPISODES, *OF_LOSS, _NUMBERS):
             if name not in table.schema.names:  # the file was written by an older version
                 table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
         # Bring the columns into the expected order and types, whatever wrote the file.

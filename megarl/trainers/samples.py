@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -23,15 +23,15 @@ from megarl.algorithms.metrics import (
     reward_number_metrics,
 )
 from megarl.algorithms.rollout_correction import correct
-from megarl.batch.branches import merge_branches
+from megarl.batch.branches import EPISODE_TOKENS, episode_tokens, merge_branches
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.roles import scores_in_update
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import Aggregation, CorrectionLevel, Late, PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
 from megarl.machine.strict_json import dump_readable
-from megarl.roles.models import valid_token_count
-from megarl.tracking.samples import OF_EPISODES, SCHEMA, SampleTable, list_column
+from megarl.roles.models import LOSS_MASK, valid_token_count
+from megarl.tracking.samples import LATE, OF_EPISODES, REJECTED, SCHEMA, SampleTable, list_column
 from megarl.trainers.advantages import AdvantageStep, Metrics
 from megarl.trainers.monitor import Monitor
 
@@ -54,6 +54,9 @@ class SampleRows:
         self._parts = [part.name for part in (*reward.functions, *reward.judges)]
         if reward.model.path is not None:
             self._parts.append(_REWARD_MODEL)
+        self._algorithm = config.algorithm
+        self._masks_late = config.rollout.late is Late.mask
+        self._max_age = config.rollout.max_staleness
         self._own_log_probs = not config.algorithm.rollout_correction.bypass
 
     def record(self, batch: DataProto, step: int, monitor: Monitor) -> None:
@@ -86,16 +89,19 @@ class SampleRows:
         prompt_lengths = rows["prompts"].lengths.tolist()
         is_real = kept.flat()
 
-        def of_tokens(name: str, kind: pa.DataType) -> pa.Array:
-            values = rows[name].flat()
-            # Values at positions that the environment wrote are meaningless.
-            if are_episodes and name != "responses":
-                values = torch.where(mask.flat(), values, 0.0)
+        def of_tokens(values: torch.Tensor, kind: pa.DataType) -> pa.Array:
             return list_column(lengths, values[is_real].numpy(), kind)
+
+        def of_model(column: RaggedTensor | None, kind: pa.DataType) -> pa.Array:
+            if column is None:
+                return nothing
+            # Values at positions that the environment wrote are meaningless.
+            return of_tokens(torch.where(mask.flat(), column.flat(), 0), kind)
 
         advantages = masked_row_sums(rows["advantages"], mask) / row_lengths(mask).clamp(min=1)
         prompt_ids = rows["prompts"].flat().numpy()
         nothing = pa.nulls(len(batch))
+        weights = self._rollout_weights(rows)
         columns: dict[str, Any] = {
             **_of_rows(batch, step),
             "prompt": self._prompts(prompt_ids, prompt_lengths),
@@ -103,11 +109,14 @@ class SampleRows:
             "response": decode_rows(
                 self._tokenizer, rows["responses"], rows["answer_mask"] if are_episodes else mask
             ),
-            "response_ids": of_tokens("responses", pa.int32()),
+            "response_ids": of_tokens(rows["responses"].flat(), pa.int32()),
             "advantage": advantages.numpy(),
-            "advantages": of_tokens("advantages", pa.float32()),
-            "log_probs": of_tokens("old_log_probs", pa.float32()) if self._own_log_probs else nothing,
-            "rollout_log_probs": of_tokens("rollout_log_probs", pa.float32()),
+            "advantages": of_model(rows["advantages"], pa.float32()),
+            "log_probs": of_model(rows["old_log_probs"] if self._own_log_probs else None, pa.float32()),
+            "rollout_log_probs": of_model(rows["rollout_log_probs"], pa.float32()),
+            "rollout_weights": of_model(weights, pa.float32()),
+            "excluded": of_model(self._excluded(batch), pa.int8()),
+            "loss_share": of_model(self._loss_share(batch, weights), pa.float32()),
             "prompt_length": prompt_lengths,
             "response_length": lengths,
             **(
@@ -126,6 +135,41 @@ class SampleRows:
         ids = np.unique(rows["responses"].flat()[is_real].numpy()).tolist()
 
         return SampleTable(table, token_texts(self._tokenizer, ids), self._parts)
+
+    def _rollout_weights(self, rows: Mapping[str, RaggedTensor]) -> RaggedTensor | None:
+        """Return the weights of the rollout correction, which the update may have computed itself."""
+        config = self._algorithm.rollout_correction
+        if config.bypass or config.level is CorrectionLevel.none:
+            return None
+        if "rollout_weights" in rows:
+            return rows["rollout_weights"]
+        old, engine, mask = (rows[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
+        return cast("RaggedTensor", correct(old, engine, mask, config).weights)
+
+    def _excluded(self, batch: DataProto) -> RaggedTensor | None:
+        """Return for each token what leaves it out of the loss: 0 if nothing does, REJECTED or LATE."""
+        rows = batch.ragged
+        if LOSS_MASK not in rows:
+            return None
+        ages = batch.meta_info["weight_version"] - rows["token_versions"].flat()
+        is_late = (ages > self._max_age) & self._masks_late
+        reasons = torch.where(is_late, LATE, REJECTED)
+        excluded = torch.where(rows[LOSS_MASK].flat(), 0, reasons).to(torch.int8)
+        return RaggedTensor.packed_rows(excluded, rows[LOSS_MASK].lengths)
+
+    def _loss_share(self, batch: DataProto, weights: RaggedTensor | None) -> RaggedTensor:
+        """Return each token's share of the sum of |weight * advantage| over the batch, as aggregated."""
+        rows = batch.ragged
+        in_loss = rows.get(LOSS_MASK, rows["response_mask"])
+        sizes = torch.where(in_loss.flat(), rows["advantages"].flat().abs(), 0.0)
+        if weights is not None:
+            sizes = sizes * weights.flat()
+        if self._algorithm.policy_loss.aggregation is Aggregation.sequence_mean_token_mean:
+            of_rows = row_lengths(in_loss).repeat_interleave(in_loss.lengths)
+            of_episodes = episode_tokens(batch, in_loss).get(EPISODE_TOKENS)
+            sizes = sizes / (of_rows if of_episodes is None else of_episodes.flat()).clamp(min=1)
+        total = sizes.sum(dtype=torch.float64).clamp(min=torch.finfo(torch.float32).tiny)
+        return RaggedTensor.packed_rows(sizes / total, in_loss.lengths)
 
     def _prompts(self, ids: np.ndarray, lengths: list[int]) -> list[str]:
         """Decode the prompts with the special tokens of the chat template.

@@ -3,8 +3,10 @@ a model is inert."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pytest
 
-from benchmarks.report import make_run
+from benchmarks.report import CONFIG, HIGHEST_WEIGHT, make_run
 from megarl.cli.inspect.report import LiveReport
 from megarl.cli.main import main
 from megarl.config.load import dump_config, load_config
@@ -60,10 +62,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     failed = folder / "failed"
     for seed, path in enumerate((good, failed)):
         make_run(path, STEPS, SAMPLES, TOKENS, FILES, seed)
-    dump_config(
-        PPOConfig(tracking=TrackingConfig(run_name=EVIL), trainer=TrainerConfig(seed=7)),
-        failed / "config.yaml",
-    )
+    others = {"tracking": TrackingConfig(run_name=EVIL), "trainer": TrainerConfig(seed=7)}
+    dump_config(dataclasses.replace(CONFIG, **others), failed / "config.yaml")
     (failed / "summary.json").unlink()
     (failed / "failure.txt").write_text(FAILURE)
     (failed / "generations.jsonl").write_text("no json\n")
@@ -292,6 +292,26 @@ def test_samples_are_found_and_read_token_by_token(chromium: Chrome, page: str, 
         wanted["log_probs"][least] - wanted["rollout_log_probs"][least], rel=0.01
     )
     assert float(lines["advantage"]) == pytest.approx(wanted["advantages"][least], rel=0.01)
+    share = wanted["loss_share"][least]
+    assert f"share of the step's loss {100 * share:.3g} %" in told
+
+    # What the loss makes of each token: its weight with the rule that limits it, or why it is left out.
+    kept = tokens[:-1]
+    for token, weight in zip(kept, wanted["rollout_weights"], strict=False):
+        limit = ", limited (algorithm.rollout_correction.high)" if weight >= HIGHEST_WEIGHT - 1e-6 else ""
+        assert re.search(
+            rf"weight in the loss {weight:.3g}\d*{re.escape(limit)}$", hover(chromium, token), re.M
+        )
+    assert "not in the loss: it was sampled by weights older than" in hover(chromium, tokens[-1])
+    excluded = chromium.find_elements(By.CSS_SELECTOR, "#response .excluded")
+    assert excluded == [tokens[-1]]
+    assert f"1 of {TOKENS} tokens" in find(chromium, "#sample .facts").text
+    choose("Color of tokens", "share")
+    alphas = [
+        float(token.value_of_css_property("background-color").split(",")[-1].rstrip(")")) for token in tokens
+    ]
+    assert alphas[-1] == 0 < min(alphas[:-1])
+    choose("Color of tokens", "probability")
 
     alphas = [
         float(token.value_of_css_property("background-color").split(",")[-1].rstrip(")")) for token in tokens

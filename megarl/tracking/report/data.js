@@ -88,7 +88,8 @@ function readSamples(bytes) {
   let start = 4 + size;
   const take = (width) => bytes.slice(start, (start += total * width)).buffer;
   const places = header.wide ? new Uint32Array(take(4)) : new Uint16Array(take(2));
-  const [logProbs, gaps, advantages] = [0, 1, 2].map(() => halfFloats(take(2)));
+  const [logProbs, gaps, advantages, weights, shares] = [0, 1, 2, 3, 4].map(() => halfFloats(take(2)));
+  const excluded = new Uint8Array(take(1));
   const rows = header.uid.map((uid, row) => {
     const of = (values) => values.subarray(ends[row], ends[row + 1]);
     const scalars = ["response", "ground_truth", "score", "score_parts", "advantage", "weight_version", "prompt_length", "response_length"];
@@ -96,9 +97,10 @@ function readSamples(bytes) {
     for (const name of scalars) sample[name] = header[name][row];
     sample.source = header.data_source[row];
     sample.maxGap = header.max_gap[row];
+    sample.share = header.share[row];
     sample.episode = header.episode[row];
     sample.numbers = header.numbers[row];
-    sample.tokens = { header, places: of(places), logProbs: of(logProbs), gaps: of(gaps), advantages: of(advantages) };
+    sample.tokens = { header, places: of(places), logProbs: of(logProbs), gaps: of(gaps), advantages: of(advantages), weights: of(weights), shares: of(shares), excluded: of(excluded) };
     return sample;
   });
   return { step: header.step, of: header.of, rows };

@@ -26,6 +26,8 @@ function formatted(value, digits = 4) {
   return value.toLocaleString("en-US", { maximumSignificantDigits: digits });
 }
 
+const percentage = (share) => `${formatted(100 * share, 3)} %`;
+
 // Short format for the axis of a chart.
 const formattedTick = (value) =>
   Math.abs(value) >= 1e4 ? value.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 4 }) : formatted(Math.abs(value) < 1e-12 ? 0 : value, 3);

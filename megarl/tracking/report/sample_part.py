@@ -1,9 +1,11 @@
 """Encode the samples of a step for the page: a JSON header, then compact per-token arrays.
 
     4 bytes: length of the header, little-endian | header | token numbers | log-probs | gaps | advantages
+    | weights | shares | excluded
 
-Token numbers are indices into the header's list of token texts, two bytes each, or four if `wide`. The other
-arrays are 16-bit floats, with NaN for missing values. In each array, the samples are concatenated.
+Token numbers are indices into the header's list of token texts, two bytes each, or four if `wide`. What
+excludes a token from the loss is a byte. The other arrays are 16-bit floats, with NaN for missing values; a
+share is relative to that of the average token of the file. In each array, the samples are concatenated.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def sample_part(path: Path, step: int, max_tokens: int) -> bytes:
         return _joined({"step": step, "problem": str(error)}, [])
 
     rows = _fitting(table.rows, max_tokens)
-    header, arrays = _packed(rows, table)
+    num_tokens = sum(table.rows["response_length"].to_pylist())
+    header, arrays = _packed(rows, table, num_tokens)
     return _joined({"step": step, "of": len(table.rows), **header}, arrays)
 
 
@@ -70,7 +73,7 @@ def _fitting(rows: pa.Table, max_tokens: int) -> pa.Table:
     return rows
 
 
-def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np.ndarray]]:
+def _packed(rows: pa.Table, table: SampleTable, num_tokens: int) -> tuple[dict[str, Any], list[np.ndarray]]:
     ids = _flat(rows, "response_ids")
     # Send each token's text once, and the samples as indices into the list of token texts.
     unique, places = np.unique(ids, return_inverse=True)
@@ -78,8 +81,11 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
     rollout = _flat(rows, "rollout_log_probs")
     advantages = _flat(rows, "advantages")
     # If the trainer computed no log-probs, show those of the engine and no gap.
-    own = rollout if rows["log_probs"].null_count else _flat(rows, "log_probs")
-    gaps = np.full_like(own, np.nan) if rows["log_probs"].null_count else own - rollout
+    own = _flat(rows, "log_probs")
+    gaps = own - rollout
+    own = np.where(np.isnan(own), rollout, own)
+    lengths = rows["response_length"].to_pylist()
+    shares = _flat(rows, "loss_share")
     prompts = list(dict.fromkeys(rows["prompt"].to_pylist()))
     place_of = {prompt: number for number, prompt in enumerate(prompts)}
     header = {
@@ -95,13 +101,18 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
         "numbers": [
             None if text is None else json.loads(text) for text in rows["reward_numbers"].to_pylist()
         ],
-        "max_gap": _most_of_each(np.abs(gaps), rows["response_length"].to_pylist()),
+        "max_gap": [_rounded(each.max(initial=-np.inf)) for each in _of_each(np.abs(gaps), lengths)],
+        "share": [_rounded(each.sum()) for each in _of_each(shares, lengths)],
+        "all_tokens": num_tokens,
         **{name: rows[name].to_pylist() for name in _SHOWN},
     }
     # Half precision keeps the page small; its largest finite number is 65504.
-    halves = [np.clip(values, -65504, 65504).astype("<f2") for values in (own, gaps, advantages)]
+    weights = _flat(rows, "rollout_weights")
+    floats = (own, gaps, advantages, weights, shares * num_tokens)
+    halves = [np.clip(values, -65504, 65504).astype("<f2") for values in floats]
+    excluded = np.nan_to_num(_flat(rows, "excluded"))
 
-    return header, [places.astype("<u4" if is_wide else "<u2"), *halves]
+    return header, [places.astype("<u4" if is_wide else "<u2"), *halves, excluded.astype("u1")]
 
 
 def _episode(
@@ -125,19 +136,18 @@ def _episode(
 
 
 def _flat(rows: pa.Table, name: str) -> np.ndarray:
+    """Return the values of all tokens; NaN for each token if the file has no such column."""
+    if rows[name].null_count:
+        return np.full(sum(rows["response_length"].to_pylist()), np.nan, np.float32)
     return rows[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
 
 
-def _most_of_each(values: np.ndarray, lengths: list[int]) -> list[float | None]:
-    found: list[float | None] = []
-    start = 0
+def _of_each(values: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(lengths)[:-1]) if lengths else []
 
-    for length in lengths:
-        most = float(values[start : start + length].max()) if length else math.nan
-        found.append(None if math.isnan(most) else float(f"{most:.4g}"))
-        start += length
 
-    return found
+def _rounded(value: Any) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def _joined(header: dict[str, Any], arrays: Iterable[np.ndarray]) -> bytes:

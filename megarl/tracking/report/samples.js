@@ -7,19 +7,28 @@ const ORDERS = {
   best: ["highest score first", (a, b) => b.score - a.score],
   worst: ["lowest score first", (a, b) => a.score - b.score],
   advantage: ["largest advantage first", (a, b) => Math.abs(b.advantage ?? 0) - Math.abs(a.advantage ?? 0)],
+  share: ["largest share of the loss first", (a, b) => (b.share ?? -1) - (a.share ?? -1)],
   gap: ["largest log-prob gap first", (a, b) => (b.maxGap ?? -1) - (a.maxGap ?? -1)],
   long: ["longest first", (a, b) => (b.response_length ?? 0) - (a.response_length ?? 0)],
   short: ["shortest first", (a, b) => (a.response_length ?? 0) - (b.response_length ?? 0)],
 };
 const NUMBERS = new Set(["step", "score", "adv.", "tokens"]); // headings of the numeric columns
-const COLORINGS = { probability: "probability", advantage: "advantage", gap: "log-prob gap", none: "nothing" };
+const COLORINGS = { probability: "probability", advantage: "advantage", share: "share of the loss", gap: "log-prob gap", none: "nothing" };
+const ABSENT = { gap: "the trainer computed no log-probs", share: "a former version kept no shares" };
+const CORRECTION = "algorithm.rollout_correction.";
+// What leaves a token out of the loss, by its number in the file.
+const EXCLUDED = [
+  null,
+  `its response was rejected (${CORRECTION}rejection)`,
+  "it was sampled by weights older than rollout.max_staleness (rollout.late: mask)",
+];
 
 async function allSamples(run) {
   const parts = await Promise.all(run.sampleSteps.map((step) => run.part(`samples/${step}`)));
-  const heldOut = await run.part("generations");
+  const [heldOut, about] = await Promise.all(["generations", "about"].map((name) => run.part(name)));
   const rows = parts.flatMap((part) => part?.rows ?? []);
   for (const row of heldOut?.rows ?? []) rows.push({ ...row, isHeldOut: true, source: row.data_source, prompt: "" });
-  for (const row of rows) row.run = run;
+  for (const row of rows) Object.assign(row, { run, config: about?.config ?? {} });
   const present = parts.filter(Boolean);
   const problems = [...present, heldOut].map((part) => part?.problem).filter(Boolean);
   const [kept, all] = [present.reduce((sum, part) => sum + part.rows.length, 0), present.reduce((sum, part) => sum + (part.of ?? 0), 0)];
@@ -165,7 +174,10 @@ const samplesTab = {
       const { parts } = row.tokens.header;
       if (parts.length > 1) row.score_parts.forEach((value, index) => facts.push([parts[index], formatted(value)]));
       for (const [name, value] of Object.entries(row.numbers ?? {})) facts.push([name, formatted(value)]);
+      const numExcluded = row.tokens.excluded.filter((reason) => reason > 0).length;
       facts.push(["advantage", formatted(row.advantage)], ["largest gap", formatted(row.maxGap, 3)], ["weights", `version ${row.weight_version}`]);
+      if (row.share !== null) facts.push(["of the step's loss", percentage(row.share)]);
+      if (numExcluded) facts.push(["not in the loss", `${numExcluded} of ${row.response_length} tokens`]);
       facts.push(["tokens", `${row.prompt_length} + ${row.response_length}`], ["ended by", row.episode ? row.episode.end : row.finish]);
     }
     if (row.episode) {
@@ -204,6 +216,7 @@ const samplesTab = {
     const paint = () => {
       const scale = this.scale(row);
       tokens.forEach((token, index) => (token.style.background = token.isOthers ? "" : scale.color(index)));
+      tokens.forEach((token, index) => token.classList.toggle("excluded", row.tokens.excluded[index] > 0));
       legend.replaceChildren(...scale.legend);
     };
     text.append(...(row.episode ? this.turns(row.episode, tokens) : tokens));
@@ -236,30 +249,45 @@ const samplesTab = {
   },
 
   explain(row, index, event) {
-    const { header, places, logProbs, gaps, advantages } = row.tokens, own = logProbs[index], gap = gaps[index];
+    const { header, places, logProbs, gaps, advantages, shares } = row.tokens, own = logProbs[index], gap = gaps[index];
     const line = (name, ...value) => h("div", {}, h("span", { className: "muted" }, `${name} `), ...value);
     const ofLog = (value) => [h("b", {}, formatted(Math.exp(value), 3)), ` (log ${formatted(value, 3)})`];
     const isOthers = event.target.isOthers; // not sampled by the model
     const lines = isOthers ? [] : Number.isNaN(gap)
       ? [line("probability, by the engine", ...ofLog(own))]
-      : [line("probability, trainer", ...ofLog(own)), line("probability, engine", ...ofLog(own - gap)), line("log-prob gap", formatted(gap, 3))];
+      : [line("probability, trainer", ...ofLog(own)), line("probability, engine", ...ofLog(own - gap)), line("log-prob gap", formatted(gap, 3)), line("ratio, trainer to engine", formatted(Math.exp(gap), 3))];
+    const ofLoss = [line("advantage", formatted(advantages[index], 3)), ...this.weight(row, index, line)];
+    if (!Number.isNaN(shares[index])) ofLoss.push(line("share of the step's loss", percentage(shares[index] / header.all_tokens), ` (${formatted(shares[index], 2)} times the average)`));
     tooltip.show(event.clientX, event.clientY,
       h("div", {}, h("code", {}, JSON.stringify(header.tokens[places[index]])), h("span", { className: "muted" }, ` id ${header.ids[places[index]]}, token ${index + 1} of ${places.length}`)),
-      ...lines, ...(isOthers ? [h("div", { className: "muted" }, "not written by the model, excluded from the loss")] : [line("advantage", formatted(advantages[index], 3))]));
+      ...lines, ...(isOthers ? [h("div", { className: "muted" }, "not written by the model, excluded from the loss")] : ofLoss));
+  },
+
+  // Returns the weight of a token in the loss, the rule that limits it, and what leaves the token out.
+  weight({ tokens: { weights, excluded }, config }, index, line) {
+    const weight = weights[index], reason = EXCLUDED[excluded[index]], lines = [];
+    if (!Number.isNaN(weight)) {
+      const isTruncated = config[`${CORRECTION}kind`] === "truncate" && weight >= Number(config[`${CORRECTION}high`]) * (1 - 2 ** -10);
+      const isMasked = config[`${CORRECTION}kind`] === "mask" && weight === 0;
+      lines.push(line("weight in the loss", formatted(weight, 3), isTruncated ? `, limited (${CORRECTION}high)` : isMasked ? `, outside ${CORRECTION}low and high` : ""));
+    }
+    if (reason) lines.push(h("div", {}, h("b", {}, "not in the loss: "), reason));
+    return lines;
   },
 
   // Returns the color of each token, and the legend. The two signs use a color-blind-safe pair of colors.
   scale(row) {
-    const { logProbs, gaps, advantages } = row.tokens, strong = 0.75;
+    const { logProbs, gaps, advantages, shares } = row.tokens, strong = 0.75;
     const swatch = (color, text) => [h("i", { className: "swatch", style: { background: color } }), ` ${text} `];
     if (this.coloring === "none") return { color: () => "", legend: [] };
     if (this.coloring === "probability") {
       const color = (probability) => `rgba(224, 112, 42, ${(strong * (1 - probability)).toFixed(3)})`;
       return { color: (index) => color(Math.exp(logProbs[index])), legend: [1, 0.5, 0].flatMap((each) => swatch(color(each), String(each))) };
     }
-    const values = this.coloring === "gap" ? gaps : advantages, most = values.reduce((largest, value) => Math.max(largest, Math.abs(value) || 0), 0);
+    const values = { gap: gaps, share: shares, advantage: advantages }[this.coloring], most = values.reduce((largest, value) => Math.max(largest, Math.abs(value) || 0), 0);
     const color = (value) => `rgba(${value < 0 ? "224, 112, 42" : "47, 126, 216"}, ${(strong * Math.min(1, Math.abs(value) / (most || 1)) || 0).toFixed(3)})`;
-    if (!most) return { color: () => "", legend: [this.coloring === "gap" && Number.isNaN(gaps[0]) ? "the trainer computed no log-probs" : "0 everywhere"] };
+    if (!most) return { color: () => "", legend: [Number.isNaN(values[0]) ? ABSENT[this.coloring] : "0 everywhere"] };
+    if (this.coloring === "share") return { color: (index) => color(values[index]), legend: [0, most].flatMap((each) => swatch(color(each), `${formatted(each, 2)} times the average`)) };
     return { color: (index) => color(values[index]), legend: [-most, 0, most].flatMap((each) => swatch(color(each), formatted(each, 2))) };
   },
 };

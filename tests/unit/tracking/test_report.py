@@ -22,6 +22,7 @@ from pkgutil import iter_modules
 from urllib.parse import urlsplit
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import megarl
@@ -99,12 +100,17 @@ def test_tokens_and_numbers_are_those_of_the_file(run_dir: Path) -> None:
     header = json.loads(content[4:end])
     total = SAMPLES // FILES * TOKENS
     places = np.frombuffer(content, "<u2", total, end)
-    own, gaps, advantages = np.frombuffer(content, "<f2", 3 * total, end + 2 * total).reshape(3, total)
+    halves = np.frombuffer(content, "<f2", 5 * total, end + 2 * total).reshape(5, total)
+    own, gaps, advantages, weights, shares = halves
+    excluded = np.frombuffer(content, "u1", total, end + 12 * total)
     texts = [header["tokens"][place] for place in places]
     assert "".join(texts) == "".join(header["response"]) == "".join(rows["response"].to_pylist())
     expected = {
         name: np.concatenate(rows[name].to_pylist())
-        for name in ("response_ids", "log_probs", "rollout_log_probs", "advantages")
+        for name in (
+            *("response_ids", "log_probs", "rollout_log_probs", "advantages"),
+            *("rollout_weights", "excluded", "loss_share"),
+        )
     }
     assert [header["ids"][place] for place in places] == expected["response_ids"].tolist()
     np.testing.assert_allclose(own, expected["log_probs"], rtol=1e-3)
@@ -114,6 +120,25 @@ def test_tokens_and_numbers_are_those_of_the_file(run_dir: Path) -> None:
     np.testing.assert_allclose(advantages, expected["advantages"], rtol=1e-3)
     largest = np.abs(expected["log_probs"] - expected["rollout_log_probs"]).reshape(-1, TOKENS).max(1)
     np.testing.assert_allclose(header["max_gap"], largest, rtol=1e-3)
+    np.testing.assert_allclose(weights, expected["rollout_weights"], rtol=1e-3)
+    np.testing.assert_allclose(shares, expected["loss_share"] * total, rtol=1e-3)
+    assert excluded.tolist() == expected["excluded"].tolist()
+    assert excluded.any()
+    assert header["all_tokens"] == total
+    assert sum(header["share"]) == pytest.approx(1, rel=1e-3)
+
+
+def test_samples_of_a_former_version_have_no_weights(run_dir: Path) -> None:
+    path = sample_path(run_dir, STEPS)
+    pq.write_table(pq.read_table(path).drop_columns(["rollout_weights", "excluded", "loss_share"]), path)
+    content = opened(run_dir).part(f"samples/{STEPS}")
+    end = 4 + int.from_bytes(content[:4], "little")
+    total = SAMPLES // FILES * TOKENS
+    weights, shares = np.frombuffer(content, "<f2", 5 * total, end + 2 * total).reshape(5, total)[3:]
+    assert np.isnan(weights).all()
+    assert np.isnan(shares).all()
+    assert not any(content[end + 12 * total :])
+    assert set(json.loads(content[4:end])["share"]) == {None}
 
 
 def test_a_whole_run_has_no_problem_and_what_is_absent_is_left_out(run_dir: Path) -> None:

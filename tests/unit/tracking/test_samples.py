@@ -13,6 +13,7 @@ import pytest
 from megarl.tracking.loggers import Tracker, clear, cut_after
 from megarl.tracking.samples import (
     OF_EPISODES,
+    OF_LOSS,
     SCHEMA,
     SamplesFileError,
     SampleTable,
@@ -38,6 +39,9 @@ ROW = {
     "advantages": [0.5, 0.5],
     "log_probs": None,
     "rollout_log_probs": [-0.25, -1.5],
+    "rollout_weights": [1.0, 0.5],
+    "excluded": [0, 1],
+    "loss_share": [0.25, 0.0],
     "weight_version": 4,
     "prompt_length": 4,
     "response_length": 2,
@@ -66,11 +70,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read.rows.to_pylist() == [{"step": 1, **ROW, **dict.fromkeys(OF_EPISODES)}]
     assert (dict(read.tokens), list(read.score_parts)) == ({7: "é 2", 1: "<end>"}, ["right", "short"])
 
-    # as written before episodes existed
-    pq.write_table(pq.read_table(path).drop_columns([*OF_EPISODES, "reward_numbers"]), path)
-    assert read_samples(path).rows.to_pylist() == [
-        {"step": 1, **ROW, "reward_numbers": None, **dict.fromkeys(OF_EPISODES)}
-    ]
+    # as written before episodes existed, and before what the loss makes of a token was kept
+    absent = [*OF_EPISODES, *OF_LOSS, "reward_numbers"]
+    pq.write_table(pq.read_table(path).drop_columns(absent), path)
+    assert read_samples(path).rows.to_pylist() == [{"step": 1, **ROW, **dict.fromkeys(absent)}]
 
 
 def test_beyond_the_bound_the_run_is_still_spanned(tmp_path: Path) -> None:
