@@ -61,7 +61,7 @@ class Needs(Enum):
 
     run = auto()  # the configuration
     role = auto()  # the configuration, and each model role
-    model = auto()  # each model role whose architecture could be read, and the architecture
+    model = auto()  # the configuration, each model role whose architecture could be read, and that
     actor = auto()  # the configuration, and the architecture of the policy
     reward_model = auto()  # the configuration, and the architecture of the reward model
     models = auto()  # the configuration, and all architectures by role
@@ -228,6 +228,10 @@ RULES = (
             vision.fit_layout: ("{role}",),
             megatron.fit_model: (),
             fp8.products_fit: ("{role}",),
+            models.rows_fit: (),
+            models.kernels_fit: (),
+            experts.layers_fit: (),
+            lora.layers_fit: (),
         },
     ),
     *_checks(
@@ -249,28 +253,12 @@ RULES = (
         Needs.models,
         PPOConfig,
         {
-            models.rows_fit: (),
-            models.kernels_fit: (),
-            models.same_vocabulary: (),
             models.top_k_fits: ("algorithm.advantage.distillation.top_k",),
-            experts.layers_fit: (),
-            lora.layers_fit: (),
-            vision.packing: (),
             vision.every_role: (),
         },
     ),
-    *_checks(
-        Needs.models,
-        SFTConfig | PreferenceConfig,
-        {
-            models.chats_fit: (),
-            models.kernels_fit: (),
-            experts.layers_fit: (),
-            lora.layers_fit: (),
-            vision.packing: (),
-        },
-    ),
-    *_checks(Needs.models, DPOConfig, {models.same_vocabulary: ()}),
+    *_checks(Needs.models, RunConfig, {vision.packing: ()}),
+    *_checks(Needs.models, PPOConfig | DPOConfig, {models.same_vocabulary: ()}),
     Check(Needs.models, partial(unread_keys, refused=True)),
     *_checks(Needs.files, RunConfig, dict.fromkeys(machine.RULES, ())),
     Check(Needs.folders, machine.writable_folders),
@@ -297,7 +285,9 @@ def validate(config: RunConfig) -> list[Finding]:
     architectures, unreadable = read_architectures(config)
     found += unreadable
     of_models = {
-        Needs.model: [(role, architectures[role.name]) for role in roles if role.name in architectures],
+        Needs.model: [
+            (config, role, architectures[role.name]) for role in roles if role.name in architectures
+        ],
         Needs.actor: [(config, architectures[name]) for name in architectures if name == "actor"],
         Needs.reward_model: [(config, architectures[name]) for name in architectures if name == REWARD_MODEL],
         Needs.models: [(config, architectures)],
@@ -326,19 +316,18 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Finding]]
     architectures: Architectures = {}
     violations = []
 
-    for role in model_roles(config):
-        try:
-            architecture = read_architecture(role.path, config.model.trust_remote_code)
-            architectures[role.name] = replace(architecture, lora=role.lora)
-        except ConfigError as error:
-            violations.append(Finding((role.path_key,), f"{error.source}: {'; '.join(error.problems)}"))
-
     # Judges that the run serves are no model roles, but their memory is planned.
-    for name, judge in judge_roles(config).items():
+    judges = judge_roles(config).items()
+    folders = [
+        *((role.name, role.path, role.path_key, role.lora) for role in model_roles(config)),
+        *((name, judge.path, f"{judge.key}.path", None) for name, judge in judges),
+    ]
+    for name, folder, key, adapters in folders:
         try:
-            architectures[name] = read_architecture(judge.path, config.model.trust_remote_code)
+            architecture = read_architecture(folder, config.model.trust_remote_code)
+            architectures[name] = replace(architecture, lora=adapters)
         except ConfigError as error:
-            violations.append(Finding((f"{judge.key}.path",), f"{error.source}: {'; '.join(error.problems)}"))
+            violations.append(Finding((key,), f"{error.source}: {'; '.join(error.problems)}"))
 
     return architectures, violations
 

@@ -5,10 +5,8 @@ They cover expert parallelism in training and in an engine, router settings, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megarl.config.finding import Finding, Findings, either, nearest_divisors
-from megarl.config.roles import ModelRole, model_roles, scores_in_update
+from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import (
     Device,
     Layers,
@@ -28,7 +26,7 @@ _ENGINE_KEY = "rollout.expert_parallel_size"
 _REPLAY = "engine.routing_replay"
 
 
-def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
+def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check the layout of one role's model."""
     parallel = role.parallel
     key = role.parallel_key
@@ -109,20 +107,15 @@ def _ranks(parallel: ParallelConfig, key: str) -> Findings:
         )
 
 
-def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
+def layers_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that Transformer Engine's layers are not used for experts with biases."""
-    if config.device is Device.cpu or config.engine.layers is Layers.local:
-        return
-
-    for role in model_roles(config):
-        architecture = architectures.get(role.name)
-        if architecture is not None and architecture.linear_bias:
-            yield Finding(
-                ("engine.layers",),
-                f"is {config.engine.layers.value}, but the experts of {role.path} "
-                f"({architecture.model_type}) have biases, which megarl supports with local layers only; "
-                "use local",
-            )
+    is_local = config.device is Device.cpu or config.engine.layers is Layers.local
+    if architecture.linear_bias and not is_local:
+        yield Finding(
+            ("engine.layers",),
+            f"is {config.engine.layers.value}, but the experts of {role.path} ({architecture.model_type}) "
+            "have biases, which megarl supports with local layers only; use local",
+        )
 
 
 def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:

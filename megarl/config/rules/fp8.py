@@ -139,7 +139,7 @@ def recipe(config: RunConfig, role: ModelRole) -> Findings:
     )
 
 
-def products_fit(role: ModelRole, architecture: Architecture) -> Findings:
+def products_fit(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a rank's part of every projection has sizes that Transformer Engine multiplies in FP8."""
     if not role.megatron.transformer.get("fp8"):
         return

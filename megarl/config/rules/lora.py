@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megarl.config.finding import Finding, Findings
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import (
@@ -153,7 +151,7 @@ def fit_engine(config: PPOConfig, architecture: Architecture) -> Findings:
             )
 
 
-def fit_model(role: ModelRole, architecture: Architecture) -> Findings:
+def fit_model(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that the model can have the adapters."""
     lora = architecture.lora
     if lora is None:
@@ -173,16 +171,11 @@ def fit_model(role: ModelRole, architecture: Architecture) -> Findings:
         yield Finding((f"{key}.targets" if problem.startswith("'") else f"{key}.rank",), problem)
 
 
-def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
+def layers_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that adapters are not combined with Transformer Engine's layers."""
-    if config.engine.layers is not Layers.transformer_engine:
-        return
-
-    for role in model_roles(config):
-        architecture = architectures.get(role.name)
-        if architecture is not None and architecture.lora is not None:
-            yield Finding(
-                ("engine.layers", f"{role.name}.lora.rank"),
-                f"is transformer_engine, but {role.name}.lora adds adapters to local layers only; use auto "
-                "or local",
-            )
+    if config.engine.layers is Layers.transformer_engine and architecture.lora is not None:
+        yield Finding(
+            ("engine.layers", f"{role.name}.lora.rank"),
+            f"is transformer_engine, but {role.name}.lora adds adapters to local layers only; use auto or "
+            "local",
+        )

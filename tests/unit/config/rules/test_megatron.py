@@ -213,8 +213,8 @@ def refused_sizes(architecture: Architecture, parallel: dict[str, int]) -> list[
         optim=None,
         megatron=fp8,
     )
-    assert list(products_fit(replace(role, megatron=MegatronConfig()), architecture)) == []
-    return [violation.message for violation in products_fit(role, architecture)]
+    assert list(products_fit(PPOConfig(), replace(role, megatron=MegatronConfig()), architecture)) == []
+    return [violation.message for violation in products_fit(PPOConfig(), role, architecture)]
 
 
 def test_the_multiple_is_transformer_engines() -> None:
