@@ -195,6 +195,8 @@ def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
 
 
 def _values(kind: Any, allowed: Range) -> str:
+    if allowed.length is not None:
+        return f"list of {allowed}"
     name = _type_name(kind)
     return name if allowed == Range() else f"{name}, {allowed}"
 

@@ -24,8 +24,7 @@ from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
 from megarl.config.schema.keys import (
     LARGEST,
     MISSING,
-    InputKind,
-    ItemRange,
+    PathKind,
     Range,
     range_of,
     when_to_change,
@@ -148,9 +147,9 @@ def _section(section: type, value: Any = None) -> Schema:
         if is_dataclass(kind):
             properties[entry.name] = _section(typing.cast(type, kind), default)
             continue
-        value_schema = _or_reference(_value(kind, range_of(entry), entry.metadata.get(ItemRange)))
+        value_schema = _or_reference(_value(kind, range_of(entry)))
         # A single file instead of a list of files.
-        if entry.metadata.get(InputKind) is InputKind.data and kind == list[str]:
+        if entry.metadata.get(PathKind) is PathKind.data and kind == list[str]:
             value_schema |= {"type": ["array", "string"], "not": {"const": "None"}}
             del value_schema["pattern"]
         properties[entry.name] = {"description": _description(section, entry, kind), **value_schema}
@@ -197,8 +196,8 @@ def _or_reference(value: Schema) -> Schema:
     return value | {"type": [*types, "string"], "pattern": _REFERENCE}
 
 
-def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = None) -> Schema:
-    """Return the schema of a value of type `kind`. `items` is the length and range of a list of numbers."""
+def _value(kind: Any, allowed: Range = _ANY_NUMBER) -> Schema:
+    """Return the schema of a value of type `kind`."""
     parts = typing.get_args(kind)
     # An optional value: null is one more choice of an enumeration, or one more type.
     if type(None) in parts:
@@ -223,9 +222,9 @@ def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = No
         (item,) = parts
         if is_dataclass(item):
             return {"type": "array", "items": _section(typing.cast(type, item)) | {"type": "object"}}
-        inner = _value(item) if items is None else _value(item, items.range)
-        lengths = {} if items is None else {"minItems": items.length, "maxItems": items.length}
-        return {"type": "array", "items": _or_reference(inner), **lengths}
+        length = allowed.length
+        lengths = {} if length is None else {"minItems": length, "maxItems": length}
+        return {"type": "array", "items": _or_reference(_value(item, allowed)), **lengths}
 
     assert kind is Any, kind
     return {}

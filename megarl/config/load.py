@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from megarl.config.review import Review
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
-from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder
+from megarl.config.schema.keys import PathKind, naming
 from megarl.config.sources import GIVEN, Layer, is_hub_name, read_layers
 from megarl.config.values import contents_of, each_text, escaped, item_section, key_types
 from megarl.machine.errors import ConfigError
@@ -203,15 +203,16 @@ def with_absolute_paths[Config](config: Config) -> Config:
     Processes on other nodes have a different current folder than the driver, but must use the same files.
     """
     return with_paths(
-        config, lambda kind, path: str(Path(path).absolute()) if kind is None else _whole_path(path)
+        config,
+        lambda kind, path: str(Path(path).absolute()) if kind is PathKind.output else _whole_path(path),
     )
 
 
-def with_paths[Section](section: Section, change: Callable[[InputKind | None, str], str]) -> Section:
+def with_paths[Section](section: Section, change: Callable[[PathKind, str], str]) -> Section:
     """Return a configuration, or a section of one, with each of its paths changed.
 
     Args:
-        change: Called with the kind of an input, or None for an output folder, and its path.
+        change: Called with the kind of a path, and the path.
     """
     changes: dict[str, Any] = {}
     for entry in fields(typing.cast(Any, section)):
@@ -221,10 +222,10 @@ def with_paths[Section](section: Section, change: Callable[[InputKind | None, st
         # A list of sections, such as reward.functions, contains paths too.
         elif isinstance(value, list) and item_section(key_types(type(section))[entry.name]):
             changes[entry.name] = [with_paths(item, change) for item in value]
-        elif InputKind in entry.metadata or OutputFolder in entry.metadata:
-            changes[entry.name] = each_text(value, partial(change, entry.metadata.get(InputKind)))
-        elif inputs := entry.metadata.get(InputArguments):
-            whole = partial(change, InputKind.data)
+        elif (kind := entry.metadata.get(PathKind)) is not None:
+            changes[entry.name] = each_text(value, partial(change, kind))
+        elif inputs := entry.metadata.get(naming):
+            whole = partial(change, PathKind.data)
             changes[entry.name] = {
                 name: each_text(item, whole) if name in inputs else item for name, item in value.items()
             }
@@ -233,7 +234,7 @@ def with_paths[Section](section: Section, change: Callable[[InputKind | None, st
 
 
 def _as_yaml(config: Any) -> str:
-    whole = with_paths(config, lambda kind, path: path if kind is None else _whole_path(path))
+    whole = with_paths(config, lambda kind, path: path if kind is PathKind.output else _whole_path(path))
     # OmegaConf would write the names of members, which differ from their values for Python keywords.
     return OmegaConf.to_yaml(OmegaConf.create(escaped(contents_of(whole))))
 

@@ -31,7 +31,7 @@ from megarl.config.migration import (
     with_current_keys,
 )
 from megarl.config.schema import MISSING, SCHEMAS
-from megarl.config.schema.keys import InputKind, OutputFolder, default_of, prose
+from megarl.config.schema.keys import PathKind, default_of, prose
 from megarl.config.sources import HOW_TO_REFER, PATH, Layer, in_one_line
 from megarl.config.values import (
     contents_of,
@@ -173,13 +173,12 @@ class Review:
     ) -> None:
         hint = key_types(section)[name]
         metadata = _metadata(section)[name]
-        kind = metadata.get(InputKind)
-        is_output = OutputFolder in metadata
+        kind = metadata.get(PathKind)
         if without_null(hint) in _OF_STRINGS:
             value = layer.as_written(key, value)
         # A single file instead of a list of files is the only one.
         is_single = isinstance(value, str) and "${" not in value and value != MISSING
-        if kind is InputKind.data and is_single and hint == list[str]:
+        if kind is PathKind.data and is_single and hint == list[str]:
             value = [value]
 
         # A missing value may come from a later layer, so it is judged when all are merged.
@@ -187,7 +186,7 @@ class Review:
         if _missing(value, key):
             merged[name] = _merged(merged.get(name), deepcopy(value))
             return
-        if (kind or is_output) and (problem := unexpanded(value)) is not None:
+        if kind is not None and (problem := unexpanded(value)) is not None:
             self._refuse(key, f"{key}: {problem}", layer)
             return
         try:
@@ -200,8 +199,6 @@ class Review:
         # Paths are resolved here, because only the layer knows which file named them.
         if kind is not None:
             fits = each_text(fits, partial(layer.place_of, kind))
-        elif is_output:
-            fits = each_text(fits, layer.output_of)
         merged[name] = _merged(merged.get(name), fits)
 
     def _built(

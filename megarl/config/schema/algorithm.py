@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.kinds import AdvantageEstimator, Aggregation, PolicyLossKind
-from megarl.config.schema.keys import InputKind, Reader, names, only_with, ranged
+from megarl.config.schema.keys import PathKind, Reader, names, only_with, ranged
 
 
 class KLWhere(str, Enum):
@@ -110,7 +110,7 @@ class AdvantageConfig:
     # how advantages are computed from rewards; see Algorithms
     estimator: AdvantageEstimator = AdvantageEstimator.gae
     function: str | None = field(
-        default=None, metadata=names(InputKind.function)
+        default=None, metadata=names(PathKind.function)
     )  # FILE.py:NAME of a custom function that replaces the estimator's; it receives the same inputs
     gamma: float = only_with(
         ranged(1.0, at_least=0, at_most=1),
@@ -166,7 +166,7 @@ class CovarianceConfig:
 class PolicyLossConfig:
     kind: PolicyLossKind = PolicyLossKind.ppo_clip  # loss of one token; see Algorithms
     function: str | None = field(
-        default=None, metadata=names(InputKind.function)
+        default=None, metadata=names(PathKind.function)
     )  # FILE.py:NAME of a custom function that replaces the kind's; it receives the same inputs
     # lower clip bound: the ratio is clipped to [1 - clip_low, 1 + clip_high]. gmpo: its logarithm to
     # [-clip_low, clip_high]. dppo_*: divergence limits for tokens that became less (clip_low) and more

@@ -19,7 +19,7 @@ from megarl.config.schema import (
     RunKind,
     SFTConfig,
 )
-from megarl.config.schema.keys import InputKind, leaves
+from megarl.config.schema.keys import PathKind, leaves
 from megarl.config.validate import RULES
 from tests.unit.config.folders import pair_values, ppo_values, sft_values
 
@@ -43,7 +43,7 @@ def code_of(run: RunConfig) -> list[tuple[str, str]]:
     return [
         (leaf.key, leaf.value)
         for leaf in leaves(run)
-        if leaf.input is InputKind.code and isinstance(leaf.value, str)
+        if leaf.path is PathKind.code and isinstance(leaf.value, str)
     ]
 
 
