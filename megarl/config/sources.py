@@ -27,6 +27,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from megarl.config.dotted import replaced
 from megarl.config.paths import split_code
 from megarl.config.schema.keys import MISSING, PathKind
 from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
@@ -81,12 +82,12 @@ class Layer(NamedTuple):
 
         YAML reads names such as 2024_06_01, 1e3 and 007 as numbers.
         """
-        if isinstance(value, list):
-            return [self.as_written(f"{key}[{index}]", item) for index, item in enumerate(value)]
-        if isinstance(value, dict):
-            return {name: self.as_written(f"{key}.{name}", item) for name, item in value.items()}
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return self.texts.get(key, value) if is_number else value
+
+        def text_of(key: str, item: Any) -> Any:
+            is_number = isinstance(item, int | float) and not isinstance(item, bool)
+            return self.texts.get(key, item) if is_number else item
+
+        return replaced(value, text_of, key)
 
     def place_of(self, kind: PathKind, path: str) -> str:
         """Return the resolved path of what this layer calls `path`.
