@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.finding import Finding, Findings
+from megarl.config.finding import Finding, Findings, conflicts
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import (
     Layers,
@@ -93,30 +93,30 @@ def reference(config: PPOConfig) -> Findings:
 
 def served(config: PPOConfig) -> Findings:
     """Check that engines can get the adapters separately."""
-    key = "actor.lora.sync"
     if config.actor.served_adapters is None:
         return
 
-    if not config.rollout.engine.needs.serves_adapters:
-        yield Finding(
-            (key, "rollout.engine"),
-            f"is adapter, but the engine {config.rollout.engine.value} has no adapters; use merged, or "
+    others = (
+        (
+            ("rollout.engine",),
+            not config.rollout.engine.needs.serves_adapters,
+            f"but the engine {config.rollout.engine.value} has no adapters; use merged, or "
             "rollout.engine=sglang",
-        )
-
-    if config.resharding.transport.needs.through_files:
-        yield Finding(
-            (key, "resharding.transport"),
-            "is adapter, but SGLang's own loader, which reads folders, does not load adapters into a running "
-            "engine; use merged, or resharding.transport=auto",
-        )
-
-    if config.resharding.delta:
-        yield Finding(
-            (key, "resharding.delta"),
-            "is adapter, so only adapters are sent, of which every element changes; use "
-            "resharding.delta=false, or merged",
-        )
+        ),
+        (
+            ("resharding.transport",),
+            config.resharding.transport.needs.through_files,
+            "but SGLang's own loader, which reads folders, does not load adapters into a running engine; use "
+            "merged, or resharding.transport=auto",
+        ),
+        (
+            ("resharding.delta",),
+            config.resharding.delta,
+            "so only adapters are sent, of which every element changes; use resharding.delta=false, or "
+            "merged",
+        ),
+    )
+    yield from conflicts("actor.lora.sync", "is adapter, ", others)
 
 
 def fit_engine(config: PPOConfig, architecture: Architecture) -> Findings:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.config.finding import (
     Finding,
     Findings,
+    conflicts,
     either,
     is_http_url,
     nearest_divisors,
@@ -189,19 +190,21 @@ def ring_attention(config: RunConfig) -> Findings:
     if config.engine.cp_comm_type is not CPCommType.p2p:
         return
 
-    if config.engine.layers is Layers.local or config.device is Device.cpu:
-        yield Finding(
-            ("engine.cp_comm_type", "engine.layers", "device"),
-            "p2p is an exchange of Transformer Engine's attention, which local layers and a CPU do not have; "
-            "use engine.cp_comm_type=auto, or engine.layers=auto on CUDA",
-        )
-
-    if config.engine.share_prompts:
-        yield Finding(
-            ("engine.cp_comm_type", "engine.share_prompts"),
-            "p2p treats sequences as independent, but samples share their prompts; use "
-            "engine.cp_comm_type=auto, or engine.share_prompts=false",
-        )
+    others = (
+        (
+            ("engine.layers", "device"),
+            config.engine.layers is Layers.local or config.device is Device.cpu,
+            "is an exchange of Transformer Engine's attention, which local layers and a CPU do not have; use "
+            "engine.cp_comm_type=auto, or engine.layers=auto on CUDA",
+        ),
+        (
+            ("engine.share_prompts",),
+            config.engine.share_prompts,
+            "treats sequences as independent, but samples share their prompts; use engine.cp_comm_type=auto, "
+            "or engine.share_prompts=false",
+        ),
+    )
+    yield from conflicts("engine.cp_comm_type", "p2p ", others)
 
 
 def mini_batches(config: PPOConfig) -> Findings:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.finding import Finding, Findings
+from megarl.config.finding import Finding, Findings, conflicts
 from megarl.config.schema import Device, EngineDType, PPOConfig, RoutingReplay
 from megarl.config.speculation import (
     ALGORITHM,
@@ -180,44 +180,41 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
             (f"{SECTION}.{REJECTION}", _ALGORITHM),
             f"is true, which SGLang has for EAGLE and EAGLE3 with {TOP_K} 1 only; set them, or remove it",
         )
-    if config.device is Device.cpu and (problem := problem_on_cpu(given)):
-        yield Finding((_ALGORITHM, "device"), f"is {name}, {problem}")
-
-    conflicts = (
+    problem = problem_on_cpu(given) or ""
+    others = (
+        (("device",), config.device is Device.cpu and problem != "", problem),
         (
-            "rollout.engine",
+            ("rollout.engine",),
             not config.rollout.engine.needs.speculates,
             f"but the engine {config.rollout.engine.value} decodes one token at a time; use "
             "rollout.engine=sglang, or remove it",
         ),
         (
-            "rollout.dtype",
+            ("rollout.dtype",),
             algorithm.has_draft and config.rollout.dtype is EngineDType.fp8,
             "but with fp8 SGLang would read the draft model's weights as FP8, too; use rollout.dtype=model, "
             "or NGRAM",
         ),
         (
-            "engine.routing_replay",
+            ("engine.routing_replay",),
             config.engine.routing_replay is RoutingReplay.rollout,
             "but SGLang records routes by a token's place in its cache, which rejected tokens share with "
             "others; use engine.routing_replay=trainer, or remove it",
         ),
         (
-            "actor.lora.sync",
+            ("actor.lora.sync",),
             config.actor.served_adapters is not None,
             "which is not supported with adapters that the engine applies; use actor.lora.sync=merged, or "
             "remove it",
         ),
         (
-            "rollout.sglang.deterministic",
+            ("rollout.sglang.deterministic",),
             name == "NGRAM" and config.rollout.sglang.deterministic,
             "whose drafts depend on what the engine generated before, and with them the random numbers of a "
             "sample; use a draft model, or deterministic=false",
         ),
     )
-    for key, is_set, why in conflicts:
-        if is_set:
-            yield Finding((_ALGORITHM, key), f"is {name}, {why}")
+    yield from conflicts(_ALGORITHM, f"is {name}, ", others)
 
 
 def _known() -> str:
