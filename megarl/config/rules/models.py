@@ -282,7 +282,7 @@ def same_vocabulary(
         vocab_size = architectures[role.name].vocab_size
         if vocab_size != policy and not (role.kind is RoleKind.teacher and vocab_size > policy):
             yield Finding(
-                tuple(dict.fromkeys((role.row.path_keys[0], "model.path"))),
+                tuple(dict.fromkeys((role.path_keys[0], "model.path"))),
                 f"the {role.name} has vocab_size {vocab_size}, the policy {policy}, but comparing their "
                 f"log-probs requires the same vocabulary; use models of one family",
             )

@@ -205,7 +205,7 @@ def refused_sizes(architecture: Architecture, parallel: dict[str, int]) -> list[
     fp8 = MegatronConfig(transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"})
     config = ParallelConfig(**parallel)
     role = ModelRole(
-        row=ROLES[0],
+        **vars(ROLES[0]),
         path="here",
         path_key="model.path",
         parallel=config,
