@@ -18,13 +18,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 
 
-def role_tokens(config: RunConfig, role: ModelRole, architecture: Architecture) -> int:
-    """Return the maximum length of a row that a model reads, in the model's own tokens."""
-    if isinstance(config, PPOConfig) and not role.reads_policy_tokens:
-        return max_conversation_tokens(config.reward.model, architecture)
-    return config.max_row_tokens
-
-
 def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
     """Return the maximum tokens of a conversation for the reward model.
 
@@ -233,9 +226,10 @@ def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> i
 
 
 def longest_row(config: RunConfig, role: ModelRole, architecture: Architecture) -> Row:
-    if not role.reads_policy_tokens:
+    """Return the longest row that a model reads, in the model's own tokens."""
+    if isinstance(config, PPOConfig) and not role.reads_policy_tokens:
         # A reward model's score is read at the last token.
-        return Row(role_tokens(config, role, architecture) - 1, 1)
+        return Row(max_conversation_tokens(config.reward.model, architecture) - 1, 1)
     return _row_of_policy(config)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import math
-import tokenize
 import typing
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -280,45 +279,25 @@ def section_explanation(section: type) -> str:
 
 @cache
 def _explanations(file: str) -> dict[tuple[str, str], str]:
+    """Return the comments of each field and member of the classes in a file, those above it and after it."""
     source = Path(file).read_text(encoding="utf-8")
-    alone, trailing = _comments(source)
+    lines = source.splitlines()
     found = {}
 
     # Fields are annotated assignments; members of an enumeration are plain ones.
     for owner in ast.parse(source).body:
-        if not isinstance(owner, ast.ClassDef):
-            continue
-        for node in owner.body:
-            target = (
-                node.target
-                if isinstance(node, ast.AnnAssign)
-                else node.targets[0]
-                if isinstance(node, ast.Assign)
-                else None
+        for node in owner.body if isinstance(owner, ast.ClassDef) else ():
+            if not isinstance(node, ast.AnnAssign | ast.Assign):
+                continue
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            assert isinstance(target, ast.Name)
+
+            above = takewhile(lambda line: line.lstrip().startswith("#"), reversed(lines[: node.lineno - 1]))
+            last = lines[(node.end_lineno or node.lineno) - 1]
+            after = last.encode()[node.end_col_offset :].decode()
+            texts = (each.strip().removeprefix("#").strip() for each in (*reversed([*above]), after))
+            found[owner.name, target.id] = " ".join(
+                text for text in texts if text and not text.startswith(_FOR_TOOLS)
             )
-            if isinstance(target, ast.Name):
-                assert node.end_lineno is not None
-                parts = [*_lines_above(alone, node.lineno), trailing.get(node.end_lineno, "")]
-                found[owner.name, target.id] = " ".join(part for part in parts if part)
 
     return found
-
-
-def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the comments by line number: comments on their own line, and comments after code."""
-    alone: dict[int, str] = {}
-    trailing: dict[int, str] = {}
-
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        text = token.string.removeprefix("#").strip()
-        if token.type == tokenize.COMMENT and not text.startswith(_FOR_TOOLS):
-            (alone if token.line.lstrip().startswith("#") else trailing)[token.start[0]] = text
-
-    return alone, trailing
-
-
-def _lines_above(alone: dict[int, str], line: int) -> list[str]:
-    above: list[str] = []
-    while (line := line - 1) in alone:
-        above.insert(0, alone[line])
-    return above
