@@ -33,6 +33,7 @@ from megarl.config.migration import (
     find_verl_key,
     foreign_defaults,
     keys_of,
+    of_role,
     trl_names,
 )
 from megarl.config.schema import MISSING, SCHEMAS, RunKind
@@ -218,10 +219,10 @@ def _set(
     origin = shown if is_given else f"{source.framework.name}'s default: {shown}"
     has_set = False
     elsewhere = ""
+
     for part in (entry.how or "value").split(" | "):
         target, how = (match[1], match[2]) if (match := _TARGET.fullmatch(part)) else (entry.ours or "", part)
-        if target.startswith("."):
-            target = ("critic" if name.startswith("critic.") else "actor") + target
+        target = of_role(target, name)
         try:
             result = _result(how, value, name, everything)
         except ValueError as error:
@@ -229,10 +230,10 @@ def _set(
                 continue
             if _is_choice(how):
                 found.answers[name] = f"{value} has no counterpart; {entry.note}"
-                has_set = True
                 continue
             result = MISSING
             origin = f"{origin}: cannot be computed from the source ({error})"
+
         if result is None:
             continue
         if isinstance(result, str) and UNKNOWN in result:
@@ -247,10 +248,12 @@ def _set(
             found.defaults.add(target)
         else:
             found.defaults.discard(target)
-    if is_given and not has_set and elsewhere:
-        found.answers.setdefault(name, f"this kind of run does not have {elsewhere}")
-    elif is_given and not has_set:
-        found.answers.setdefault(name, f"{_text(value)}: {entry.note or f'nothing to set for {entry.ours}'}")
+
+    if is_given and not has_set:
+        why = f"{_text(value)}: {entry.note or f'nothing to set for {entry.ours}'}"
+        if elsewhere:
+            why = f"this kind of run does not have {elsewhere}"
+        found.answers.setdefault(name, why)
 
 
 def _entry(source: Foreign, name: str) -> Counterpart | None:

@@ -71,9 +71,13 @@ def _flat_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 def _entry(name: str, text: str) -> Counterpart:
     entry = Counterpart.of(text)
-    if entry.ours is not None and entry.ours.startswith("."):
-        return entry._replace(ours=("critic" if name.startswith("critic.") else "actor") + entry.ours)
-    return entry
+    return entry if entry.ours is None else entry._replace(ours=of_role(entry.ours, name))
+
+
+def of_role(key: str, name: str) -> str:
+    """Return the whole key if it begins with a dot, because it belongs to the role of verl's key `name`."""
+    role = "critic" if name.startswith("critic.") else "actor"
+    return role + key if key.startswith(".") else key
 
 
 # The message about a key of another framework, and the key to use instead; None if there is none.

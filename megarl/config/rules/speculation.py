@@ -180,6 +180,7 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
             (f"{SECTION}.{REJECTION}", _ALGORITHM),
             f"is true, which SGLang has for EAGLE and EAGLE3 with {TOP_K} 1 only; set them, or remove it",
         )
+
     problem = problem_on_cpu(given) or ""
     others = (
         (("device",), config.device is Device.cpu and problem != "", problem),
