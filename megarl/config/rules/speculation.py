@@ -70,44 +70,44 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
         yield from (Finding((_DRAFT,), f"{error.source}: {problem}") for problem in error.problems)
         return
 
-    name = algorithm_name(config.rollout.sglang.server_args) or ""
-    if draft.vocab_size != policy.vocab_size:
-        yield Finding(
-            (_DRAFT, "model.path"),
-            f"the draft model {folder!r} has vocab_size {draft.vocab_size}, the policy {policy.vocab_size}, "
-            "but the policy reads its tokens; use a draft model with the policy's vocabulary",
-        )
-
-    width = policy.hidden_size
+    given = config.rollout.sglang.server_args
+    name = algorithm_name(given) or ""
     read = draft.target_hidden_size if name == "EAGLE3" else draft.hidden_size
-    if ALGORITHMS[name].reads_policy and read != width:
-        yield Finding(
-            (_DRAFT, "model.path"),
-            f"the draft model {folder!r} reads hidden states of {read}, but the policy's have {width}; use a "
-            f"draft model that was trained for {config.model.path}",
-        )
-
-    if config.rollout.sglang.server_args.get(REJECTION) and draft.draft_vocab_size != draft.vocab_size:
-        yield Finding(
-            (f"{SECTION}.{REJECTION}", _DRAFT),
-            f"is true, but the draft model {folder!r} proposes {draft.draft_vocab_size} of the "
-            f"{draft.vocab_size} tokens, and SGLang compares all probabilities; remove it",
-        )
-
-    if draft.is_quantized:
-        yield Finding(
-            (_DRAFT,),
-            f"{folder!r} is quantized, but SGLang gets the draft model in model.dtype; use a folder with "
-            "weights in bfloat16",
-        )
-
+    heads = draft.num_attention_heads
     tensor = config.rollout.tensor_parallel_size
-    if draft.num_attention_heads % tensor:
-        yield Finding(
-            (_DRAFT, "rollout.tensor_parallel_size"),
-            f"num_attention_heads {draft.num_attention_heads} of the draft model {folder!r} does not divide "
-            f"by tensor_parallel_size {tensor}; use a divisor of {draft.num_attention_heads}",
-        )
+    others = (
+        (
+            ("model.path",),
+            draft.vocab_size != policy.vocab_size,
+            f"has vocab_size {draft.vocab_size}, the policy {policy.vocab_size}, but the policy reads its "
+            "tokens; use a draft model with the policy's vocabulary",
+        ),
+        (
+            ("model.path",),
+            ALGORITHMS[name].reads_policy and read != policy.hidden_size,
+            f"reads hidden states of {read}, but the policy's have {policy.hidden_size}; use a draft model "
+            f"that was trained for {config.model.path}",
+        ),
+        (
+            (f"{SECTION}.{REJECTION}",),
+            bool(given.get(REJECTION)) and draft.draft_vocab_size != draft.vocab_size,
+            f"proposes {draft.draft_vocab_size} of the {draft.vocab_size} tokens, and SGLang compares all "
+            f"probabilities; remove {REJECTION}",
+        ),
+        (
+            (),
+            draft.is_quantized,
+            "is quantized, but SGLang gets the draft model in model.dtype; use a folder with weights in "
+            "bfloat16",
+        ),
+        (
+            ("rollout.tensor_parallel_size",),
+            heads % tensor != 0,
+            f"has num_attention_heads {heads}, which does not divide by tensor_parallel_size {tensor}; use a "
+            f"divisor of {heads}",
+        ),
+    )
+    yield from conflicts(_DRAFT, f"the draft model {folder!r} ", others)
 
 
 def _draft(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
