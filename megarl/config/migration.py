@@ -100,30 +100,6 @@ def find_verl_key(key: str) -> tuple[str, Counterpart] | None:
     return None
 
 
-def verl_problems(key: str, value: Any, known: Container[str]) -> Problems:
-    """Return the messages about an unknown key, one for each verl key in it; empty if there is none.
-
-    Args:
-        value: Its value. A branch is followed to its leaves.
-        known: The keys of the schema. A kind of run may lack keys that the table contains.
-    """
-    found = [(name, find_verl_key(name)) for name in _branches(key, value)]
-
-    # A key with the same name in both frameworks is not verl's if this kind of run lacks it.
-    found = [
-        (name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None)
-        for name, entry in found
-    ]
-    # Without any verl key, the caller reports an unknown key itself.
-    if not any(entry for _, entry in found):
-        return []
-    return list(
-        dict.fromkeys(
-            _problem(name, *entry, known) if entry else unknown_in_verl(name) for name, entry in found
-        )
-    )
-
-
 def _branches(key: str, value: Any) -> Iterator[str]:
     # Follow a branch only while the table has entries below it; deeper levels are one key.
     if (
@@ -206,8 +182,24 @@ def _verl_knows(key: str) -> bool:
 
 
 def _explain_verl(key: str, value: Any, known: Container[str]) -> Problems:
-    if found := verl_problems(key, value, known):
-        return found
+    """Return a message for each verl key in an unknown key; none if there is no verl key in it.
+
+    Args:
+        value: Its value. A branch is followed to its leaves.
+        known: The keys of the schema. A kind of run may lack keys that the table contains.
+    """
+    found = [(name, find_verl_key(name)) for name in _branches(key, value)]
+    # A key with the same name in both frameworks is not verl's if this kind of run lacks it.
+    found = [
+        (name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None)
+        for name, entry in found
+    ]
+    if any(entry for _, entry in found):
+        problems = (
+            _problem(name, *entry, known) if entry else unknown_in_verl(name) for name, entry in found
+        )
+        return list(dict.fromkeys(problems))
+
     # A key of a branch that megarl does not have is one that the user's version or patch of verl has.
     is_ours = key.lstrip("+~").partition(".")[0] in known
     return [] if is_ours else [unknown_in_verl(leaf) for leaf in leaf_names(key, value)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from megarl.config.finding import Finding, Findings, conflicts
-from megarl.config.paths import names_code
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import (
     Aggregation,
@@ -197,16 +196,6 @@ def aggregations(config: PPOConfig) -> Findings:
                 keys,
                 f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; use "
                 f"data.max_response_length, {config.data.max_response_length}",
-            )
-
-
-def functions(config: PPOConfig) -> Findings:
-    for key, reference in config.algorithm.own_functions:
-        if not names_code(reference):
-            yield Finding(
-                (key,),
-                f"{reference!r} does not name a function in a file; write it as FILE.py:NAME, such as "
-                f"my_functions.py:my_loss",
             )
 
 

@@ -331,15 +331,6 @@ class AlgorithmConfig:
         """Whether the advantages depend on the trainer's log-probs of the samples."""
         return self.advantage.estimator.needs.old_log_probs and self.teacher_top_k is None
 
-    @property
-    def own_functions(self) -> list[tuple[str, str]]:
-        """The key and FILE.py:NAME of each custom function that replaces a built-in one."""
-        named = {
-            "algorithm.advantage.function": self.advantage.function,
-            "algorithm.policy_loss.function": self.policy_loss.function,
-        }
-        return [(key, reference) for key, reference in named.items() if reference is not None]
-
 
 class DPOLossKind(str, Enum):
     """The loss of a pair. The names are TRL's."""

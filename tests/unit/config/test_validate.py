@@ -384,7 +384,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         ),
         (
             ["data.curriculum.sampler=examples/custom_sampler.py:1"],
-            "data.curriculum.sampler: 'examples/custom_sampler.py:1' does not name a class in a file; write it as",
+            "data.curriculum.sampler: 'examples/custom_sampler.py:1' does not name a function or a class in a file; write it as",
         ),
         (
             ["data.curriculum.sampler=nowhere.py:Sampler"],
