@@ -245,7 +245,10 @@ def optimizer_steps_per_step(config: RunConfig, role: ModelRole) -> int:
 
 def optimizer_steps(config: RunConfig, role: ModelRole) -> int:
     """Return the number of optimizer steps of the whole run, where the learning rate's decay ends."""
-    steps = config.actor_steps if role.name == "actor" else config.trainer.total_steps
+    steps = config.trainer.total_steps
+    # The first steps may train only the critic.
+    if isinstance(config, PPOConfig) and role.name == "actor":
+        steps -= config.trainer.critic_warmup_steps
     return steps * optimizer_steps_per_step(config, role)
 
 

@@ -144,7 +144,8 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """
     if isinstance(source, Mapping):
         near = Path()
-        layers = _given_layers(source)
+        own = copy.deepcopy(dict(source))  # _group_layers removes the preset's name
+        layers = [*_group_layers(own, GIVEN, near), Layer(GIVEN, own)]
     else:
         file = find_config(Path(source), str(source))
         near = file.parent
@@ -169,11 +170,6 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         layers.append(_parse_overrides(others))
 
     return layers
-
-
-def _given_layers(values: Mapping[str, Any]) -> list[Layer]:
-    own = copy.deepcopy(dict(values))  # _group_layers removes the preset's name
-    return [*_group_layers(own, GIVEN, Path()), Layer(GIVEN, own)]
 
 
 def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:

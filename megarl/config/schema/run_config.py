@@ -138,11 +138,6 @@ class RunConfig:
         return {"actor": self.actor}
 
     @property
-    def actor_steps(self) -> int:
-        """The number of steps that train the actor."""
-        return self.trainer.total_steps
-
-    @property
     def temperature(self) -> float:
         """The divisor of the actor's logits."""
         return 1.0
@@ -211,10 +206,6 @@ class PPOConfig(RunConfig):
     @property
     def trained_models(self) -> Mapping[str, ActorConfig]:
         return {"actor": self.actor, "critic": self.critic}
-
-    @property
-    def actor_steps(self) -> int:
-        return self.trainer.total_steps - self.trainer.critic_warmup_steps
 
     @property
     def temperature(self) -> float:
