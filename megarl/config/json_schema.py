@@ -285,8 +285,9 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
     found = {}
 
     # Fields are annotated assignments; members of an enumeration are plain ones.
-    for owner in ast.parse(source).body:
-        for node in owner.body if isinstance(owner, ast.ClassDef) else ():
+    owners = [each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)]
+    for owner in owners:
+        for node in owner.body:
             if not isinstance(node, ast.AnnAssign | ast.Assign):
                 continue
             target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]

@@ -103,11 +103,6 @@ def read_config[Config](
     """
     path = GIVEN if isinstance(source, Mapping) else str(source)
     layers = [*read_layers(source, overrides), *([] if options is None else [options])]
-    return _loaded(schema, path, layers)
-
-
-def _loaded[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Loaded[Config]:
-    """Merge the layers of a configuration, and collect what violates the schema. Raises as `read_config`."""
     kind = _kind_of(layers)
     if schema is RunConfig:
         schema = typing.cast(type[Config], _schema_of_kind(kind) or PPOConfig)
@@ -129,7 +124,7 @@ def _loaded[Config](schema: type[Config], path: str, layers: Sequence[Layer]) ->
 
     # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
     is_ppo_by_default = schema is PPOConfig and kind is None
-    if problems and is_ppo_by_default and _has_no_problems(SFTConfig, path, layers):
+    if problems and is_ppo_by_default and _is_sft(source, overrides, options):
         hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
 
@@ -182,9 +177,10 @@ def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
     return next((schema for each, schema in SCHEMAS.items() if each == kind), None)
 
 
-def _has_no_problems(schema: type, path: str, layers: Sequence[Layer]) -> bool:
+def _is_sft(source: str | Path | Mapping[str, Any], overrides: Sequence[str], options: Layer | None) -> bool:
+    """Whether a configuration has no problems as one of supervised fine-tuning."""
     try:
-        return not _loaded(schema, path, layers).problems
+        return not read_config(SFTConfig, source, overrides, options).problems
     except ConfigError:
         return False
 

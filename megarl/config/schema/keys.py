@@ -76,7 +76,7 @@ def ranged[Value](default: Value, **ends: float) -> Value:
     Args:
         ends: The fields of Range.
     """
-    return field(default=default, metadata={Range: Range()._replace(**ends)})
+    return field(default=default, metadata={Range: Range(**ends, length=None)})
 
 
 def numbers(default: list[float], **ends: float) -> list[float]:
@@ -85,9 +85,7 @@ def numbers(default: list[float], **ends: float) -> list[float]:
     Args:
         ends: The fields of Range.
     """
-    return field(
-        default_factory=default.copy, metadata={Range: Range()._replace(**ends, length=len(default))}
-    )
+    return field(default_factory=default.copy, metadata={Range: Range(**ends, length=len(default))})
 
 
 def prose[Value](default: Value) -> Value:
