@@ -131,7 +131,7 @@ class ModelRole(Role):
         megatron_key: The section of these options.
         shares_with: The role whose devices it shares by default.
         base_of: The role in whose processes it runs, as that role's model without adapters. None: it has a
-            model of its own, whatever its row says.
+            model of its own, also if its row names one.
         runs_base: Whether another role is this one's model without adapters.
         before_training: Whether it works before training only, on devices that it leaves to the trained
             model. It takes part in no step.
