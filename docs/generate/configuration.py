@@ -23,6 +23,7 @@ from megarl.config.readers import needs_in_words
 from megarl.config.schema.keys import Range, range_of, when_to_change
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH
+from megarl.config.values import item_section, key_types
 
 _PRESETS = CONFIGS_DIR / "algorithm"
 
@@ -38,7 +39,9 @@ def reference() -> str:
     parts += _sections(schema.PPOConfig, seen)
     parts += ["## Supervised fine-tuning (`kind: sft`)\n"]
     same = [
-        name for name, kind in _types(schema.SFTConfig).items() if _types(schema.PPOConfig).get(name) == kind
+        name
+        for name, kind in key_types(schema.SFTConfig).items()
+        if key_types(schema.PPOConfig).get(name) == kind
     ]
     parts += [f"{', '.join(f'`{name}`' for name in same)} are as above. `actor` is the trained model.\n"]
     parts += _sections(schema.SFTConfig, seen, prefix="sft: ", leave_out=same)
@@ -47,10 +50,10 @@ def reference() -> str:
     parts += [
         f"{names} are as above. `actor` is the trained model. See [DPO and reward models](algorithms/supervised.md#pairs).\n"
     ]
-    of_dpo = _types(schema.DPOConfig)
+    of_dpo = key_types(schema.DPOConfig)
     parts += _sections(schema.DPOConfig, seen, prefix="dpo: ", leave_out=same)
     same_as_dpo = [
-        name for name, kind in _types(schema.RewardModelRunConfig).items() if of_dpo.get(name) == kind
+        name for name, kind in key_types(schema.RewardModelRunConfig).items() if of_dpo.get(name) == kind
     ]
     parts += _sections(schema.RewardModelRunConfig, seen, prefix="reward_model: ", leave_out=same_as_dpo)
 
@@ -91,7 +94,7 @@ def _sections(
 ) -> Iterator[str]:
     plain = []
     for entry in fields(root):
-        kind = _types(root)[entry.name]
+        kind = key_types(root)[entry.name]
         default = _default(entry)
         if entry.name in leave_out:
             continue
@@ -99,7 +102,7 @@ def _sections(
             yield from _section(typing.cast(type, kind), default, entry.name, seen, prefix, entry)
         else:
             plain.append(_row(root, entry, entry.name, default))
-            if (item := _item(kind)) is not None:
+            if (item := item_section(kind)) is not None:
                 plain += _rows_of_item(item(), f"{entry.name}[]", seen)
 
     if plain:
@@ -127,13 +130,13 @@ def _section(
     rows = []
 
     for entry in fields(section):
-        kind = _types(section)[entry.name]
+        kind = key_types(section)[entry.name]
         default = getattr(value, entry.name)
         if is_dataclass(kind):
             inner.append((typing.cast(type, kind), default, f"{key}.{entry.name}", entry))
         else:
             rows.append(_row(section, entry, f"{key}.{entry.name}", default))
-            if (item := _item(kind)) is not None:
+            if (item := item_section(kind)) is not None:
                 rows += _rows_of_item(item(), f"{key}.{entry.name}[]", seen)
 
     if rows:
@@ -182,7 +185,7 @@ def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
             f"after or above it"
         )
 
-    kind = _types(owner)[entry.name]
+    kind = key_types(owner)[entry.name]
     choices = [
         f"`{member.value}`: {explanation(choice, member.name)}"
         for choice in _choices(kind)
@@ -195,6 +198,8 @@ def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
 
 
 def _values(kind: Any, allowed: Range) -> str:
+    if allowed.length is not None:
+        return f"list of {allowed}"
     name = _type_name(kind)
     return name if allowed == Range() else f"{name}, {allowed}"
 
@@ -273,16 +278,6 @@ def _choices(kind: Any) -> list[type[Enum]]:
     return [
         item for item in typing.get_args(kind) or [kind] if isinstance(item, type) and issubclass(item, Enum)
     ]
-
-
-def _item(kind: Any) -> type | None:
-    """Return the section of a list of sections; None for other types."""
-    item = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
-    return item if is_dataclass(item) and isinstance(item, type) else None
-
-
-def _types(section: type) -> dict[str, Any]:
-    return typing.get_type_hints(section)
 
 
 def _default(entry: Any) -> Any:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from docs.generate.configuration import cell, reference
-from megarl.config.migration import Counterpart, verl_keys
+from megarl.config.migration import Counterpart, keys_of
 
 _WRITTEN = Path(__file__).with_suffix(".md")
 _SECTIONS = (  # one table each; a key is listed in the first section that is its prefix
@@ -39,7 +39,7 @@ def migration() -> str:
 
 
 def _tables() -> Iterator[str]:
-    left = dict(verl_keys())
+    left = dict(keys_of("verl"))
 
     for section in (*_SECTIONS, ""):
         keys = {

@@ -22,9 +22,9 @@ from megarl.cli.options import (
     overrides,
     positive,
 )
-from megarl.config.foreign import NAMES as FOREIGN
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
+from megarl.config.migration import FRAMEWORKS
 from megarl.config.schema import Device
 from megarl.tracking.run_files import STATUS_FILE
 
@@ -146,7 +146,7 @@ COMMANDS: Mapping[str, Command] = {
             argument(
                 "--from",
                 dest="framework",
-                choices=tuple(FOREIGN),
+                choices=tuple(FRAMEWORKS),
                 help="the framework, if its settings alone do not tell",
             ),
         ),

@@ -18,13 +18,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 
 
-def role_tokens(config: RunConfig, role: ModelRole, architecture: Architecture) -> int:
-    """Return the maximum length of a row that a model reads, in the model's own tokens."""
-    if isinstance(config, PPOConfig) and not role.reads_policy_tokens:
-        return max_conversation_tokens(config.reward.model, architecture)
-    return config.max_row_tokens
-
-
 def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
     """Return the maximum tokens of a conversation for the reward model.
 
@@ -233,9 +226,10 @@ def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> i
 
 
 def longest_row(config: RunConfig, role: ModelRole, architecture: Architecture) -> Row:
-    if not role.reads_policy_tokens:
+    """Return the longest row that a model reads, in the model's own tokens."""
+    if isinstance(config, PPOConfig) and not role.reads_policy_tokens:
         # A reward model's score is read at the last token.
-        return Row(role_tokens(config, role, architecture) - 1, 1)
+        return Row(max_conversation_tokens(config.reward.model, architecture) - 1, 1)
     return _row_of_policy(config)
 
 
@@ -251,7 +245,10 @@ def optimizer_steps_per_step(config: RunConfig, role: ModelRole) -> int:
 
 def optimizer_steps(config: RunConfig, role: ModelRole) -> int:
     """Return the number of optimizer steps of the whole run, where the learning rate's decay ends."""
-    steps = config.actor_steps if role.name == "actor" else config.trainer.total_steps
+    steps = config.trainer.total_steps
+    # The first steps may train only the critic.
+    if isinstance(config, PPOConfig) and role.name == "actor":
+        steps -= config.trainer.critic_warmup_steps
     return steps * optimizer_steps_per_step(config, role)
 
 

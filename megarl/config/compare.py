@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl.config.dotted import flat
 from megarl.config.load import plain_values
 from megarl.config.migration import with_current_keys
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
@@ -85,12 +85,3 @@ def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
         for key in sorted(before.keys() | now.keys(), key=str)
         if before.get(key, ABSENT) != now.get(key, ABSENT)
     ]
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested sections with their dotted keys. An empty section is a value."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

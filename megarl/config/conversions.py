@@ -32,8 +32,8 @@ from megarl.config.migration import (
     Counterpart,
     find_verl_key,
     foreign_defaults,
-    nemo_rl_names,
-    slime_names,
+    keys_of,
+    of_role,
     trl_names,
 )
 from megarl.config.schema import MISSING, SCHEMAS, RunKind
@@ -90,10 +90,9 @@ class Migration:
 
 def migrated(source: Foreign) -> Migration:
     """Return megarl's keys and values of a source, with the placement derived from its sizes."""
-    framework = source.framework.name
-    short = {"verl": "verl", "TRL": "trl", "slime": "slime", "NeMo RL": "nemo_rl"}[framework]
-    usual = foreign_defaults(short)
-    if framework == "TRL":
+    framework = source.framework.key
+    usual = foreign_defaults(framework)
+    if framework == "trl":
         usual = {**usual.get("all", {}), **usual.get(source.variant, {})}
     settings = {name.lstrip("+~"): value for name, value in source.settings.items()}
     everything = usual | settings
@@ -183,38 +182,47 @@ def _convert(
 ) -> None:
     """Convert one setting, or answer it."""
     value = everything[name]
-    framework = source.framework.name
     # NeMo RL's files state all settings of the sections that are off.
-    off = _switched_off(name, everything) if framework == "NeMo RL" else None
+    off = _switched_off(name, everything) if source.framework.key == "nemo_rl" else None
+    entry = _entry(source, name)
     if off is not None:
         found.answers[name] = f"off in the source ({off})"
-        return
-    entry = _entry(source, name)
-    if entry is None:
+    elif entry is None:
         if name.startswith("launcher."):
             return
         if value is None:
             found.answers[name] = "not set in the source (null)"
         elif is_given:
             found.unknown.append(name)
-        return
-    if entry.ours is None and not entry.how:
+    elif entry.ours is None and not entry.how:
         if is_given:
             found.answers[name] = entry.note
-        return
-    if value is None:
-        if is_given:
-            found.answers[name] = f"null in the source; {entry.ours} has its default"
-        return
+    elif value is not None:
+        _set(source, name, entry, everything, found, is_given=is_given, is_own=is_own)
+    elif is_given:
+        found.answers[name] = f"null in the source; {entry.ours} has its default"
 
+
+def _set(
+    source: Foreign,
+    name: str,
+    entry: Counterpart,
+    everything: Mapping[str, Any],
+    found: Migration,
+    *,
+    is_given: bool,
+    is_own: bool,
+) -> None:
+    """Set the keys of a setting by its entry, or answer it if none of them gets a value."""
+    value = everything[name]
     shown = f"{name}={_text(value)}"
-    origin = shown if is_given else f"{framework}'s default: {shown}"
+    origin = shown if is_given else f"{source.framework.name}'s default: {shown}"
     has_set = False
     elsewhere = ""
+
     for part in (entry.how or "value").split(" | "):
         target, how = (match[1], match[2]) if (match := _TARGET.fullmatch(part)) else (entry.ours or "", part)
-        if target.startswith("."):
-            target = ("critic" if name.startswith("critic.") else "actor") + target
+        target = of_role(target, name)
         try:
             result = _result(how, value, name, everything)
         except ValueError as error:
@@ -222,10 +230,10 @@ def _convert(
                 continue
             if _is_choice(how):
                 found.answers[name] = f"{value} has no counterpart; {entry.note}"
-                has_set = True
                 continue
             result = MISSING
             origin = f"{origin}: cannot be computed from the source ({error})"
+
         if result is None:
             continue
         if isinstance(result, str) and UNKNOWN in result:
@@ -240,15 +248,17 @@ def _convert(
             found.defaults.add(target)
         else:
             found.defaults.discard(target)
-    if is_given and not has_set and elsewhere:
-        found.answers.setdefault(name, f"this kind of run does not have {elsewhere}")
-    elif is_given and not has_set:
-        found.answers.setdefault(name, f"{_text(value)}: {entry.note or f'nothing to set for {entry.ours}'}")
+
+    if is_given and not has_set:
+        why = f"{_text(value)}: {entry.note or f'nothing to set for {entry.ours}'}"
+        if elsewhere:
+            why = f"this kind of run does not have {elsewhere}"
+        found.answers.setdefault(name, why)
 
 
 def _entry(source: Foreign, name: str) -> Counterpart | None:
     """Return the entry of a setting, by the table, Megatron's fields, or SGLang's options."""
-    framework = source.framework.name
+    framework = source.framework.key
     if framework == "verl":
         if (found := find_verl_key(name)) is None:
             return None
@@ -259,23 +269,23 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
             return _megatron(match[1], match[2], field_name) or _megatron(match[1], "", field_name)
         return entry
 
-    if framework == "TRL":
+    if framework == "trl":
         entries = trl_names()
         shared = ("ScriptArguments", "ModelConfig", "TrainingArguments")
         return next(
             (entries[each][name] for each in (source.variant, *shared) if name in entries[each]), None
         )
 
-    if framework == "NeMo RL":
+    if framework == "nemo_rl":
         parts = name.split(".")
         above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        table = nemo_rl_names()
+        table = keys_of(framework)
         if (entry := next((table[each] for each in above if each in table), None)) is not None:
             return entry
         return _megatron("actor", "", parts[-1]) if ".megatron_cfg." in name else None
 
     # slime: its own arguments, SGLang's options, and those of Megatron-Core.
-    if (entry := slime_names().get(name)) is not None:
+    if (entry := keys_of(framework).get(name)) is not None:
         return entry
     if name.startswith(SERVER_PREFIX):
         target = f"rollout.sglang.server_args.{name.removeprefix(SERVER_PREFIX)}"

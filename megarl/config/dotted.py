@@ -1,8 +1,8 @@
-"""Values of a configuration by their dotted keys, such as `actor.parallel` or `teachers[0].path`."""
+"""Values of nested sections by their dotted keys, such as `actor.parallel` or `teachers[0].path`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,3 +43,33 @@ def _with(section: Any, parts: Sequence[str | int], value: Any) -> Any:
     if isinstance(first, int):
         return [_with(item, rest, value) if index == first else item for index, item in enumerate(section)]
     return replace(section, **{first: _with(getattr(section, first), rest, value)})
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested sections with their dotted keys. An empty section is a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def merged(old: Any, new: Any) -> Any:
+    """Return a mapping with the names of both, and otherwise the new value."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {name: merged(old.get(name), value) for name, value in new.items()}
+
+
+def replaced(value: Any, change: Callable[[str, Any], Any], key: str = "") -> Any:
+    """Return a value in which `change` has replaced each item of its mappings and lists.
+
+    Args:
+        change: Called with the dotted key of an item, and the item.
+        key: The key of the value.
+    """
+    if isinstance(value, Mapping):
+        return {name: replaced(item, change, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [replaced(item, change, f"{key}[{index}]") for index, item in enumerate(value)]
+    return change(key, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -58,6 +58,21 @@ class Finding:
 
 
 Findings = Iterator[Finding]
+
+
+# The keys of another setting, whether it has the conflicting value, and why both cannot be combined.
+Conflict = tuple[tuple[str, ...], bool, str]
+
+
+def conflicts(key: str, said: str, others: Iterable[Conflict]) -> Findings:
+    """Yield what a setting cannot be combined with.
+
+    Args:
+        said: The beginning of each message, such as the value of the key.
+    """
+    for keys, is_set, why in others:
+        if is_set:
+            yield Finding((key, *keys), said + why)
 
 
 def good(check: str, message: str, **facts: Any) -> Finding:

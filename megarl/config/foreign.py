@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megarl.config.dotted import flat, merged
 from megarl.config.expressions import evaluate
 from megarl.config.limits import MOST_VALUES, is_too_large, read_limited
 from megarl.config.migration import FRAMEWORKS, Framework, framework_of, leaf_names, trl_arguments, trl_names
 from megarl.config.shell import UNKNOWN, ShellScript
+from megarl.config.values import each_text
 from megarl.machine.files import YAML_ERRORS, yaml_problem
 
 SETTING = re.compile(r"[+~]*([A-Za-z_][\w/@]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
@@ -31,8 +33,6 @@ _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MOST_FILES = 20  # of `defaults`, so that files which name each other end
 _LONGEST_VALUE = 100_000  # of a value whose references are resolved
-# Names on the command line and in the option `--from`.
-NAMES = {"verl": "verl", "slime": "slime", "trl": "TRL", "nemo_rl": "NeMo RL"}
 # Words in a subcommand or a script's name, and the class of TRL whose arguments it reads.
 _TRL_SCRIPTS = {
     **dict.fromkeys(("grpo", "gspo", "rloo", "papo", "openenv", "wordle"), "GRPOConfig"),
@@ -63,7 +63,7 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
     """Read a file of another framework.
 
     Args:
-        framework: One of NAMES; None: recognized by all names together.
+        framework: One of FRAMEWORKS; None: recognized by all names together.
 
     Raises:
         ValueError: The file cannot be read, or no framework has its settings.
@@ -77,8 +77,7 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
         settings, words, notes = _best_command(file, text, framework)
         own = frozenset(settings)
 
-    named = next((each for each in FRAMEWORKS if each.name == NAMES.get(framework or "")), None)
-    found = named or framework_of(settings)
+    found = FRAMEWORKS.get(framework or "") or framework_of(settings)
     if found is None:
         raise ValueError(
             f"{file}: no setting of verl, slime, TRL or NeMo RL was found; give a command script with "
@@ -104,17 +103,14 @@ def _best_command(
     file: Path, text: str, framework: str | None
 ) -> tuple[dict[str, Any], list[str], tuple[str, ...]]:
     """Return the settings of the command with the most of them, its words, and a note about the others."""
+    named = FRAMEWORKS.get(framework or "")
     found = []
     for script in _scripts(file, text):
         for words in _whole_commands(script):
             settings = _command_settings(words, file.parent)
-            recognized = framework_of(settings) if len(settings) > 1 or framework else None
-            if recognized is not None or (framework and settings):
-                knows = next(
-                    (each.knows for each in FRAMEWORKS if each.name == NAMES.get(framework or "")),
-                    recognized.knows if recognized else bool,
-                )
-                found.append((sum(map(knows, settings)), settings, words))
+            best = named or (framework_of(settings) if len(settings) > 1 else None)
+            if best is not None and settings:
+                found.append((sum(map(best.knows, settings)), settings, words))
     if not found:
         return {}, [], ()
     _, settings, words = max(found, key=lambda each: each[0])
@@ -242,11 +238,7 @@ def parsed(text: str) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_shown(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _shown(item) for name, item in value.items()}
-    return value.replace("\ue000", "${oc.env:").replace("\ue001", "}") if isinstance(value, str) else value
+    return each_text(value, lambda text: text.replace("\ue000", "${oc.env:").replace("\ue001", "}"))
 
 
 # ---- YAML
@@ -255,8 +247,8 @@ def _shown(value: Any) -> Any:
 def _yaml_settings(file: Path) -> tuple[dict[str, Any], frozenset[str]]:
     """Return the settings of a YAML file with those that it inherits, and the names of its own."""
     tree, own = _tree(file, [])
-    flat = _flat(tree)
-    return {name: _resolved(value, name, flat) for name, value in flat.items()}, frozenset(own)
+    settings = _settings_of(tree)
+    return {name: _resolved(value, name, settings) for name, value in settings.items()}, frozenset(own)
 
 
 def _tree(file: Path, files: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -279,15 +271,15 @@ def _tree(file: Path, files: list[Path]) -> tuple[dict[str, Any], dict[str, Any]
     defaults = tree.pop("defaults", [])
     tree.pop("hydra", None)
 
-    merged: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     for item in defaults if isinstance(defaults, list) else [defaults]:
         inherited, place = _inherited(item, file.parent)
         if inherited is not None and os.path.isfile(inherited) and len(files) < _MOST_FILES:
             below, _ = _tree(inherited, files)
             for part in reversed(place.split(".") if place else []):
                 below = {part: below}
-            merged = _merged(merged, below)
-    return _merged(merged, tree), _flat(tree)
+            whole = merged(whole, below)
+    return merged(whole, tree), _settings_of(tree)
 
 
 def _inherited(item: Any, folder: Path) -> tuple[Path | None, str]:
@@ -302,47 +294,38 @@ def _inherited(item: Any, folder: Path) -> tuple[Path | None, str]:
     return folder / (item if item.endswith((".yaml", ".yml")) else f"{item}.yaml"), ""
 
 
-def _merged(old: Any, new: Any) -> Any:
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return new
-    return old | {name: _merged(old.get(name), value) for name, value in new.items()}
+def _settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a tree by dotted name. An empty section has none."""
+    return {name: _number(value) for name, value in flat(tree) if value != {}}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves by dotted name. An empty section has none."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{key}.")
-        else:
-            # YAML 1.1 reads 1e-6 as a text.
-            is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
-            flat[key] = float(value) if is_number else value
-    return flat
+def _number(value: Any) -> Any:
+    # YAML 1.1 reads 1e-6 as a text.
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    return float(value) if is_number else value
 
 
-def _resolved(value: Any, key: str, flat: Mapping[str, Any], depth: int = 0) -> Any:
+def _resolved(value: Any, key: str, settings: Mapping[str, Any], depth: int = 0) -> Any:
     """Return a value without its references, except to environment variables."""
     if isinstance(value, list):
-        return [_resolved(item, key, flat, depth) for item in value]
+        return [_resolved(item, key, settings, depth) for item in value]
     if not isinstance(value, str) or "${" not in value or depth > _MOST_FILES:
         return value
     match = _REFERENCE.search(value)
     # The innermost reference first; one to the environment is hidden until the others are resolved.
     if match is None:
         return _shown(value)
-    found = _referred(match[1].strip(), key, flat)
-    found = _resolved(found, key, flat, depth + 1)
+    found = _referred(match[1].strip(), key, settings)
+    found = _resolved(found, key, settings, depth + 1)
     if match.group() == value:
         return found
     text = str(found).replace("${oc.env:", "\ue000").replace("}", "\ue001") if found is not None else ""
     if len(value) + len(text) > _LONGEST_VALUE:
         raise ValueError(f"{key}: becomes too long with its references")
-    return _resolved(value[: match.start()] + text + value[match.end() :], key, flat, depth + 1)
+    return _resolved(value[: match.start()] + text + value[match.end() :], key, settings, depth + 1)
 
 
-def _referred(inner: str, key: str, flat: Mapping[str, Any]) -> Any:
+def _referred(inner: str, key: str, settings: Mapping[str, Any]) -> Any:
     """Return what `${...}` stands for, UNKNOWN if that is not in the files."""
     name, colon, rest = inner.partition(":")
     if name == "oc.env":
@@ -350,7 +333,7 @@ def _referred(inner: str, key: str, flat: Mapping[str, Any]) -> Any:
         return parsed(usual) if comma else f"\ue000{variable.strip()}\ue001"
     if name == "oc.select":
         target, _, usual = rest.partition(",")
-        return flat.get(target.strip(), parsed(usual))
+        return settings.get(target.strip(), parsed(usual))
     if colon:
         operators = {"mul": "*", "div": "//", "add": "+", "sub": "-"}
         if name in operators:
@@ -362,7 +345,7 @@ def _referred(inner: str, key: str, flat: Mapping[str, Any]) -> Any:
     if name.startswith("."):
         parents = key.split(".")[: -(len(name) - len(name.lstrip(".")))]
         name = ".".join([*parents, name.lstrip(".")])
-    return flat.get(name, UNKNOWN)
+    return settings.get(name, UNKNOWN)
 
 
 # ---- trainers

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import math
-import tokenize
 import typing
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
 from megarl.config.schema.keys import (
     LARGEST,
     MISSING,
-    InputKind,
-    ItemRange,
+    PathKind,
     Range,
     range_of,
     when_to_change,
@@ -148,9 +146,9 @@ def _section(section: type, value: Any = None) -> Schema:
         if is_dataclass(kind):
             properties[entry.name] = _section(typing.cast(type, kind), default)
             continue
-        value_schema = _or_reference(_value(kind, range_of(entry), entry.metadata.get(ItemRange)))
+        value_schema = _or_reference(_value(kind, range_of(entry)))
         # A single file instead of a list of files.
-        if entry.metadata.get(InputKind) is InputKind.data and kind == list[str]:
+        if entry.metadata.get(PathKind) is PathKind.data and kind == list[str]:
             value_schema |= {"type": ["array", "string"], "not": {"const": "None"}}
             del value_schema["pattern"]
         properties[entry.name] = {"description": _description(section, entry, kind), **value_schema}
@@ -197,8 +195,8 @@ def _or_reference(value: Schema) -> Schema:
     return value | {"type": [*types, "string"], "pattern": _REFERENCE}
 
 
-def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = None) -> Schema:
-    """Return the schema of a value of type `kind`. `items` is the length and range of a list of numbers."""
+def _value(kind: Any, allowed: Range = _ANY_NUMBER) -> Schema:
+    """Return the schema of a value of type `kind`."""
     parts = typing.get_args(kind)
     # An optional value: null is one more choice of an enumeration, or one more type.
     if type(None) in parts:
@@ -223,9 +221,9 @@ def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = No
         (item,) = parts
         if is_dataclass(item):
             return {"type": "array", "items": _section(typing.cast(type, item)) | {"type": "object"}}
-        inner = _value(item) if items is None else _value(item, items.range)
-        lengths = {} if items is None else {"minItems": items.length, "maxItems": items.length}
-        return {"type": "array", "items": _or_reference(inner), **lengths}
+        length = allowed.length
+        lengths = {} if length is None else {"minItems": length, "maxItems": length}
+        return {"type": "array", "items": _or_reference(_value(item, allowed)), **lengths}
 
     assert kind is Any, kind
     return {}
@@ -281,45 +279,26 @@ def section_explanation(section: type) -> str:
 
 @cache
 def _explanations(file: str) -> dict[tuple[str, str], str]:
+    """Return the comments of each field and member of the classes in a file, those above it and after it."""
     source = Path(file).read_text(encoding="utf-8")
-    alone, trailing = _comments(source)
+    lines = source.splitlines()
     found = {}
 
     # Fields are annotated assignments; members of an enumeration are plain ones.
-    for owner in ast.parse(source).body:
-        if not isinstance(owner, ast.ClassDef):
-            continue
+    owners = [each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)]
+    for owner in owners:
         for node in owner.body:
-            target = (
-                node.target
-                if isinstance(node, ast.AnnAssign)
-                else node.targets[0]
-                if isinstance(node, ast.Assign)
-                else None
+            if not isinstance(node, ast.AnnAssign | ast.Assign):
+                continue
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            assert isinstance(target, ast.Name)
+
+            above = takewhile(lambda line: line.lstrip().startswith("#"), reversed(lines[: node.lineno - 1]))
+            last = lines[(node.end_lineno or node.lineno) - 1]
+            after = last.encode()[node.end_col_offset :].decode()
+            texts = (each.strip().removeprefix("#").strip() for each in (*reversed([*above]), after))
+            found[owner.name, target.id] = " ".join(
+                text for text in texts if text and not text.startswith(_FOR_TOOLS)
             )
-            if isinstance(target, ast.Name):
-                assert node.end_lineno is not None
-                parts = [*_lines_above(alone, node.lineno), trailing.get(node.end_lineno, "")]
-                found[owner.name, target.id] = " ".join(part for part in parts if part)
 
     return found
-
-
-def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the comments by line number: comments on their own line, and comments after code."""
-    alone: dict[int, str] = {}
-    trailing: dict[int, str] = {}
-
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        text = token.string.removeprefix("#").strip()
-        if token.type == tokenize.COMMENT and not text.startswith(_FOR_TOOLS):
-            (alone if token.line.lstrip().startswith("#") else trailing)[token.start[0]] = text
-
-    return alone, trailing
-
-
-def _lines_above(alone: dict[int, str], line: int) -> list[str]:
-    above: list[str] = []
-    while (line := line - 1) in alone:
-        above.insert(0, alone[line])
-    return above

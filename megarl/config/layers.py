@@ -90,15 +90,15 @@ def choose_layers(
     # An explicit choice is kept; `rules.run.layers` reports where it cannot work.
     if asked is not Layers.auto:
         return LayerChoice(asked, f"engine.layers={asked.value}")
-    if not on_cuda:
-        return LayerChoice(Layers.local, "Transformer Engine does not support CPU")
-    if dtype is DType.float32:
-        return LayerChoice(Layers.local, "Transformer Engine has no float32 attention for packed rows")
-    if not has_transformer_engine:
-        return LayerChoice(Layers.local, "Transformer Engine is not installed")
-    if has_adapters:
-        return LayerChoice(Layers.local, "adapters (lora) are added to local layers")
-
+    obstacles = (
+        (not on_cuda, "Transformer Engine does not support CPU"),
+        (dtype is DType.float32, "Transformer Engine has no float32 attention for packed rows"),
+        (not has_transformer_engine, "Transformer Engine is not installed"),
+        (has_adapters, "adapters (lora) are added to local layers"),
+    )
+    for exists, why in obstacles:
+        if exists:
+            return LayerChoice(Layers.local, why)
     return LayerChoice(Layers.transformer_engine, "on CUDA with Transformer Engine installed")
 
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from megarl.config.review import Review
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
-from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder
+from megarl.config.schema.keys import PathKind, naming
 from megarl.config.sources import GIVEN, Layer, is_hub_name, read_layers
 from megarl.config.values import contents_of, each_text, escaped, item_section, key_types
 from megarl.machine.errors import ConfigError
@@ -103,11 +103,6 @@ def read_config[Config](
     """
     path = GIVEN if isinstance(source, Mapping) else str(source)
     layers = [*read_layers(source, overrides), *([] if options is None else [options])]
-    return _loaded(schema, path, layers)
-
-
-def _loaded[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Loaded[Config]:
-    """Merge the layers of a configuration, and collect what violates the schema. Raises as `read_config`."""
     kind = _kind_of(layers)
     if schema is RunConfig:
         schema = typing.cast(type[Config], _schema_of_kind(kind) or PPOConfig)
@@ -129,7 +124,7 @@ def _loaded[Config](schema: type[Config], path: str, layers: Sequence[Layer]) ->
 
     # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
     is_ppo_by_default = schema is PPOConfig and kind is None
-    if problems and is_ppo_by_default and _has_no_problems(SFTConfig, path, layers):
+    if problems and is_ppo_by_default and _is_sft(source, overrides, options):
         hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
 
@@ -182,9 +177,10 @@ def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
     return next((schema for each, schema in SCHEMAS.items() if each == kind), None)
 
 
-def _has_no_problems(schema: type, path: str, layers: Sequence[Layer]) -> bool:
+def _is_sft(source: str | Path | Mapping[str, Any], overrides: Sequence[str], options: Layer | None) -> bool:
+    """Whether a configuration has no problems as one of supervised fine-tuning."""
     try:
-        return not _loaded(schema, path, layers).problems
+        return not read_config(SFTConfig, source, overrides, options).problems
     except ConfigError:
         return False
 
@@ -203,15 +199,16 @@ def with_absolute_paths[Config](config: Config) -> Config:
     Processes on other nodes have a different current folder than the driver, but must use the same files.
     """
     return with_paths(
-        config, lambda kind, path: str(Path(path).absolute()) if kind is None else _whole_path(path)
+        config,
+        lambda kind, path: str(Path(path).absolute()) if kind is PathKind.output else _whole_path(path),
     )
 
 
-def with_paths[Section](section: Section, change: Callable[[InputKind | None, str], str]) -> Section:
+def with_paths[Section](section: Section, change: Callable[[PathKind, str], str]) -> Section:
     """Return a configuration, or a section of one, with each of its paths changed.
 
     Args:
-        change: Called with the kind of an input, or None for an output folder, and its path.
+        change: Called with the kind of a path, and the path.
     """
     changes: dict[str, Any] = {}
     for entry in fields(typing.cast(Any, section)):
@@ -221,10 +218,10 @@ def with_paths[Section](section: Section, change: Callable[[InputKind | None, st
         # A list of sections, such as reward.functions, contains paths too.
         elif isinstance(value, list) and item_section(key_types(type(section))[entry.name]):
             changes[entry.name] = [with_paths(item, change) for item in value]
-        elif InputKind in entry.metadata or OutputFolder in entry.metadata:
-            changes[entry.name] = each_text(value, partial(change, entry.metadata.get(InputKind)))
-        elif inputs := entry.metadata.get(InputArguments):
-            whole = partial(change, InputKind.data)
+        elif (kind := entry.metadata.get(PathKind)) is not None:
+            changes[entry.name] = each_text(value, partial(change, kind))
+        elif inputs := entry.metadata.get(naming):
+            whole = partial(change, PathKind.data)
             changes[entry.name] = {
                 name: each_text(item, whole) if name in inputs else item for name, item in value.items()
             }
@@ -233,7 +230,7 @@ def with_paths[Section](section: Section, change: Callable[[InputKind | None, st
 
 
 def _as_yaml(config: Any) -> str:
-    whole = with_paths(config, lambda kind, path: path if kind is None else _whole_path(path))
+    whole = with_paths(config, lambda kind, path: path if kind is PathKind.output else _whole_path(path))
     # OmegaConf would write the names of members, which differ from their values for Python keywords.
     return OmegaConf.to_yaml(OmegaConf.create(escaped(contents_of(whole))))
 

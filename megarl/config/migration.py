@@ -11,7 +11,7 @@ file. They are read when a key is unknown, and for the pages about verl and TRL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megarl.config.dotted import flat
 from megarl.config.megatron_options import find_section, owned_fields
 
 # Sections that only verl has. Their keys are verl's, also those that are in no table.
@@ -50,31 +51,33 @@ class Counterpart(NamedTuple):
 
 
 @cache
-def verl_keys() -> dict[str, Counterpart]:
-    """Return the table by verl's dotted names.
+def keys_of(framework: str) -> dict[str, Counterpart]:
+    """Return the table of one of FRAMEWORKS, other than TRL's, by dotted names.
 
     A branch (`actor_rollout_ref.model.mtp`) covers all keys below it that have no entry.
     """
-    table = _table("verl")
-    del table["shared"], table["defaults"]
-    return {name: _entry(name, text) for name, text in flat_table(table)}
+    return {name: _entry(name, text) for name, text in _flat_table(_entries(framework))}
 
 
-def flat_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted names of a table of nested keys, and their entries."""
     for names, entry in table.items():
         for name in names.split(", "):
             if isinstance(entry, Mapping):
-                yield from flat_table(entry, f"{prefix}{name}.")
+                yield from _flat_table(entry, f"{prefix}{name}.")
             else:
                 yield prefix.removesuffix(".") if name == "*" else prefix + name, entry
 
 
 def _entry(name: str, text: str) -> Counterpart:
     entry = Counterpart.of(text)
-    if entry.ours is not None and entry.ours.startswith("."):
-        return entry._replace(ours=("critic" if name.startswith("critic.") else "actor") + entry.ours)
-    return entry
+    return entry if entry.ours is None else entry._replace(ours=of_role(entry.ours, name))
+
+
+def of_role(key: str, name: str) -> str:
+    """Return the whole key if it begins with a dot, because it belongs to the role of verl's key `name`."""
+    role = "critic" if name.startswith("critic.") else "actor"
+    return role + key if key.startswith(".") else key
 
 
 # The message about a key of another framework, and the key to use instead; None if there is none.
@@ -90,35 +93,11 @@ def find_verl_key(key: str) -> tuple[str, Counterpart] | None:
     name = key.lstrip("+~")
     # Climb towards the root until a branch has an entry.
     while name:
-        if name in verl_keys():
-            return name, verl_keys()[name]
+        if (entry := keys_of("verl").get(name)) is not None:
+            return name, entry
         name = name.rpartition(".")[0]
 
     return None
-
-
-def verl_problems(key: str, value: Any, known: Container[str]) -> Problems:
-    """Return the messages about an unknown key, one for each verl key in it; empty if there is none.
-
-    Args:
-        value: Its value. A branch is followed to its leaves.
-        known: The keys of the schema. A kind of run may lack keys that the table contains.
-    """
-    found = [(name, find_verl_key(name)) for name in _branches(key, value)]
-
-    # A key with the same name in both frameworks is not verl's if this kind of run lacks it.
-    found = [
-        (name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None)
-        for name, entry in found
-    ]
-    # Without any verl key, the caller reports an unknown key itself.
-    if not any(entry for _, entry in found):
-        return []
-    return list(
-        dict.fromkeys(
-            _problem(name, *entry, known) if entry else unknown_in_verl(name) for name, entry in found
-        )
-    )
 
 
 def _branches(key: str, value: Any) -> Iterator[str]:
@@ -126,7 +105,7 @@ def _branches(key: str, value: Any) -> Iterator[str]:
     if (
         isinstance(value, Mapping)
         and value
-        and any(name.startswith(f"{key.lstrip('+~')}.") for name in verl_keys())
+        and any(name.startswith(f"{key.lstrip('+~')}.") for name in keys_of("verl"))
     ):
         for name, below in value.items():
             yield from _branches(f"{key}.{name}", below)
@@ -136,11 +115,7 @@ def _branches(key: str, value: Any) -> Iterator[str]:
 
 def leaf_names(key: str, value: Any) -> Iterator[str]:
     """Yield the dotted names of the values in a branch, or the key itself."""
-    if isinstance(value, Mapping) and value:
-        for name, below in value.items():
-            yield from leaf_names(f"{key}.{name}", below)
-    else:
-        yield key
+    return (name for name, _ in flat({key: value}))
 
 
 def _problem(written: str, name: str, entry: Counterpart, known: Container[str]) -> Problem:
@@ -172,10 +147,13 @@ class Framework(NamedTuple):
     """A framework whose keys are translated.
 
     Attributes:
+        key: Its name on the command line, and of its table.
+        name: Its name in messages.
         knows: Whether it has a key.
         explain: Returns the messages about a key with its value, given megarl's keys; empty without any.
     """
 
+    key: str
     name: str
     knows: Callable[[str], bool]
     explain: Callable[[str, Any, Container[str]], Problems]
@@ -188,7 +166,7 @@ def framework_of(unknown: Mapping[str, Any]) -> Framework | None:
         unknown: The unknown keys and their values. A branch counts by its leaves.
     """
     leaves = [leaf for key, value in unknown.items() for leaf in leaf_names(key, value)]
-    best = max(FRAMEWORKS, key=lambda framework: sum(map(framework.knows, leaves)))
+    best = max(FRAMEWORKS.values(), key=lambda framework: sum(map(framework.knows, leaves)))
     return best if any(map(best.knows, leaves)) else None
 
 
@@ -204,8 +182,24 @@ def _verl_knows(key: str) -> bool:
 
 
 def _explain_verl(key: str, value: Any, known: Container[str]) -> Problems:
-    if found := verl_problems(key, value, known):
-        return found
+    """Return a message for each verl key in an unknown key; none if there is no verl key in it.
+
+    Args:
+        value: Its value. A branch is followed to its leaves.
+        known: The keys of the schema. A kind of run may lack keys that the table contains.
+    """
+    found = [(name, find_verl_key(name)) for name in _branches(key, value)]
+    # A key with the same name in both frameworks is not verl's if this kind of run lacks it.
+    found = [
+        (name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None)
+        for name, entry in found
+    ]
+    if any(entry for _, entry in found):
+        problems = (
+            _problem(name, *entry, known) if entry else unknown_in_verl(name) for name, entry in found
+        )
+        return list(dict.fromkeys(problems))
+
     # A key of a branch that megarl does not have is one that the user's version or patch of verl has.
     is_ours = key.lstrip("+~").partition(".")[0] in known
     return [] if is_ours else [unknown_in_verl(leaf) for leaf in leaf_names(key, value)]
@@ -213,12 +207,12 @@ def _explain_verl(key: str, value: Any, known: Container[str]) -> Problems:
 
 def _slime_knows(key: str) -> bool:
     name = key.replace("-", "_")
-    return name in slime_names() or name.startswith(SERVER_PREFIX) or find_section(name) is not None
+    return name in keys_of("slime") or name.startswith(SERVER_PREFIX) or find_section(name) is not None
 
 
 def _explain_slime(key: str, value: Any, known: Container[str]) -> Problems:
     name = key.replace("-", "_")
-    if (entry := slime_names().get(name)) is not None:
+    if (entry := keys_of("slime").get(name)) is not None:
         return [hint_of(name, entry, "slime argument", known)]
     if name.startswith(SERVER_PREFIX) and _SERVER_ARGS in known:
         option = f"{_SERVER_ARGS}.{name.removeprefix(SERVER_PREFIX)}"
@@ -239,55 +233,29 @@ def _explain_trl(key: str, value: Any, known: Container[str]) -> Problems:
 
 def _explain_nemo_rl(key: str, value: Any, known: Container[str]) -> Problems:
     names = dict.fromkeys(leaf.lstrip("+~") for leaf in leaf_names(key, value))
-    entries = {name: nemo_rl_names()[name] for name in names if name in nemo_rl_names()}
+    table = keys_of("nemo_rl")
+    entries = {name: table[name] for name in names if name in table}
     return [hint_of(name, entry, "NeMo RL key", known) for name, entry in entries.items()]
 
 
 # In the order of preference for keys that several frameworks have.
-FRAMEWORKS = (
-    Framework("verl", _verl_knows, _explain_verl),
-    Framework("TRL", lambda key: key.replace("-", "_") in trl_arguments(), _explain_trl),
-    Framework("slime", _slime_knows, _explain_slime),
-    Framework("NeMo RL", lambda key: key.lstrip("+~") in nemo_rl_names(), _explain_nemo_rl),
-)
-
-
-def of_other_kinds(
-    key: str, value: Any, keys_of_kinds: Mapping[str, Collection[str]]
-) -> Iterator[tuple[str, str]]:
-    """Yield the leaves of an unknown key that other kinds of run have, and the names of these kinds."""
-    for leaf in leaf_names(key, value):
-        kinds = [kind for kind, keys in keys_of_kinds.items() if leaf in keys]
-        if kinds:
-            yield leaf, " and ".join(kinds)
-
-
-@cache
-def nemo_rl_names() -> dict[str, Counterpart]:
-    """Return the keys of NeMo RL, by their dotted names."""
-    table = _table("nemo_rl")
-    del table["defaults"]
-    return {name: Counterpart.of(text) for name, text in flat_table(table)}
-
-
-@cache
-def slime_names() -> dict[str, Counterpart]:
-    """Return the arguments of slime."""
-    table = _table("slime")
-    del table["defaults"]
-    return {name: Counterpart.of(text) for name, text in flat_table(table)}
+FRAMEWORKS = {
+    framework.key: framework
+    for framework in (
+        Framework("verl", "verl", _verl_knows, _explain_verl),
+        Framework("trl", "TRL", lambda key: key.replace("-", "_") in trl_arguments(), _explain_trl),
+        Framework("slime", "slime", _slime_knows, _explain_slime),
+        Framework("nemo_rl", "NeMo RL", lambda key: key.lstrip("+~") in keys_of("nemo_rl"), _explain_nemo_rl),
+    )
+}
 
 
 @cache
 def trl_names() -> dict[str, dict[str, Counterpart]]:
     """Return the arguments of each class of TRL."""
-    table = _table("trl")
-    del table["shared"], table["defaults"]
     return {
-        of_class: {
-            name: Counterpart.of(text) for names, text in entries.items() for name in names.split(", ")
-        }
-        for of_class, entries in table.items()
+        of_class: {name: Counterpart.of(text) for name, text in _flat_table(entries)}
+        for of_class, entries in _entries("trl").items()
     }
 
 
@@ -301,6 +269,10 @@ def trl_arguments() -> frozenset[str]:
 def foreign_defaults(framework: str) -> dict[str, Any]:
     """Return the defaults of a framework that change the result or that a conversion reads, by name."""
     return dict(_table(framework)["defaults"])
+
+
+def _entries(framework: str) -> dict[str, Any]:
+    return {name: entry for name, entry in _table(framework).items() if name not in ("shared", "defaults")}
 
 
 def _table(framework: str) -> dict[str, Any]:

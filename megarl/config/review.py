@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.config.dotted import merged
 from megarl.config.migration import (
     Problems,
     framework_of,
     leaf_names,
-    of_other_kinds,
     synonym_hint,
     with_current_keys,
 )
 from megarl.config.schema import MISSING, SCHEMAS
-from megarl.config.schema.keys import InputKind, OutputFolder, default_of, prose
+from megarl.config.schema.keys import PathKind, default_of, prose
 from megarl.config.sources import HOW_TO_REFER, PATH, Layer, in_one_line
 from megarl.config.values import (
     contents_of,
@@ -140,7 +140,7 @@ class Review:
         return config, problems
 
     def _read_section(
-        self, section: type, values: Mapping[Any, Any], merged: dict[str, Any], prefix: str, layer: Layer
+        self, section: type, values: Mapping[Any, Any], into: dict[str, Any], prefix: str, layer: Layer
     ) -> None:
         hints = key_types(section)
         for name, value in values.items():
@@ -154,7 +154,7 @@ class Review:
                 if isinstance(value, str) and value != MISSING and PATH in key_types(hint):
                     value = {PATH: value}
                 if isinstance(value, Mapping):
-                    inner = merged.setdefault(name, {})
+                    inner = into.setdefault(name, {})
                     self._read_section(typing.cast(type, hint), value, inner, f"{key}.", layer)
                 else:
                     keys = ", ".join(each.name for each in in_order(hint))
@@ -162,32 +162,31 @@ class Review:
                         key, f"{key}: is {value!r}, but must be a section with the keys {keys}", layer
                     )
             elif (item := item_section(hint)) and _is_table(value):
-                merged[name] = [{} for _ in value]
+                into[name] = [{} for _ in value]
                 for index, row in enumerate(value):
-                    self._read_section(item, row, merged[name][index], f"{key}[{index}].", layer)
+                    self._read_section(item, row, into[name][index], f"{key}[{index}].", layer)
             else:
-                self._read_value(section, name, value, merged, key, layer)
+                self._read_value(section, name, value, into, key, layer)
 
     def _read_value(
-        self, section: type, name: str, value: Any, merged: dict[str, Any], key: str, layer: Layer
+        self, section: type, name: str, value: Any, into: dict[str, Any], key: str, layer: Layer
     ) -> None:
         hint = key_types(section)[name]
         metadata = _metadata(section)[name]
-        kind = metadata.get(InputKind)
-        is_output = OutputFolder in metadata
+        kind = metadata.get(PathKind)
         if without_null(hint) in _OF_STRINGS:
             value = layer.as_written(key, value)
         # A single file instead of a list of files is the only one.
         is_single = isinstance(value, str) and "${" not in value and value != MISSING
-        if kind is InputKind.data and is_single and hint == list[str]:
+        if kind is PathKind.data and is_single and hint == list[str]:
             value = [value]
 
         # A missing value may come from a later layer, so it is judged when all are merged.
         # OmegaConf would take the marker for no value at all.
         if _missing(value, key):
-            merged[name] = _merged(merged.get(name), deepcopy(value))
+            into[name] = merged(into.get(name), deepcopy(value))
             return
-        if (kind or is_output) and (problem := unexpanded(value)) is not None:
+        if kind is not None and (problem := unexpanded(value)) is not None:
             self._refuse(key, f"{key}: {problem}", layer)
             return
         try:
@@ -200,9 +199,7 @@ class Review:
         # Paths are resolved here, because only the layer knows which file named them.
         if kind is not None:
             fits = each_text(fits, partial(layer.place_of, kind))
-        elif is_output:
-            fits = each_text(fits, layer.output_of)
-        merged[name] = _merged(merged.get(name), fits)
+        into[name] = merged(into.get(name), fits)
 
     def _built(
         self, default: Any, values: Mapping[str, Any], prefix: str, path: tuple[str | int, ...] | None
@@ -292,7 +289,7 @@ class Review:
     @cached_property
     def _references(self) -> Any:
         """All values that references may name, in OmegaConf's form: the defaults and the merged values."""
-        return OmegaConf.create(_merged(contents_of(default_of(self._schema)), self._values))
+        return OmegaConf.create(merged(contents_of(default_of(self._schema)), self._values))
 
     def _problems(self) -> Iterator[_Refusal]:
         """Yield the problems, and explain the unknown keys.
@@ -320,18 +317,25 @@ def _explained(schema: type, unknown: _Unknown, known: set[str]) -> Problems:
     key, value, hint, _ = unknown
     # The key is known and only has one of Hydra's signs.
     if key.startswith(_SIGNS):
-        signed: Problems = [(text, name) for name, text in _without_sign(key, value) if name in known]
+        signed: Problems = [
+            (
+                f"{leaf}: write {name}=..., without a sign before it: every key exists already, and null "
+                "unsets an optional one",
+                name,
+            )
+            for leaf in leaf_names(key, value)
+            if (name := leaf.lstrip("".join(_SIGNS))) in known
+        ]
         if signed:
             return signed
     own = next((kind.value for kind, each in SCHEMAS.items() if each is schema), None)
-    if own is not None:
-        others = {kind.value: set(schema_keys(each)) for kind, each in SCHEMAS.items()}
-        elsewhere: Problems = [
-            (f"{leaf}: belongs to kind: {kinds}; this file has kind: {own}", leaf)
-            for leaf, kinds in of_other_kinds(key, value, others)
-        ]
-        if elsewhere:
-            return elsewhere
+    elsewhere: Problems = [
+        (f"{leaf}: belongs to kind: {kinds}; this file has kind: {own}", leaf)
+        for leaf in leaf_names(key, value)
+        if own is not None and (kinds := _kinds_with(leaf))
+    ]
+    if elsewhere:
+        return elsewhere
 
     # A branch that is no typing error is explained leaf by leaf, if its leaves have other names here.
     leaves = {leaf: synonym_hint(leaf, known) for leaf in leaf_names(key, value)}
@@ -339,6 +343,11 @@ def _explained(schema: type, unknown: _Unknown, known: set[str]) -> Problems:
     if not is_typing_error and key not in leaves and any(leaves.values()):
         return [(f"{leaf}: unknown key; {meant or hint}", None) for leaf, meant in leaves.items()]
     return [(f"{key}: unknown key; {hint}", None)]
+
+
+def _kinds_with(key: str) -> str:
+    """Return the names of the kinds of run that have a key; an empty string if there are none."""
+    return " and ".join(kind.value for kind, schema in SCHEMAS.items() if key in schema_keys(schema))
 
 
 @cache
@@ -353,13 +362,6 @@ def _remove(values: dict[str, Any], section: str) -> None:
     for each in outer:
         values = values.get(each, {})
     values.pop(name, None)
-
-
-def _merged(old: Any, new: Any) -> Any:
-    """Return a mapping with the names of both, and otherwise the new value."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return new
-    return old | {name: _merged(old.get(name), value) for name, value in new.items()}
 
 
 def _is_table(value: Any) -> bool:
@@ -380,20 +382,6 @@ def _missing(value: Any, key: str) -> str | None:
 def _warn_once(message: str) -> None:
     """Warn of a key of an earlier version, however often its file is read."""
     _log.warning("%s", message)
-
-
-def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys of an override with one of Hydra's signs, and the message about each."""
-    if isinstance(value, Mapping) and value:
-        for name, below in value.items():
-            yield from _without_sign(f"{key}.{name}", below)
-    else:
-        name = key.lstrip("".join(_SIGNS))
-        yield (
-            name,
-            f"{key}: write {name}=..., without a sign before it: every key exists already, and null unsets "
-            f"an optional one",
-        )
 
 
 # Likeness of a typing error: names that differ more have other meanings. Only names are compared, without the

@@ -93,8 +93,8 @@ class Role:
         phases: The phases of a step that it executes.
         trained_key: The section with its optimizer and recomputation. None for a frozen model.
         with_value_head: Whether its output is a scalar per token.
-        shares_with: Roles whose devices it shares by default. The first one that the run has applies. Without
-            any, it has its own devices.
+        may_share_with: Roles whose devices it shares by default. The first one that the run has applies.
+            Without any, it has its own devices.
         reads_policy_tokens: Whether it reads the policy's tokens. Otherwise it has its own tokenizer.
         base_of: The role whose model it is without its adapters, if that role trains adapters and this one
             has no folder of its own.
@@ -110,14 +110,14 @@ class Role:
     phases: tuple[RolePhase, ...]
     trained_key: str | None = None
     with_value_head: bool = False
-    shares_with: tuple[str, ...] = ()
+    may_share_with: tuple[str, ...] = ()
     reads_policy_tokens: bool = True
     base_of: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRole:
-    """A role of a run, with the values of its configuration.
+class ModelRole(Role):
+    """A role of a run: its row, with the values of its configuration.
 
     Attributes:
         path_key: The configuration key that gives the folder.
@@ -131,13 +131,12 @@ class ModelRole:
         megatron_key: The section of these options.
         shares_with: The role whose devices it shares by default.
         base_of: The role in whose processes it runs, as that role's model without adapters. None: it has a
-            model of its own.
+            model of its own, also if its row names one.
         runs_base: Whether another role is this one's model without adapters.
         before_training: Whether it works before training only, on devices that it leaves to the trained
             model. It takes part in no step.
     """
 
-    row: Role
     path: str
     path_key: str
     parallel: ParallelConfig
@@ -152,33 +151,8 @@ class ModelRole:
     megatron: MegatronConfig = MegatronConfig()
     megatron_key: str = "actor.megatron"
     shares_with: str | None = None
-    base_of: str | None = None
     runs_base: bool = False
     before_training: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.row.name
-
-    @property
-    def kind(self) -> RoleKind:
-        return self.row.kind
-
-    @property
-    def parallel_key(self) -> str:
-        return self.row.parallel_key
-
-    @property
-    def micro_batch_key(self) -> str:
-        return self.row.micro_batch_key
-
-    @property
-    def with_value_head(self) -> bool:
-        return self.row.with_value_head
-
-    @property
-    def reads_policy_tokens(self) -> bool:
-        return self.row.reads_policy_tokens
 
 
 def _always(config: PPOConfig) -> bool:
@@ -254,7 +228,7 @@ ROLES: tuple[Role, ...] = (
         parallel_key="actor.parallel",  # It runs in the actor's processes.
         micro_batch_key="reference.micro_batch",
         megatron_keys=("reference.megatron", "actor.megatron"),
-        shares_with=("actor",),
+        may_share_with=("actor",),
         base_of="actor",
         phases=(RolePhase(name="ref", stage=Stage.score, calls=("log_probs",), writes=("ref_log_prob",)),),
     ),
@@ -266,7 +240,7 @@ ROLES: tuple[Role, ...] = (
         parallel_key="teacher.parallel",
         micro_batch_key="teacher.micro_batch",
         megatron_keys=("teacher.megatron",),
-        shares_with=("actor",),
+        may_share_with=("actor",),
         phases=(
             RolePhase(name=TEACHER, stage=Stage.score, calls=("log_probs",), writes=("teacher_log_prob",)),
         ),
@@ -301,7 +275,7 @@ ROLES: tuple[Role, ...] = (
         micro_batch_key="reward.model.micro_batch",
         megatron_keys=("reward.model.megatron",),
         with_value_head=True,
-        shares_with=("critic", "reward"),
+        may_share_with=("critic", "reward"),
         reads_policy_tokens=False,
         phases=(
             RolePhase(
@@ -432,8 +406,9 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     section: ActorConfig | None = None if role.trained_key is None else value_at(config, role.trained_key)
     megatron_key, megatron = _megatron_options(role, config)
 
+    row = vars(role) | {"base_of": role.base_of if _is_base(role, config, path_key) else None}
     return ModelRole(
-        row=role,
+        **row,
         path=value_at(config, path_key),
         path_key=path_key,
         parallel=value_at(config, role.parallel_key),
@@ -447,8 +422,7 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
         freeze_vision=section is not None and section.freeze_vision,
         megatron=megatron,
         megatron_key=megatron_key,
-        shares_with=next((other for other in role.shares_with if other in names), None),
-        base_of=role.base_of if _is_base(role, config, path_key) else None,
+        shares_with=next((other for other in role.may_share_with if other in names), None),
     )
 
 

@@ -27,8 +27,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from megarl.config.dotted import replaced
 from megarl.config.paths import split_code
-from megarl.config.schema.keys import MISSING, InputKind
+from megarl.config.schema.keys import MISSING, PathKind
 from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import YAML_ERRORS, yaml_problem
@@ -81,44 +82,40 @@ class Layer(NamedTuple):
 
         YAML reads names such as 2024_06_01, 1e3 and 007 as numbers.
         """
-        if isinstance(value, list):
-            return [self.as_written(f"{key}[{index}]", item) for index, item in enumerate(value)]
-        if isinstance(value, dict):
-            return {name: self.as_written(f"{key}.{name}", item) for name, item in value.items()}
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return self.texts.get(key, value) if is_number else value
 
-    def place_of(self, kind: InputKind, path: str) -> str:
-        """Return the resolved path of an input that this layer calls `path`.
+        def text_of(key: str, item: Any) -> Any:
+            is_number = isinstance(item, int | float) and not isinstance(item, bool)
+            return self.texts.get(key, item) if is_number else item
+
+        return replaced(value, text_of, key)
+
+    def place_of(self, kind: PathKind, path: str) -> str:
+        """Return the resolved path of what this layer calls `path`.
 
         A path is relative to the file that contains it, and to the current folder on the command line. In a
         bundled file, paths of models and data are relative to the current folder. `megarl/recipes/...` is
-        code included in megarl, unless such a file exists.
+        code included in megarl, unless such a file exists. An output folder is relative to the current
+        folder, unless it begins with FILE_FOLDER, the folder of the file that contains it.
         """
+        if kind is PathKind.output:
+            if self.file is None or not path.startswith(f"{FILE_FOLDER}/"):
+                return path
+            return _from_here(self.file.parent / path.removeprefix(f"{FILE_FOLDER}/"))
         if path in ("", MISSING) or path.startswith("${"):  # A reference is resolved at its own key.
             return path
         near = Path() if self.file is None else self.file.parent
-        if kind is not InputKind.data:
-            file, name = split_code(path) if kind is InputKind.function else (path, "")
+        if kind is not PathKind.data:
+            file, name = split_code(path) if kind is PathKind.function else (path, "")
             if (shipped := find_code(near / file, file)) is not None:
                 return _from_here(shipped) + name
-        if self.file is None or (kind is InputKind.data and is_shipped(self.file)):
+        if self.file is None or (kind is PathKind.data and is_shipped(self.file)):
             return path
         joined = near / path
         # A name on the hub looks like a relative path, so an existing file takes precedence.
-        if kind is InputKind.data and is_hub_name(path) and not os.path.exists(joined):
+        if kind is PathKind.data and is_hub_name(path) and not os.path.exists(joined):
             return path
 
         return _from_here(joined) if ".." in joined.parts else str(joined)
-
-    def output_of(self, path: str) -> str:
-        """Return the path of an output folder, which is relative to the current folder.
-
-        FILE_FOLDER at its beginning is the folder of the file that contains it.
-        """
-        if self.file is None or not path.startswith(f"{FILE_FOLDER}/"):
-            return path
-        return _from_here(self.file.parent / path.removeprefix(f"{FILE_FOLDER}/"))
 
 
 def _from_here(path: Path) -> str:
@@ -147,7 +144,8 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """
     if isinstance(source, Mapping):
         near = Path()
-        layers = _given_layers(source)
+        own = copy.deepcopy(dict(source))  # _group_layers removes the preset's name
+        layers = [*_group_layers(own, GIVEN, near), Layer(GIVEN, own)]
     else:
         file = find_config(Path(source), str(source))
         near = file.parent
@@ -172,11 +170,6 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         layers.append(_parse_overrides(others))
 
     return layers
-
-
-def _given_layers(values: Mapping[str, Any]) -> list[Layer]:
-    own = copy.deepcopy(dict(values))  # _group_layers removes the preset's name
-    return [*_group_layers(own, GIVEN, Path()), Layer(GIVEN, own)]
 
 
 def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:

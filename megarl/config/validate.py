@@ -61,7 +61,7 @@ class Needs(Enum):
 
     run = auto()  # the configuration
     role = auto()  # the configuration, and each model role
-    model = auto()  # each model role whose architecture could be read, and the architecture
+    model = auto()  # the configuration, each model role whose architecture could be read, and that
     actor = auto()  # the configuration, and the architecture of the policy
     reward_model = auto()  # the configuration, and the architecture of the reward model
     models = auto()  # the configuration, and all architectures by role
@@ -159,6 +159,7 @@ RULES = (
             run.ring_attention: (),
             run.compared_validations: (),
             run.output_folders: (),
+            run.functions: (),
             run.profile: (),
             run.tracking: (),
             run.recovery_factors: ("recovery.hang_factor", "recovery.straggler_factor"),
@@ -197,7 +198,6 @@ RULES = (
             algorithm.critic: ("trainer.critic_warmup_steps", "trainer.total_steps"),
             algorithm.policy_loss: ("trainer.updates_per_step", "trainer.epochs_per_batch"),
             algorithm.aggregations: ("data.max_response_length",),
-            algorithm.functions: (),
             algorithm.kl: (),
             lora.reference: (),
             lora.served: (),
@@ -228,6 +228,10 @@ RULES = (
             vision.fit_layout: ("{role}",),
             megatron.fit_model: (),
             fp8.products_fit: ("{role}",),
+            models.rows_fit: (),
+            models.kernels_fit: (),
+            experts.layers_fit: (),
+            lora.layers_fit: (),
         },
     ),
     *_checks(
@@ -249,28 +253,12 @@ RULES = (
         Needs.models,
         PPOConfig,
         {
-            models.rows_fit: (),
-            models.kernels_fit: (),
-            models.same_vocabulary: (),
             models.top_k_fits: ("algorithm.advantage.distillation.top_k",),
-            experts.layers_fit: (),
-            lora.layers_fit: (),
-            vision.packing: (),
             vision.every_role: (),
         },
     ),
-    *_checks(
-        Needs.models,
-        SFTConfig | PreferenceConfig,
-        {
-            models.chats_fit: (),
-            models.kernels_fit: (),
-            experts.layers_fit: (),
-            lora.layers_fit: (),
-            vision.packing: (),
-        },
-    ),
-    *_checks(Needs.models, DPOConfig, {models.same_vocabulary: ()}),
+    *_checks(Needs.models, RunConfig, {vision.packing: ()}),
+    *_checks(Needs.models, PPOConfig | DPOConfig, {models.same_vocabulary: ()}),
     Check(Needs.models, partial(unread_keys, refused=True)),
     *_checks(Needs.files, RunConfig, dict.fromkeys(machine.RULES, ())),
     Check(Needs.folders, machine.writable_folders),
@@ -297,7 +285,9 @@ def validate(config: RunConfig) -> list[Finding]:
     architectures, unreadable = read_architectures(config)
     found += unreadable
     of_models = {
-        Needs.model: [(role, architectures[role.name]) for role in roles if role.name in architectures],
+        Needs.model: [
+            (config, role, architectures[role.name]) for role in roles if role.name in architectures
+        ],
         Needs.actor: [(config, architectures[name]) for name in architectures if name == "actor"],
         Needs.reward_model: [(config, architectures[name]) for name in architectures if name == REWARD_MODEL],
         Needs.models: [(config, architectures)],
@@ -326,19 +316,18 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Finding]]
     architectures: Architectures = {}
     violations = []
 
-    for role in model_roles(config):
-        try:
-            architecture = read_architecture(role.path, config.model.trust_remote_code)
-            architectures[role.name] = replace(architecture, lora=role.lora)
-        except ConfigError as error:
-            violations.append(Finding((role.path_key,), f"{error.source}: {'; '.join(error.problems)}"))
-
     # Judges that the run serves are no model roles, but their memory is planned.
-    for name, judge in judge_roles(config).items():
+    judges = judge_roles(config).items()
+    folders = [
+        *((role.name, role.path, role.path_key, role.lora) for role in model_roles(config)),
+        *((name, judge.path, f"{judge.key}.path", None) for name, judge in judges),
+    ]
+    for name, folder, key, adapters in folders:
         try:
-            architectures[name] = read_architecture(judge.path, config.model.trust_remote_code)
+            architecture = read_architecture(folder, config.model.trust_remote_code)
+            architectures[name] = replace(architecture, lora=adapters)
         except ConfigError as error:
-            violations.append(Finding((f"{judge.key}.path",), f"{error.source}: {'; '.join(error.problems)}"))
+            violations.append(Finding((key,), f"{error.source}: {'; '.join(error.problems)}"))
 
     return architectures, violations
 
@@ -346,7 +335,6 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Finding]]
 def range_violations(config: object) -> Findings:
     """Yield the numbers of a configuration that are outside the ranges of their keys."""
     for leaf in leaves(config):
-        if leaf.items is not None and not leaf.items.fits(leaf.value):
-            yield Finding((leaf.key,), f"is {leaf.value}, but must be {leaf.items}")
-        elif isinstance(leaf.value, int | float) and leaf.value not in leaf.range:
+        has_range = leaf.range.length is not None or isinstance(leaf.value, int | float)
+        if has_range and leaf.value not in leaf.range:
             yield Finding((leaf.key,), leaf.range.explain(leaf.value))

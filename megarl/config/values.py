@@ -6,7 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, asdict, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from megarl.config.dotted import replaced
 from megarl.config.schema.keys import when_to_change
 
 # Types of keys, and those of other values that they take.
@@ -132,10 +133,8 @@ def expected(hint: Any) -> str:
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Apply `change` to a string, or to each string of a list."""
-    if isinstance(value, list):
-        return [each_text(item, change) for item in value]
-    return change(value) if isinstance(value, str) else value
+    """Apply `change` to a string, or to each string of a list or a mapping."""
+    return replaced(value, lambda _, item: change(item) if isinstance(item, str) else item)
 
 
 def texts_of(value: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -152,12 +151,8 @@ def texts_of(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def escaped(value: Any) -> Any:
     """Return a resolved value such that OmegaConf reads it back, although it contains `${`."""
-    if isinstance(value, dict):
-        return {name: escaped(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [escaped(inner) for inner in value]
     # Backslashes before the signs would escape them, or each other.
-    return re.sub(r"(\\*)\$\{", r"\1\1\${", value) if isinstance(value, str) else value
+    return each_text(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\${", text))
 
 
 def contents_of(content: Any) -> Any:
@@ -165,14 +160,8 @@ def contents_of(content: Any) -> Any:
 
     Members of enumerations are strings.
     """
-    if is_dataclass(content):
-        return {entry.name: contents_of(getattr(content, entry.name)) for entry in fields(content)}
-    if isinstance(content, dict):
-        return {key: contents_of(value) for key, value in content.items()}
-    if isinstance(content, list):
-        return [contents_of(value) for value in content]
-
-    return content.value if isinstance(content, Enum) else content
+    plain = asdict(content) if is_dataclass(content) and not isinstance(content, type) else content
+    return replaced(plain, lambda _, item: item.value if isinstance(item, Enum) else item)
 
 
 def unexpanded(paths: Any) -> str | None:

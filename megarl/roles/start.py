@@ -309,7 +309,7 @@ def _scorers(
 
     return {
         role.name: Scorer(
-            role.row,
+            role,
             groups[role.name],
             role.parallel,
             role.micro_batch,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.compare import flat
+from megarl.config.dotted import flat
 from megarl.machine.files import write_whole
 
 if TYPE_CHECKING:

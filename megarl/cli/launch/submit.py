@@ -31,7 +31,7 @@ from megarl.config.load import read_config, with_paths
 from megarl.config.paths import is_url, split_code
 from megarl.config.rules.machine import code_files
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, RunConfig
-from megarl.config.schema.keys import InputKind
+from megarl.config.schema.keys import PathKind
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
 from megarl.config.values import contents_of, escaped
@@ -335,19 +335,21 @@ def _moved[Run: RunConfig](config: Run, here: Path, take_along: Callable[[str], 
     their paths become absolute, to be valid on all nodes.
     """
 
-    def moved(kind: InputKind | None, path: str) -> str:
+    def moved(kind: PathKind, path: str) -> str:
         if is_url(path):
             return path
-        if kind is InputKind.code:
+        if kind is PathKind.code:
             return take_along(path)
-        if kind is InputKind.function:
+        if kind is PathKind.function:
             file, name = split_code(path)
             return f"{take_along(file)}{name}"
-        return path if kind is InputKind.data and _is_on_hub(path, here) else str(here / path)
+        return path if kind is PathKind.data and _is_on_hub(path, here) else str(here / path)
 
     checkpoint = config.checkpoint
     if checkpoint.resume not in (RESUME_AUTO, RESUME_DISABLE):
-        config = config.with_sections(checkpoint=replace(checkpoint, resume=moved(None, checkpoint.resume)))
+        config = config.with_sections(
+            checkpoint=replace(checkpoint, resume=moved(PathKind.output, checkpoint.resume))
+        )
     return with_paths(config, moved)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from megarl.config.finding import Finding, Findings
+from megarl.config.finding import Finding, Findings, conflicts
 from megarl.config.schema import HarnessConfig, PPOConfig, SandboxProvider
 
 # A name, with a registry, a tag and a digest; or the start of an image's hash.
@@ -78,32 +78,28 @@ def _harness(config: PPOConfig) -> Findings:
     algorithm = config.algorithm
     combined = (
         (
-            "algorithm.dynamic_sampling.enabled",
+            ("algorithm.dynamic_sampling.enabled",),
             algorithm.dynamic_sampling.enabled,
             "groups of such episodes cannot be filtered yet; use false",
         ),
         (
-            "algorithm.overlong.buffer_share",
+            ("algorithm.overlong.buffer_share",),
             algorithm.overlong.buffer_share > 0,
             "the penalty would apply to each row; use 0",
         ),
         (
-            "algorithm.advantage.estimator",
+            ("algorithm.advantage.estimator",),
             algorithm.advantage.estimator.needs.greedy_baseline,
             "its baseline needs one row per episode; use grpo or another estimator",
         ),
         (
-            "reward.model.path",
+            ("reward.model.path",),
             config.reward.model.path is not None,
             "a reward model reads one conversation per episode; use reward functions, or have the program "
             "set the reward",
         ),
     )
-    for key, is_set, why in combined:
-        if is_set:
-            yield Finding(
-                (key, "agent.harness"), f"an episode of a harness has any number of rows, and {why}"
-            )
+    yield from conflicts("agent.harness", "an episode of a harness has any number of rows, and ", combined)
 
 
 def _sandbox(harness: HarnessConfig) -> Findings:

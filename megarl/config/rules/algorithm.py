@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.config.finding import Finding, Findings
-from megarl.config.paths import names_code
+from megarl.config.finding import Finding, Findings, conflicts
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import (
     Aggregation,
@@ -200,16 +199,6 @@ def aggregations(config: PPOConfig) -> Findings:
             )
 
 
-def functions(config: PPOConfig) -> Findings:
-    for key, reference in config.algorithm.own_functions:
-        if not names_code(reference):
-            yield Finding(
-                (key,),
-                f"{reference!r} does not name a function in a file; write it as FILE.py:NAME, such as "
-                f"my_functions.py:my_loss",
-            )
-
-
 def kl(config: PPOConfig) -> Findings:
     section = config.algorithm.kl
     if section.estimator in _STRAIGHT_THROUGH and section.where is KLWhere.reward:
@@ -240,28 +229,27 @@ def rollout_correction(config: PPOConfig) -> Findings:
     # With bypass the trainer computes no log-probs of the samples, so settings that read them are refused.
     if not correction.bypass:
         return
-    bypass = f"{_CORRECTION}.bypass"
-
-    if correction.enabled:
-        yield Finding(
-            (bypass, f"{_CORRECTION}.level", f"{_CORRECTION}.rejection.estimator"),
+    others = (
+        (
+            (f"{_CORRECTION}.level", f"{_CORRECTION}.rejection.estimator"),
+            correction.enabled,
             "with bypass the old log-probs are the rollout engine's, so the ratio of the policy loss already "
             "is the importance weight; use level=none and rejection.estimator=none, or bypass=false",
-        )
-
-    if config.algorithm.kl.in_reward:
-        yield Finding(
-            (bypass, _WHERE),
+        ),
+        (
+            (_WHERE,),
+            config.algorithm.kl.in_reward,
             "the penalty in the reward needs the trainer's log-probs of the samples, which bypass does not "
             "compute; use where=loss, or bypass=false",
-        )
-
-    if config.algorithm.reads_old_log_probs:
-        yield Finding(
-            (bypass, _ESTIMATOR),
+        ),
+        (
+            (_ESTIMATOR,),
+            config.algorithm.reads_old_log_probs,
             f"{config.algorithm.advantage.estimator.name} needs the trainer's probabilities of the samples, "
             "which bypass does not compute; use another estimator, or bypass=false",
-        )
+        ),
+    )
+    yield from conflicts(f"{_CORRECTION}.bypass", "", others)
 
 
 def dynamic_sampling(config: PPOConfig) -> Findings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megarl.config.finding import Finding, Findings
-from megarl.config.paths import names_code
 from megarl.config.rules.reward import has_scores
 from megarl.config.schema import CurriculumKind, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
@@ -48,19 +47,11 @@ def curriculum(config: PPOConfig) -> Findings:
     section = config.data.curriculum
     is_learned = section.kind is CurriculumKind.learnability
 
-    if section.sampler is not None:
-        if not names_code(section.sampler):
-            yield Finding(
-                (_SAMPLER,),
-                f"{section.sampler!r} does not name a class in a file; write it as FILE.py:CLASS, such as "
-                f"my_samplers.py:MySampler",
-            )
-
-        if is_learned:
-            yield Finding(
-                (_KIND, _SAMPLER),
-                f"{section.sampler!r} would replace {section.kind.value}; set only one of them",
-            )
+    if section.sampler is not None and is_learned:
+        yield Finding(
+            (_KIND, _SAMPLER),
+            f"{section.sampler!r} would replace {section.kind.value}; set only one of them",
+        )
 
     if config.data.train_weights and (is_learned or section.sampler is not None):
         yield Finding(

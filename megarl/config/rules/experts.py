@@ -5,10 +5,8 @@ They cover expert parallelism in training and in an engine, router settings, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from megarl.config.finding import Finding, Findings, either, nearest_divisors
-from megarl.config.roles import ModelRole, model_roles, scores_in_update
+from megarl.config.finding import Conflict, Finding, Findings, conflicts, either, nearest_divisors
+from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import (
     Device,
     Layers,
@@ -28,7 +26,7 @@ _ENGINE_KEY = "rollout.expert_parallel_size"
 _REPLAY = "engine.routing_replay"
 
 
-def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
+def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check the layout of one role's model."""
     parallel = role.parallel
     key = role.parallel_key
@@ -109,20 +107,15 @@ def _ranks(parallel: ParallelConfig, key: str) -> Findings:
         )
 
 
-def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
+def layers_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that Transformer Engine's layers are not used for experts with biases."""
-    if config.device is Device.cpu or config.engine.layers is Layers.local:
-        return
-
-    for role in model_roles(config):
-        architecture = architectures.get(role.name)
-        if architecture is not None and architecture.linear_bias:
-            yield Finding(
-                ("engine.layers",),
-                f"is {config.engine.layers.value}, but the experts of {role.path} "
-                f"({architecture.model_type}) have biases, which megarl supports with local layers only; "
-                "use local",
-            )
+    is_local = config.device is Device.cpu or config.engine.layers is Layers.local
+    if architecture.linear_bias and not is_local:
+        yield Finding(
+            ("engine.layers",),
+            f"is {config.engine.layers.value}, but the experts of {role.path} ({architecture.model_type}) "
+            "have biases, which megarl supports with local layers only; use local",
+        )
 
 
 def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
@@ -186,64 +179,64 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Findings:
     if replay is RoutingReplay.off or not routes_tokens(policy):
         return
 
-    if not config.engine.packing:
-        yield Finding(
-            (_REPLAY, "engine.packing"),
-            f"is {replay.value}, which requires packed rows; use engine.packing=true, or off",
-        )
-
-    # Megatron's fused router returns before it asks for the routes to replay.
-    if config.actor.megatron.transformer.get("moe_router_fusion"):
-        yield Finding(
-            (_REPLAY, "actor.megatron.transformer.moe_router_fusion"),
-            f"is {replay.value}, but a fused router selects experts itself and replays no routes; use "
-            "actor.megatron.transformer.moe_router_fusion=false, or off",
-        )
-
     # Routes come from the trainer's scoring pass, or from the engine that generated.
-    if replay is RoutingReplay.trainer:
-        yield from _routes_of_scoring(config)
-    else:
-        yield from _routes_of_engine(config)
+    of_source = _without_scoring if replay is RoutingReplay.trainer else _without_routes_of_engine
+    others = (
+        (
+            ("engine.packing",),
+            not config.engine.packing,
+            "which requires packed rows; use engine.packing=true, or off",
+        ),
+        # Megatron's fused router returns before it asks for the routes to replay.
+        (
+            ("actor.megatron.transformer.moe_router_fusion",),
+            bool(config.actor.megatron.transformer.get("moe_router_fusion")),
+            "but a fused router selects experts itself and replays no routes; use "
+            "actor.megatron.transformer.moe_router_fusion=false, or off",
+        ),
+        *of_source(config),
+    )
+    yield from conflicts(_REPLAY, f"is {replay.value}, ", others)
 
 
-def _routes_of_scoring(config: PPOConfig) -> Findings:
-    if config.algorithm.rollout_correction.bypass:
-        yield Finding(
-            (_REPLAY, "algorithm.rollout_correction.bypass"),
-            "is trainer, but with bypass the trainer does not compute old_log_probs, so there are no "
-            "routes to replay; use rollout or off",
-        )
-    elif scores_in_update(config.algorithm, one_update=config.trainer.one_update):
-        yield Finding(
-            (_REPLAY, "trainer.updates_per_step", "trainer.epochs_per_batch"),
-            "is trainer, but with one update per batch the update itself computes old_log_probs, so there "
-            "are no routes to replay; use off, rollout, or more updates",
-        )
+def _without_scoring(config: PPOConfig) -> tuple[Conflict, ...]:
+    bypass = config.algorithm.rollout_correction.bypass
+    return (
+        (
+            ("algorithm.rollout_correction.bypass",),
+            bypass,
+            "but with bypass the trainer does not compute old_log_probs, so there are no routes to replay; "
+            "use rollout or off",
+        ),
+        (
+            ("trainer.updates_per_step", "trainer.epochs_per_batch"),
+            not bypass and scores_in_update(config.algorithm, one_update=config.trainer.one_update),
+            "but with one update per batch the update itself computes old_log_probs, so there are no routes "
+            "to replay; use off, rollout, or more updates",
+        ),
+    )
 
 
-def _routes_of_engine(config: PPOConfig) -> Findings:
-    engine = config.rollout.engine
-    if not engine.needs.returns_routes:
-        others = " or ".join(kind.name for kind in RolloutEngineKind if kind.needs.returns_routes)
-        yield Finding(
-            (_REPLAY, "rollout.engine"),
-            f"is rollout, but the engine {engine.name!r} does not return routes; use the engine {others}, "
-            "or off",
-        )
-
-    # A sample would have tokens from several weight versions, each with different routes.
-    if config.rollout.max_staleness and config.rollout.on_update is OnUpdate.continue_:
-        yield Finding(
-            (_REPLAY, "rollout.max_staleness", "rollout.on_update"),
-            f"is rollout, but with max_staleness {config.rollout.max_staleness} samples continue with new "
-            f"weights, which route their tokens differently, so the returned routes do not match the "
-            f"log-probs; use on_update=drain, max_staleness=0, or trainer",
-        )
-
-    if config.agent.is_used:
-        yield Finding(
-            (_REPLAY, "agent"),
-            "is rollout, but an episode consists of several requests, whose routes are not concatenated; "
-            "use trainer",
-        )
+def _without_routes_of_engine(config: PPOConfig) -> tuple[Conflict, ...]:
+    rollout = config.rollout
+    others = " or ".join(kind.name for kind in RolloutEngineKind if kind.needs.returns_routes)
+    return (
+        (
+            ("rollout.engine",),
+            not rollout.engine.needs.returns_routes,
+            f"but the engine {rollout.engine.name!r} does not return routes; use the engine {others}, or off",
+        ),
+        # A sample would have tokens from several weight versions, each with different routes.
+        (
+            ("rollout.max_staleness", "rollout.on_update"),
+            rollout.max_staleness > 0 and rollout.on_update is OnUpdate.continue_,
+            f"but with max_staleness {rollout.max_staleness} samples continue with new weights, which route "
+            "their tokens differently, so the returned routes do not match the log-probs; use "
+            "on_update=drain, max_staleness=0, or trainer",
+        ),
+        (
+            ("agent",),
+            config.agent.is_used,
+            "but an episode consists of several requests, whose routes are not concatenated; use trainer",
+        ),
+    )

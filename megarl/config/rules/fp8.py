@@ -5,7 +5,7 @@ Training is configured by `{role}.megatron.transformer.fp8`.
 
 from __future__ import annotations
 
-from megarl.config.finding import Finding, Findings, either
+from megarl.config.finding import Finding, Findings, conflicts, either
 from megarl.config.roles import ModelRole
 from megarl.config.schema import (
     CorrectionLevel,
@@ -29,34 +29,32 @@ def run(config: PPOConfig) -> Findings:
         return
 
     correction = config.algorithm.rollout_correction
-    conflicts = (
+    others = (
         (
-            "rollout.engine",
+            ("rollout.engine",),
             not config.rollout.engine.needs.computes_fp8,
             f"but the engine {config.rollout.engine.value} computes in the dtype of the model; use "
             "rollout.dtype=model, or rollout.engine=sglang",
         ),
         (
-            "algorithm.rollout_correction.level",
+            ("algorithm.rollout_correction.level",),
             correction.level is CorrectionLevel.none and not correction.bypass,
             "so samples come from rounded weights, not from the trained ones, and no correction is enabled; "
             "use algorithm.rollout_correction.level=token (truncated importance weights) or sequence, or "
             "rollout_correction.bypass=true",
         ),
         (
-            "resharding.transport",
+            ("resharding.transport",),
             config.resharding.transport.needs.through_files,
             "but folders have the dtype of the model; use resharding.transport=auto",
         ),
         (
-            "actor.lora.sync",
+            ("actor.lora.sync",),
             config.actor.served_adapters is not None,
             "but SGLang gets adapters on top of a model in its own dtype only; use actor.lora.sync=merged",
         ),
     )
-    for key, is_set, why in conflicts:
-        if is_set:
-            yield Finding((_DTYPE, key), f"is fp8, {why}")
+    yield from conflicts(_DTYPE, "is fp8, ", others)
 
 
 def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
@@ -139,7 +137,7 @@ def recipe(config: RunConfig, role: ModelRole) -> Findings:
     )
 
 
-def products_fit(role: ModelRole, architecture: Architecture) -> Findings:
+def products_fit(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a rank's part of every projection has sizes that Transformer Engine multiplies in FP8."""
     if not role.megatron.transformer.get("fp8"):
         return

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from megarl.config.finding import Finding, Findings
+from megarl.config.finding import Finding, Findings, conflicts
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import (
     Layers,
@@ -95,30 +93,30 @@ def reference(config: PPOConfig) -> Findings:
 
 def served(config: PPOConfig) -> Findings:
     """Check that engines can get the adapters separately."""
-    key = "actor.lora.sync"
     if config.actor.served_adapters is None:
         return
 
-    if not config.rollout.engine.needs.serves_adapters:
-        yield Finding(
-            (key, "rollout.engine"),
-            f"is adapter, but the engine {config.rollout.engine.value} has no adapters; use merged, or "
+    others = (
+        (
+            ("rollout.engine",),
+            not config.rollout.engine.needs.serves_adapters,
+            f"but the engine {config.rollout.engine.value} has no adapters; use merged, or "
             "rollout.engine=sglang",
-        )
-
-    if config.resharding.transport.needs.through_files:
-        yield Finding(
-            (key, "resharding.transport"),
-            "is adapter, but SGLang's own loader, which reads folders, does not load adapters into a running "
-            "engine; use merged, or resharding.transport=auto",
-        )
-
-    if config.resharding.delta:
-        yield Finding(
-            (key, "resharding.delta"),
-            "is adapter, so only adapters are sent, of which every element changes; use "
-            "resharding.delta=false, or merged",
-        )
+        ),
+        (
+            ("resharding.transport",),
+            config.resharding.transport.needs.through_files,
+            "but SGLang's own loader, which reads folders, does not load adapters into a running engine; use "
+            "merged, or resharding.transport=auto",
+        ),
+        (
+            ("resharding.delta",),
+            config.resharding.delta,
+            "so only adapters are sent, of which every element changes; use resharding.delta=false, or "
+            "merged",
+        ),
+    )
+    yield from conflicts("actor.lora.sync", "is adapter, ", others)
 
 
 def fit_engine(config: PPOConfig, architecture: Architecture) -> Findings:
@@ -153,7 +151,7 @@ def fit_engine(config: PPOConfig, architecture: Architecture) -> Findings:
             )
 
 
-def fit_model(role: ModelRole, architecture: Architecture) -> Findings:
+def fit_model(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that the model can have the adapters."""
     lora = architecture.lora
     if lora is None:
@@ -173,16 +171,11 @@ def fit_model(role: ModelRole, architecture: Architecture) -> Findings:
         yield Finding((f"{key}.targets" if problem.startswith("'") else f"{key}.rank",), problem)
 
 
-def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
+def layers_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that adapters are not combined with Transformer Engine's layers."""
-    if config.engine.layers is not Layers.transformer_engine:
-        return
-
-    for role in model_roles(config):
-        architecture = architectures.get(role.name)
-        if architecture is not None and architecture.lora is not None:
-            yield Finding(
-                ("engine.layers", f"{role.name}.lora.rank"),
-                f"is transformer_engine, but {role.name}.lora adds adapters to local layers only; use auto "
-                "or local",
-            )
+    if config.engine.layers is Layers.transformer_engine and architecture.lora is not None:
+        yield Finding(
+            ("engine.layers", f"{role.name}.lora.rank"),
+            f"is transformer_engine, but {role.name}.lora adds adapters to local layers only; use auto or "
+            "local",
+        )

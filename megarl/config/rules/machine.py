@@ -27,7 +27,7 @@ from megarl.config.schema import (
     RolloutEngineKind,
     RunConfig,
 )
-from megarl.config.schema.keys import InputKind, leaves
+from megarl.config.schema.keys import PathKind, leaves
 from megarl.config.sources import is_hub_name
 from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.machine.files import existing_folder, read_json_object
@@ -99,9 +99,9 @@ def _no_file(key: str, path: str) -> Finding:
 def code_files(config: RunConfig) -> Findings:
     """Check the Python files of reward functions, tools, environments, estimators, losses and samplers."""
     for leaf in leaves(config):
-        if leaf.input in (None, InputKind.data) or not isinstance(leaf.value, str):
+        if leaf.path not in (PathKind.code, PathKind.function) or not isinstance(leaf.value, str):
             continue
-        path = split_code(leaf.value)[0] if leaf.input is InputKind.function else leaf.value
+        path = split_code(leaf.value)[0] if leaf.path is PathKind.function else leaf.value
         if os.path.isdir(path):
             yield Finding((leaf.key,), f"{path!r} is a folder; give the file in it")
         elif not os.path.isfile(path):

@@ -109,7 +109,7 @@ def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Fin
         yield Finding((key, *keys), f"{option.name} requires {lacking}; remove it, or change {keys[0]}")
 
 
-def fit_model(role: ModelRole, architecture: Architecture) -> Findings:
+def fit_model(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a dense model has no options for experts, which Megatron would ignore."""
     if routes_tokens(architecture):
         return

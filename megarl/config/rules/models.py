@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import gcd
 
 from megarl.config.batch_arithmetic import room_of_longest_row
@@ -16,7 +16,6 @@ from megarl.config.schema import (
     PreferenceConfig,
     Recompute,
     RunConfig,
-    SFTConfig,
 )
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, RowLimit
@@ -144,7 +143,7 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Findings:
         )
 
 
-def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
+def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     parallel = role.parallel
     tensor = role.parallel.tensor_parallel_size
     letters = dimension_sizes(architecture)
@@ -203,44 +202,35 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
         )
 
 
-def kernels_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:
+def kernels_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that attention with sinks or windows is not float32 on CUDA, where it has no kernels."""
-    if config.device is not Device.cuda or config.model.dtype is not DType.float32:
+    is_float32 = config.device is Device.cuda and config.model.dtype is DType.float32
+    if is_float32 and replaces_core(architecture):
+        yield Finding(
+            ("model.dtype", "device"),
+            f"is float32, but the attention of {role.path} ({architecture.model_type}) has sinks or "
+            "windows, for which there are no float32 kernels on CUDA; use bfloat16",
+        )
+
+
+def rows_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
+    """Check that a model that reads the policy's tokens takes the longest row."""
+    limit = architecture.row_limit
+    most = limit.tokens
+    tokens = config.max_row_tokens
+    if not role.reads_policy_tokens or tokens <= most:
         return
 
-    for role in model_roles(config):
-        architecture = architectures.get(role.name)
-        if architecture is not None and replaces_core(architecture):
-            yield Finding(
-                ("model.dtype", "device"),
-                f"is float32, but the attention of {role.path} ({architecture.model_type}) has sinks or "
-                "windows, for which there are no float32 kernels on CUDA; use bfloat16",
-            )
-
-
-def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Findings:
-    """Check that each model that reads the policy's tokens takes the longest row."""
-    prompt = config.longest_prompt
-    response = config.longest_response
-
-    for role, limit in _too_short(config, architectures):
-        most = limit.tokens
+    said = f"is {tokens}, above"
+    hint = f"{most}"
+    if isinstance(config, PPOConfig):
+        prompt = config.longest_prompt
+        said = f"{prompt} + {config.longest_response} = {tokens} tokens exceed"
         hint = f"max_response_length {most - prompt}" if prompt < most else "shorter prompts"
-        yield Finding(
-            config.length_keys,
-            f"{prompt} + {response} = {config.max_row_tokens} tokens exceed {limit.field} {most} of "
-            f"{role.path}{_reason(limit)}; use {hint}{_extension(architectures[role.name])}",
-        )
-
-
-def chats_fit(config: SFTConfig | PreferenceConfig, architectures: Mapping[str, Architecture]) -> Findings:
-    """Check that the model takes the longest conversation."""
-    for role, limit in _too_short(config, architectures):
-        message = (
-            f"is {config.max_row_tokens}, above {limit.field} {limit.tokens} of {role.path}{_reason(limit)}; "
-            f"use {limit.tokens}"
-        )
-        yield Finding(config.length_keys, message + _extension(architectures[role.name]))
+    yield Finding(
+        config.length_keys,
+        f"{said} {limit.field} {most} of {role.path}{_reason(limit)}; use {hint}{_extension(architecture)}",
+    )
 
 
 def _reason(limit: RowLimit) -> str:
@@ -260,17 +250,6 @@ def _extension(architecture: Architecture) -> str:
     if architecture.row_limit.tokens < positions or extended <= positions:
         return ""
     return f", or set max_position_embeddings to {extended} in config.json, to which YaRN extends the context"
-
-
-def _too_short(
-    config: RunConfig, architectures: Mapping[str, Architecture]
-) -> Iterator[tuple[ModelRole, RowLimit]]:
-    """Yield the models that do not take the longest row, and their limits."""
-    for role in model_roles(config):
-        if role.name in architectures and role.reads_policy_tokens:
-            limit = architectures[role.name].row_limit
-            if config.max_row_tokens > limit.tokens:
-                yield role, limit
 
 
 def top_k_fits(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Findings:
@@ -303,7 +282,7 @@ def same_vocabulary(
         vocab_size = architectures[role.name].vocab_size
         if vocab_size != policy and not (role.kind is RoleKind.teacher and vocab_size > policy):
             yield Finding(
-                tuple(dict.fromkeys((role.row.path_keys[0], "model.path"))),
+                tuple(dict.fromkeys((role.path_keys[0], "model.path"))),
                 f"the {role.name} has vocab_size {vocab_size}, the policy {policy}, but comparing their "
                 f"log-probs requires the same vocabulary; use models of one family",
             )

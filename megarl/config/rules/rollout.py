@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from megarl.config.finding import Finding, Findings, either, nearest_divisors
+from megarl.config.finding import Finding, Findings, conflicts, either, nearest_divisors
 from megarl.config.roles import WITHOUT_DEVICES
 from megarl.config.schema import (
     CorrectionLevel,
@@ -205,14 +205,6 @@ def generation_ahead(config: PPOConfig) -> Findings:
         return
     correction = algorithm.rollout_correction
 
-    if correction.level is CorrectionLevel.none and not correction.bypass:
-        yield Finding(
-            (_STALENESS, "algorithm.rollout_correction.level"),
-            f"is {staleness}, so samples come from older weights than the trained ones, and no correction is "
-            f"enabled; use algorithm.rollout_correction.level=token (truncated importance weights) or "
-            f"sequence, or rollout_correction.bypass=true",
-        )
-
     # In a custom placement, any role with devices in the rollout's pool shares those of the engines in time.
     pool = placement.roles.get("rollout") if placement.strategy is PlacementStrategy.custom else None
     others = sorted(
@@ -221,21 +213,30 @@ def generation_ahead(config: PPOConfig) -> Findings:
         if role not in ("rollout", *WITHOUT_DEVICES) and other == pool and pool is not None
     )
 
-    if placement.strategy in _TAKING_TURNS or others:
-        whom = ", ".join(others) or "the actor"
-        yield Finding(
-            (_STALENESS, "placement.strategy"),
-            f"is {staleness}, so the engines generate while the other roles train, but in this placement "
-            f"they share devices with {whom}; use split_collocate or stand_alone, or max_staleness=0",
-        )
-
-    if algorithm.dynamic_sampling.enabled and config.reward.model.path is not None:
-        yield Finding(
-            (_STALENESS, "algorithm.dynamic_sampling.enabled", "reward.model.path"),
-            f"is {staleness}: dynamic sampling needs the scores of each prompt as soon as its samples are "
-            f"finished, but a reward model scores whole steps; use reward functions only, "
-            f"dynamic_sampling.enabled=false, or max_staleness=0",
-        )
+    whom = ", ".join(others) or "the actor"
+    combined = (
+        (
+            ("algorithm.rollout_correction.level",),
+            correction.level is CorrectionLevel.none and not correction.bypass,
+            ", so samples come from older weights than the trained ones, and no correction is enabled; use "
+            "algorithm.rollout_correction.level=token (truncated importance weights) or sequence, or "
+            "rollout_correction.bypass=true",
+        ),
+        (
+            ("placement.strategy",),
+            placement.strategy in _TAKING_TURNS or bool(others),
+            ", so the engines generate while the other roles train, but in this placement they share devices "
+            f"with {whom}; use split_collocate or stand_alone, or max_staleness=0",
+        ),
+        (
+            ("algorithm.dynamic_sampling.enabled", "reward.model.path"),
+            algorithm.dynamic_sampling.enabled and config.reward.model.path is not None,
+            ": dynamic sampling needs the scores of each prompt as soon as its samples are finished, but a "
+            "reward model scores whole steps; use reward functions only, dynamic_sampling.enabled=false, or "
+            "max_staleness=0",
+        ),
+    )
+    yield from conflicts(_STALENESS, f"is {staleness}", combined)
 
 
 def stages(config: PPOConfig) -> Findings:
@@ -245,38 +246,40 @@ def stages(config: PPOConfig) -> Findings:
     if stages == 1 or not rollout.engine.needs.cuts_models:
         return  # rollout.whole_model refuses stages of other engines
 
-    conflicts = (
+    others = (
         (
             ("rollout.max_staleness", "rollout.on_update"),
             rollout.max_staleness > 0 and rollout.on_update is not OnUpdate.drain,
             "SGLang pauses only one of the micro-batches that its stages have in flight (samples would "
-            "continue while weights change); use rollout.on_update=drain, max_staleness=0,",
+            "continue while weights change); use rollout.on_update=drain, max_staleness=0, or "
+            "pipeline_parallel_size=1",
         ),
         (
             (f"{SECTION}.{ALGORITHM}",),
             rollout.sglang.server_args.get(ALGORITHM) is not None,
-            f"SGLang decodes speculatively in engines of one stage only; remove {ALGORITHM},",
+            f"SGLang decodes speculatively in engines of one stage only; remove {ALGORITHM}, or "
+            "pipeline_parallel_size=1",
         ),
         (
             ("actor.lora.sync",),
             config.actor.served_adapters is not None,
-            "engines with several stages get adapters merged only; use actor.lora.sync=merged,",
+            "engines with several stages get adapters merged only; use actor.lora.sync=merged, or "
+            "pipeline_parallel_size=1",
         ),
         (
             ("engine.routing_replay",),
             config.engine.routing_replay is RoutingReplay.rollout,
             "SGLang's first stage, which answers requests, has the routes of its own layers only; use "
-            "engine.routing_replay=trainer,",
+            "engine.routing_replay=trainer, or pipeline_parallel_size=1",
         ),
         (
             ("rollout.dtype",),
             rollout.dtype is EngineDType.fp8,
-            "megarl has no test of FP8 in engines with several stages; use rollout.dtype=model,",
+            "megarl has no test of FP8 in engines with several stages; use rollout.dtype=model, or "
+            "pipeline_parallel_size=1",
         ),
     )
-    for keys, is_set, why in conflicts:
-        if is_set:
-            yield Finding((_PP, *keys), f"is {stages}, but {why} or pipeline_parallel_size=1")
+    yield from conflicts(_PP, f"is {stages}, but ", others)
 
 
 def stages_fit_model(config: PPOConfig, policy: Architecture) -> Findings:

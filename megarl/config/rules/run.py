@@ -8,11 +8,13 @@ from pathlib import Path
 from megarl.config.finding import (
     Finding,
     Findings,
+    conflicts,
     either,
     is_http_url,
     nearest_divisors,
     nearest_multiples,
 )
+from megarl.config.paths import names_code
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     CPCommType,
@@ -28,6 +30,7 @@ from megarl.config.schema import (
     RunConfig,
     SFTConfig,
 )
+from megarl.config.schema.keys import PathKind, leaves
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.machine.wording import counted
 
@@ -48,6 +51,17 @@ def output_folders(config: RunConfig) -> Findings:
         elif (path := Path(folder).absolute()) == Path(path.anchor):
             yield Finding(
                 (key,), f"is {folder!r}, the root of the file system; give a separate folder for the run"
+            )
+
+
+def functions(config: RunConfig) -> Findings:
+    """Check the form of references to functions and classes of the user."""
+    for leaf in leaves(config):
+        if leaf.path is PathKind.function and leaf.value is not None and not names_code(leaf.value):
+            yield Finding(
+                (leaf.key,),
+                f"{leaf.value!r} does not name a function or a class in a file; write it as FILE.py:NAME, "
+                "such as my_functions.py:my_loss",
             )
 
 
@@ -189,19 +203,21 @@ def ring_attention(config: RunConfig) -> Findings:
     if config.engine.cp_comm_type is not CPCommType.p2p:
         return
 
-    if config.engine.layers is Layers.local or config.device is Device.cpu:
-        yield Finding(
-            ("engine.cp_comm_type", "engine.layers", "device"),
-            "p2p is an exchange of Transformer Engine's attention, which local layers and a CPU do not have; "
-            "use engine.cp_comm_type=auto, or engine.layers=auto on CUDA",
-        )
-
-    if config.engine.share_prompts:
-        yield Finding(
-            ("engine.cp_comm_type", "engine.share_prompts"),
-            "p2p treats sequences as independent, but samples share their prompts; use "
-            "engine.cp_comm_type=auto, or engine.share_prompts=false",
-        )
+    others = (
+        (
+            ("engine.layers", "device"),
+            config.engine.layers is Layers.local or config.device is Device.cpu,
+            "is an exchange of Transformer Engine's attention, which local layers and a CPU do not have; use "
+            "engine.cp_comm_type=auto, or engine.layers=auto on CUDA",
+        ),
+        (
+            ("engine.share_prompts",),
+            config.engine.share_prompts,
+            "treats sequences as independent, but samples share their prompts; use engine.cp_comm_type=auto, "
+            "or engine.share_prompts=false",
+        ),
+    )
+    yield from conflicts("engine.cp_comm_type", "p2p ", others)
 
 
 def mini_batches(config: PPOConfig) -> Findings:

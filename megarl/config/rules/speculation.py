@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.finding import Finding, Findings
+from megarl.config.finding import Finding, Findings, conflicts
 from megarl.config.schema import Device, EngineDType, PPOConfig, RoutingReplay
 from megarl.config.speculation import (
     ALGORITHM,
@@ -70,44 +70,44 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
         yield from (Finding((_DRAFT,), f"{error.source}: {problem}") for problem in error.problems)
         return
 
-    name = algorithm_name(config.rollout.sglang.server_args) or ""
-    if draft.vocab_size != policy.vocab_size:
-        yield Finding(
-            (_DRAFT, "model.path"),
-            f"the draft model {folder!r} has vocab_size {draft.vocab_size}, the policy {policy.vocab_size}, "
-            "but the policy reads its tokens; use a draft model with the policy's vocabulary",
-        )
-
-    width = policy.hidden_size
+    given = config.rollout.sglang.server_args
+    name = algorithm_name(given) or ""
     read = draft.target_hidden_size if name == "EAGLE3" else draft.hidden_size
-    if ALGORITHMS[name].reads_policy and read != width:
-        yield Finding(
-            (_DRAFT, "model.path"),
-            f"the draft model {folder!r} reads hidden states of {read}, but the policy's have {width}; use a "
-            f"draft model that was trained for {config.model.path}",
-        )
-
-    if config.rollout.sglang.server_args.get(REJECTION) and draft.draft_vocab_size != draft.vocab_size:
-        yield Finding(
-            (f"{SECTION}.{REJECTION}", _DRAFT),
-            f"is true, but the draft model {folder!r} proposes {draft.draft_vocab_size} of the "
-            f"{draft.vocab_size} tokens, and SGLang compares all probabilities; remove it",
-        )
-
-    if draft.is_quantized:
-        yield Finding(
-            (_DRAFT,),
-            f"{folder!r} is quantized, but SGLang gets the draft model in model.dtype; use a folder with "
-            "weights in bfloat16",
-        )
-
+    heads = draft.num_attention_heads
     tensor = config.rollout.tensor_parallel_size
-    if draft.num_attention_heads % tensor:
-        yield Finding(
-            (_DRAFT, "rollout.tensor_parallel_size"),
-            f"num_attention_heads {draft.num_attention_heads} of the draft model {folder!r} does not divide "
-            f"by tensor_parallel_size {tensor}; use a divisor of {draft.num_attention_heads}",
-        )
+    others = (
+        (
+            ("model.path",),
+            draft.vocab_size != policy.vocab_size,
+            f"has vocab_size {draft.vocab_size}, the policy {policy.vocab_size}, but the policy reads its "
+            "tokens; use a draft model with the policy's vocabulary",
+        ),
+        (
+            ("model.path",),
+            ALGORITHMS[name].reads_policy and read != policy.hidden_size,
+            f"reads hidden states of {read}, but the policy's have {policy.hidden_size}; use a draft model "
+            f"that was trained for {config.model.path}",
+        ),
+        (
+            (f"{SECTION}.{REJECTION}",),
+            bool(given.get(REJECTION)) and draft.draft_vocab_size != draft.vocab_size,
+            f"proposes {draft.draft_vocab_size} of the {draft.vocab_size} tokens, and SGLang compares all "
+            f"probabilities; remove {REJECTION}",
+        ),
+        (
+            (),
+            draft.is_quantized,
+            "is quantized, but SGLang gets the draft model in model.dtype; use a folder with weights in "
+            "bfloat16",
+        ),
+        (
+            ("rollout.tensor_parallel_size",),
+            heads % tensor != 0,
+            f"has num_attention_heads {heads}, which does not divide by tensor_parallel_size {tensor}; use a "
+            f"divisor of {heads}",
+        ),
+    )
+    yield from conflicts(_DRAFT, f"the draft model {folder!r} ", others)
 
 
 def _draft(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
@@ -180,44 +180,42 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
             (f"{SECTION}.{REJECTION}", _ALGORITHM),
             f"is true, which SGLang has for EAGLE and EAGLE3 with {TOP_K} 1 only; set them, or remove it",
         )
-    if config.device is Device.cpu and (problem := problem_on_cpu(given)):
-        yield Finding((_ALGORITHM, "device"), f"is {name}, {problem}")
 
-    conflicts = (
+    problem = problem_on_cpu(given) or ""
+    others = (
+        (("device",), config.device is Device.cpu and problem != "", problem),
         (
-            "rollout.engine",
+            ("rollout.engine",),
             not config.rollout.engine.needs.speculates,
             f"but the engine {config.rollout.engine.value} decodes one token at a time; use "
             "rollout.engine=sglang, or remove it",
         ),
         (
-            "rollout.dtype",
+            ("rollout.dtype",),
             algorithm.has_draft and config.rollout.dtype is EngineDType.fp8,
             "but with fp8 SGLang would read the draft model's weights as FP8, too; use rollout.dtype=model, "
             "or NGRAM",
         ),
         (
-            "engine.routing_replay",
+            ("engine.routing_replay",),
             config.engine.routing_replay is RoutingReplay.rollout,
             "but SGLang records routes by a token's place in its cache, which rejected tokens share with "
             "others; use engine.routing_replay=trainer, or remove it",
         ),
         (
-            "actor.lora.sync",
+            ("actor.lora.sync",),
             config.actor.served_adapters is not None,
             "which is not supported with adapters that the engine applies; use actor.lora.sync=merged, or "
             "remove it",
         ),
         (
-            "rollout.sglang.deterministic",
+            ("rollout.sglang.deterministic",),
             name == "NGRAM" and config.rollout.sglang.deterministic,
             "whose drafts depend on what the engine generated before, and with them the random numbers of a "
             "sample; use a draft model, or deterministic=false",
         ),
     )
-    for key, is_set, why in conflicts:
-        if is_set:
-            yield Finding((_ALGORITHM, key), f"is {name}, {why}")
+    yield from conflicts(_ALGORITHM, f"is {name}, ", others)
 
 
 def _known() -> str:

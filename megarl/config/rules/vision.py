@@ -12,7 +12,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import reads_images, routes_tokens
 
 
-def fit_layout(role: ModelRole, architecture: Architecture) -> Findings:
+def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that the first stage has the layers that features of images are added to."""
     if not reads_images(architecture):
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, names, only_with, ranged
+from megarl.config.schema.keys import MISSING, PathKind, Reader, names, only_with, ranged
 
 
 class CallsInThinking(str, Enum):
@@ -19,7 +19,7 @@ class ToolConfig:
     """An annotated function, or an object with a schema, in a Python file, or a built-in tool."""
 
     # Python file; null: a built-in tool, such as calculator
-    path: str | None = field(default=None, metadata=names(InputKind.code))
+    path: str | None = field(default=None, metadata=names(PathKind.code))
     name: str = MISSING  # name of the function or object
 
 
@@ -28,7 +28,7 @@ class EnvironmentConfig:
     """A class whose instances answer the model's turns, one instance per episode, instead of tools."""
 
     # Python file; null: no environment
-    path: str | None = field(default=None, metadata=names(InputKind.code))
+    path: str | None = field(default=None, metadata=names(PathKind.code))
     name: str = only_with("Environment", Reader(".path", example="FILE.py"))  # name of the class in the file
 
 
@@ -37,7 +37,7 @@ class HarnessFunctionConfig:
     """A function `run(task, endpoint)`, plain or async, that is called once per episode."""
 
     # Python file; null: no function
-    path: str | None = field(default=None, metadata=names(InputKind.code))
+    path: str | None = field(default=None, metadata=names(PathKind.code))
     name: str = only_with("run", Reader(".path", example="FILE.py"))  # name of the function in the file
 
 
@@ -80,7 +80,7 @@ class SandboxConfig:
     # folder that becomes the file system, null: system and Python of the machine
     image: str | None = _in_sandbox(None)
     # files and folders that are copied into the working folder
-    files: list[str] = _in_sandbox(field(default_factory=list, metadata=names(InputKind.code)))
+    files: list[str] = _in_sandbox(field(default_factory=list, metadata=names(PathKind.code)))
     # allow the network of the machine; false: only the endpoint of the episode can be reached
     network: bool = _in_sandbox(False)
     memory_mb: int = _in_sandbox(ranged(4096, at_least=16))  # limit of memory; with local, files count too

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.kinds import AdvantageEstimator, Aggregation, PolicyLossKind
-from megarl.config.schema.keys import InputKind, Reader, names, only_with, ranged
+from megarl.config.schema.keys import PathKind, Reader, names, only_with, ranged
 
 
 class KLWhere(str, Enum):
@@ -110,7 +110,7 @@ class AdvantageConfig:
     # how advantages are computed from rewards; see Algorithms
     estimator: AdvantageEstimator = AdvantageEstimator.gae
     function: str | None = field(
-        default=None, metadata=names(InputKind.function)
+        default=None, metadata=names(PathKind.function)
     )  # FILE.py:NAME of a custom function that replaces the estimator's; it receives the same inputs
     gamma: float = only_with(
         ranged(1.0, at_least=0, at_most=1),
@@ -166,7 +166,7 @@ class CovarianceConfig:
 class PolicyLossConfig:
     kind: PolicyLossKind = PolicyLossKind.ppo_clip  # loss of one token; see Algorithms
     function: str | None = field(
-        default=None, metadata=names(InputKind.function)
+        default=None, metadata=names(PathKind.function)
     )  # FILE.py:NAME of a custom function that replaces the kind's; it receives the same inputs
     # lower clip bound: the ratio is clipped to [1 - clip_low, 1 + clip_high]. gmpo: its logarithm to
     # [-clip_low, clip_high]. dppo_*: divergence limits for tokens that became less (clip_low) and more
@@ -330,15 +330,6 @@ class AlgorithmConfig:
     def reads_old_log_probs(self) -> bool:
         """Whether the advantages depend on the trainer's log-probs of the samples."""
         return self.advantage.estimator.needs.old_log_probs and self.teacher_top_k is None
-
-    @property
-    def own_functions(self) -> list[tuple[str, str]]:
-        """The key and FILE.py:NAME of each custom function that replaces a built-in one."""
-        named = {
-            "algorithm.advantage.function": self.advantage.function,
-            "algorithm.policy_loss.function": self.policy_loss.function,
-        }
-        return [(key, reference) for key, reference in named.items() if reference is not None]
 
 
 class DPOLossKind(str, Enum):

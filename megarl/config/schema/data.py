@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, matters, names, only_with, prose, ranged
+from megarl.config.schema.keys import MISSING, PathKind, Reader, matters, names, only_with, prose, ranged
 
 
 class Overlong(str, Enum):
@@ -32,7 +32,7 @@ class CurriculumConfig:
 
     kind: CurriculumKind = CurriculumKind.epochs  # how often each prompt is used; see Data
     # FILE.py:CLASS of a custom sampler that replaces the kind's; see Data
-    sampler: str | None = field(default=None, metadata=names(InputKind.function))
+    sampler: str | None = field(default=None, metadata=names(PathKind.function))
     # share of the prompts that are taken in epochs, so that none is forgotten
     epoch_share: float = only_with(
         ranged(0.25, above=0, at_most=1), Reader(".kind", (CurriculumKind.learnability,)), is_refused=True
@@ -101,13 +101,13 @@ class RatedPairColumnsConfig(PairColumnsConfig):
 class DataConfig:
     # files of prompts: .parquet, .jsonl, .csv, or a folder saved by `datasets`
     train_files: list[str] = matters(
-        field(default=MISSING, metadata=names(InputKind.data)), "always: your prompts"
+        field(default=MISSING, metadata=names(PathKind.data)), "always: your prompts"
     )
     # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out prompts, for validation
     val_files: list[str] = matters(
-        field(default_factory=list, metadata=names(InputKind.data)),
+        field(default_factory=list, metadata=names(PathKind.data)),
         "to measure the policy on prompts that it is not trained on; with `trainer.validate_every_steps`",
     )
     columns: PromptColumnsConfig = field(default_factory=PromptColumnsConfig)
@@ -141,11 +141,11 @@ class SFTDataConfig:
     """
 
     # files of conversations: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))
+    train_files: list[str] = field(default=MISSING, metadata=names(PathKind.data))
     # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out conversations, for the validation loss
-    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))
+    val_files: list[str] = field(default_factory=list, metadata=names(PathKind.data))
     columns: ChatColumnsConfig = field(default_factory=ChatColumnsConfig)
     system_prompt: str | None = prose(None)  # added to conversations that have no system message
     max_length: int = ranged(2048, at_least=1)  # maximum tokens of a whole conversation
@@ -166,12 +166,12 @@ class PreferenceDataConfig:
     """Rows with a prompt and two answers to it, of which `chosen` is preferred to `rejected`."""
 
     # files of pairs: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))
+    train_files: list[str] = field(default=MISSING, metadata=names(PathKind.data))
     # sampling weight of each of train_files, as its share of the pairs; empty: each pair is used once per
     # epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out pairs, for the validation loss and accuracy
-    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))
+    val_files: list[str] = field(default_factory=list, metadata=names(PathKind.data))
     columns: PairColumnsConfig = field(default_factory=PairColumnsConfig)
     system_prompt: str | None = prose(None)  # added to conversations that have no system message
     # maximum tokens of a prompt with its longer answer; a reward model reads its score at one more token

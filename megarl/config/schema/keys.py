@@ -20,15 +20,21 @@ SMALLEST = 2.0**-126
 class Range(NamedTuple):
     """The numbers that a key accepts, none beyond LARGEST.
 
-    `at_least` and `at_most` are inclusive ends, `above` and `below` are exclusive ones.
+    `at_least` and `at_most` are inclusive ends, `above` and `below` are exclusive ones. With a `length`, the
+    key accepts a list of as many of these numbers.
     """
 
     at_least: float = -math.inf
     above: float = -math.inf
     at_most: float = math.inf
     below: float = math.inf
+    length: int | None = None
 
     def __contains__(self, value: object) -> bool:
+        if self.length is not None:
+            of_item = self._replace(length=None)
+            assert isinstance(value, list)
+            return len(value) == self.length and all(item in of_item for item in value)
         assert isinstance(value, int | float)
         return (
             abs(value) <= LARGEST
@@ -38,15 +44,20 @@ class Range(NamedTuple):
         )
 
     def __str__(self) -> str:
-        given = {word: end for word, end in self._asdict().items() if math.isfinite(end)}
+        if self.length is not None:
+            return f"{self.length} numbers, each {self._replace(length=None)}"
+        ends = {word: end for word, end in self._asdict().items() if end is not None}
+        given = {word: end for word, end in ends.items() if math.isfinite(end)}
         if len(given) == 2:
             low = f"[{self.at_least:g}" if "at_least" in given else f"({self.above:g}"
             high = f"{self.at_most:g}]" if "at_most" in given else f"{self.below:g})"
             return f"in {low}, {high}"
         return next((f"{word.replace('_', ' ')} {end:g}" for word, end in given.items()), "a finite number")
 
-    def explain(self, value: float) -> str:
+    def explain(self, value: float | list[float]) -> str:
         """Explain why `value` is not in the range."""
+        if isinstance(value, list):
+            return f"is {value}, but must be {self}"
         is_within = self.at_least <= value <= self.at_most and self.above < value < self.below
         if 0 < abs(value) < SMALLEST and is_within:
             return f"is {value:g}, which is 0 in float32; use a larger number, or 0 where it is allowed"
@@ -65,20 +76,7 @@ def ranged[Value](default: Value, **ends: float) -> Value:
     Args:
         ends: The fields of Range.
     """
-    return field(default=default, metadata={Range: Range(**ends)})
-
-
-class ItemRange(NamedTuple):
-    """The length of a list of numbers, and the range of each number."""
-
-    length: int
-    range: Range
-
-    def fits(self, values: list[float]) -> bool:
-        return len(values) == self.length and all(value in self.range for value in values)
-
-    def __str__(self) -> str:
-        return f"{self.length} numbers, each {self.range}"
+    return field(default=default, metadata={Range: Range(**ends, length=None)})
 
 
 def numbers(default: list[float], **ends: float) -> list[float]:
@@ -87,7 +85,7 @@ def numbers(default: list[float], **ends: float) -> list[float]:
     Args:
         ends: The fields of Range.
     """
-    return field(default_factory=default.copy, metadata={ItemRange: ItemRange(len(default), Range(**ends))})
+    return field(default_factory=default.copy, metadata={Range: Range(**ends, length=len(default))})
 
 
 def prose[Value](default: Value) -> Value:
@@ -170,38 +168,23 @@ def range_of(key: Field[Any]) -> Range:
     return key.metadata.get(Range, Range())
 
 
-class InputKind(Enum):
-    """The kind of input that a key names, which determines how its path is resolved: see `Layer.place_of`."""
+class PathKind(Enum):
+    """The kind of path that a key contains, which determines how it is resolved: see `Layer.place_of`."""
 
     data = "data"  # a model folder or data files of the user, or a name on the Hugging Face hub
     code = "code"  # a file of code or of a prompt, which belongs to the configuration
     function = "function"  # FILE.py:NAME, a function or class in such a file
+    output = "output"  # a folder that the run writes
 
 
-def names(kind: InputKind) -> dict[Any, InputKind]:
-    """Return the metadata of a key that names one input of a run or a list of inputs."""
-    return {InputKind: kind}
-
-
-class InputArguments:
-    """Marks a mapping of a library's arguments, some of which are paths of inputs."""
+def names(kind: PathKind) -> dict[Any, PathKind]:
+    """Return the metadata of a key that contains a path or a list of paths."""
+    return {PathKind: kind}
 
 
 def naming(*arguments: str) -> dict[Any, tuple[str, ...]]:
-    """Return the metadata of a mapping in which these arguments are paths of inputs."""
-    return {InputArguments: arguments}
-
-
-class OutputFolder:
-    """Marks a key that names an output folder of a run.
-
-    It is relative to the current folder, unless it begins with the folder of its file; see sources.py.
-    """
-
-
-def written() -> dict[Any, bool]:
-    """Return the metadata of a key that names an output folder of a run."""
-    return {OutputFolder: True}
+    """Return the metadata of a mapping of a library's arguments, of which these are paths of inputs."""
+    return {naming: arguments}
 
 
 class Leaf(NamedTuple):
@@ -209,15 +192,13 @@ class Leaf(NamedTuple):
 
     Attributes:
         key: The dotted key, with the index of the element in a list of sections.
-        input: The kind of input that the key names; None if it names none.
-        items: The length and range that a list of numbers declares.
+        path: The kind of path that the key contains; None if it contains none.
     """
 
     key: str
     value: Any
     range: Range
-    input: InputKind | None = None
-    items: ItemRange | None = None
+    path: PathKind | None = None
 
 
 @cache
@@ -237,7 +218,7 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
         if is_dataclass(value):
             yield from leaves(value, f"{key}.")
             continue
-        yield Leaf(key, value, range_of(entry), entry.metadata.get(InputKind), entry.metadata.get(ItemRange))
+        yield Leaf(key, value, range_of(entry), entry.metadata.get(PathKind))
         for number, element in enumerate(value if isinstance(value, list) else ()):
             if is_dataclass(element):
                 yield from leaves(element, f"{key}[{number}].")

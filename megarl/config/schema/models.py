@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, matters, names, numbers, only_with, ranged
+from megarl.config.schema.keys import MISSING, PathKind, Reader, matters, names, numbers, only_with, ranged
 from megarl.models.architecture import LoRA
 
 
@@ -75,7 +75,7 @@ class ModelConfig:
     """The policy: a Hugging Face folder (`config.json`, safetensors, tokenizer)."""
 
     # path of the model folder, or a name on the Hugging Face hub
-    path: str = matters(field(default=MISSING, metadata=names(InputKind.data)), "always: the model to train")
+    path: str = matters(field(default=MISSING, metadata=names(PathKind.data)), "always: the model to train")
     trust_remote_code: bool = False  # run Python files from the folder; enable only for trusted authors
     dtype: DType = DType.auto  # data type of weights and activations, in trainer and engine
 
@@ -270,7 +270,7 @@ class LoRAConfig:
         LoRASync.merged
     )  # what a weight sync sends to the engines (of the actor only)
     # folder of an adapter in PEFT's format to start from; null: A is random, B is zero
-    path: str | None = _of_adapters(field(default=None, metadata=names(InputKind.data)))
+    path: str | None = _of_adapters(field(default=None, metadata=names(PathKind.data)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +323,7 @@ class ActorConfig:
 @dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
     # model folder of the critic; null: initialized from the policy's folder
-    path: str | None = field(default=None, metadata=names(InputKind.data))
+    path: str | None = field(default=None, metadata=names(PathKind.data))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,7 +337,7 @@ class ReferenceConfig:
     """The frozen reference policy. It shares the actor's processes and layout."""
 
     # model folder of the reference; null: the policy's folder
-    path: str | None = field(default=None, metadata=names(InputKind.data))
+    path: str | None = field(default=None, metadata=names(PathKind.data))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     megatron: FrozenMegatronConfig = field(default_factory=lambda: FrozenMegatronConfig(transformer=None))
 
@@ -348,7 +348,7 @@ class PairReferenceConfig:
 
     # model folder of the reference, with the policy's tokenizer; null: the policy before its first step. It
     # has the policy's layout and devices, which it leaves before the policy starts
-    path: str | None = field(default=None, metadata=names(InputKind.data))
+    path: str | None = field(default=None, metadata=names(PathKind.data))
 
 
 def _of_folder[Value](default: Value) -> Value:
@@ -360,7 +360,7 @@ class TeacherConfig:
     """A frozen policy whose log-probs of the samples are the target of the estimator `distillation`."""
 
     # model folder of the teacher, with the policy's tokenizer; its architecture and size may be others
-    path: str | None = field(default=None, metadata=names(InputKind.data))
+    path: str | None = field(default=None, metadata=names(PathKind.data))
     parallel: ParallelConfig = _of_folder(field(default_factory=ParallelConfig))
     micro_batch: MicroBatchConfig = _of_folder(
         field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megarl.config.schema.keys import MISSING, InputKind, Reader, matters, names, only_with, ranged
+from megarl.config.schema.keys import MISSING, PathKind, Reader, matters, names, only_with, ranged
 from megarl.config.schema.models import FrozenMegatronConfig, MicroBatchConfig, ParallelConfig
 
 
@@ -18,7 +18,7 @@ class JudgeParseConfig:
     regex: str | None = None
     json: str | None = None  # key of the last JSON object in the reply
     # Python file with a function of the reply; null: no function
-    path: str | None = field(default=None, metadata=names(InputKind.code))
+    path: str | None = field(default=None, metadata=names(PathKind.code))
     name: str = only_with("parse", Reader(".path", example="FILE.py"))  # name of the function in the file
 
 
@@ -30,7 +30,7 @@ class JudgeConfig:
     url: str | None = None  # base URL of the API, such as http://localhost:30000/v1; null: `path` is served
     model: str | None = None  # name of the model on the server at `url`
     # folder of a model that the run serves with SGLang, on devices of its own; null: `url` is used
-    path: str | None = field(default=None, metadata=names(InputKind.data))
+    path: str | None = field(default=None, metadata=names(PathKind.data))
     num_replicas: int = only_with(
         ranged(1, at_least=1, at_most=10000), Reader(".path", example="FOLDER"), is_refused=True
     )  # servers of `path`
@@ -38,7 +38,7 @@ class JudgeConfig:
         ranged(1, at_least=1, at_most=1024), Reader(".path", example="FOLDER"), is_refused=True
     )  # devices of each of these servers
     # jinja2 template of the user message; see Judges
-    prompt: str = field(default=MISSING, metadata=names(InputKind.code))
+    prompt: str = field(default=MISSING, metadata=names(PathKind.code))
     parse: JudgeParseConfig = field(default_factory=JudgeParseConfig)
     weight: float = 1.0  # factor of its score
     # name of the environment variable with the API key; null: no key is sent
@@ -74,7 +74,7 @@ class OverlongConversation(str, Enum):
 class RewardFunctionConfig:
     """A Python function `(data_source, solution_str, ground_truth, extra_info) -> float` in a file."""
 
-    path: str = field(default=MISSING, metadata=names(InputKind.code))  # Python file
+    path: str = field(default=MISSING, metadata=names(PathKind.code))  # Python file
     name: str = "compute_score"  # name of the function in the file
     weight: float = 1.0  # factor of its score
     # score each sample in its own sandboxed process, without access to files, the network or other processes;
@@ -112,7 +112,7 @@ class RewardModelConfig:
     """
 
     # model folder; null: no reward model
-    path: str | None = field(default=None, metadata=names(InputKind.data))
+    path: str | None = field(default=None, metadata=names(PathKind.data))
     parallel: ParallelConfig = _of_folder(field(default_factory=ParallelConfig))
     micro_batch: MicroBatchConfig = _of_folder(
         field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))

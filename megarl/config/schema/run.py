@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.kinds import AdvantageEstimator, LoggerKind
-from megarl.config.schema.keys import Reader, matters, only_with, ranged, written
+from megarl.config.schema.keys import PathKind, Reader, matters, names, only_with, ranged
 
 # Values of `checkpoint.resume` besides the path of a checkpoint.
 RESUME_AUTO = "auto"
@@ -132,7 +132,7 @@ class CheckpointConfig:
     """When and where checkpoints of the full training state are saved, and how a run resumes from them."""
 
     # checkpoint folder; null: `checkpoints` in `trainer.output_dir`
-    dir: str | None = field(default=None, metadata=written())
+    dir: str | None = field(default=None, metadata=names(PathKind.output))
     # steps between checkpoints; 0: do not save by steps
     every_steps: int = matters(ranged(0, at_least=0), "so that an interrupted run repeats few steps")
     # minutes between checkpoints, each saved at the end of a step; 0: do not save by time
@@ -188,7 +188,7 @@ class TrainerConfig:
     seed: int = ranged(0, at_least=0)  # seed of sampled tokens, mini-batches and newly initialized weights
     # output folder of metrics, timeline, checkpoints and the trained model
     output_dir: str = matters(
-        field(default="outputs/run", metadata=written()), "always: another folder for each run"
+        field(default="outputs/run", metadata=names(PathKind.output)), "always: another folder for each run"
     )
 
     @property
@@ -208,7 +208,7 @@ class SFTTrainerConfig:
     phase_time_limit_s: float = ranged(1800.0, at_least=1)
     seed: int = ranged(0, at_least=0)  # seed of newly initialized weights
     # output folder of metrics, timeline, checkpoints and the trained model
-    output_dir: str = field(default="outputs/sft", metadata=written())
+    output_dir: str = field(default="outputs/sft", metadata=names(PathKind.output))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class PreferenceTrainerConfig:
     phase_time_limit_s: float = ranged(1800.0, at_least=1)
     seed: int = ranged(0, at_least=0)  # seed of newly initialized weights
     # output folder of metrics, timeline, checkpoints and the trained model
-    output_dir: str = field(default="outputs/preferences", metadata=written())
+    output_dir: str = field(default="outputs/preferences", metadata=names(PathKind.output))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
+from megarl.config.dotted import value_at
 from megarl.config.kinds import AdvantageEstimator, RolloutEngineKind
 from megarl.config.schema.agent import AgentConfig
 from megarl.config.schema.algorithm import AlgorithmConfig, DPOLossConfig, KLWhere, RewardModelLossConfig
@@ -53,13 +53,23 @@ _TEACHER = _of_estimators(*(each for each in AdvantageEstimator if each.needs.te
 _ENGINES = Reader("rollout.engine")  # only kinds that generate have the key
 
 
-class RunConfig(ABC):
+class RunConfig:
     """Base class of all kinds of run. Each kind is a frozen dataclass of sections.
 
     The common sections are declared here and defined by each kind, in the order of its files and of the
     reference page. Properties abstract over the differences between the kinds. Those that are defined here
     are of kinds that make one update with the rows of a file and generate nothing.
+
+    Attributes:
+        batch_key: The key of `prompts_per_step`.
+        length_keys: The keys that limit the length of a row.
+        rows_together: The number of consecutive rows that one loss reads, so that they stay in one
+            micro-batch.
     """
+
+    batch_key: ClassVar[str]
+    length_keys: ClassVar[tuple[str, ...]] = ("data.max_length",)
+    rows_together: ClassVar[int] = 1
 
     kind: RunKind
     model: ModelConfig
@@ -82,9 +92,9 @@ class RunConfig(ABC):
     # ---- the batch of a step
 
     @property
-    @abstractmethod
     def prompts_per_step(self) -> int:
         """The rows of the data files that a step trains on: prompts or whole conversations."""
+        return value_at(self, self.batch_key)
 
     @property
     def samples_per_prompt(self) -> int:
@@ -112,11 +122,6 @@ class RunConfig(ABC):
         return self.data.longest_row - 1
 
     @property
-    def rows_together(self) -> int:
-        """The number of consecutive rows that one loss reads, so that they stay in one micro-batch."""
-        return 1
-
-    @property
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
 
@@ -133,11 +138,6 @@ class RunConfig(ABC):
         return {"actor": self.actor}
 
     @property
-    def actor_steps(self) -> int:
-        """The number of steps that train the actor."""
-        return self.trainer.total_steps
-
-    @property
     def temperature(self) -> float:
         """The divisor of the actor's logits."""
         return 1.0
@@ -149,22 +149,13 @@ class RunConfig(ABC):
         """The generation engine; None if nothing is generated."""
         return None
 
-    # ---- names of keys, for messages
-
-    @property
-    @abstractmethod
-    def batch_key(self) -> str:
-        """The key of `prompts_per_step`."""
-
-    @property
-    def length_keys(self) -> tuple[str, ...]:
-        """The keys that limit the length of a row."""
-        return ("data.max_length",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(RunConfig):
     """The configuration of an RL run."""
+
+    batch_key: ClassVar[str] = "trainer.prompts_per_step"
+    length_keys: ClassVar[tuple[str, ...]] = ("data.max_prompt_length", "data.max_response_length")
 
     kind: RunKind = RunKind.ppo  # kind of run, which determines the valid keys of the file
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -193,10 +184,6 @@ class PPOConfig(RunConfig):
     device: Device = Device.auto  # device type that the run computes on
 
     @property
-    def prompts_per_step(self) -> int:
-        return self.trainer.prompts_per_step
-
-    @property
     def samples_per_prompt(self) -> int:
         return self.rollout.n
 
@@ -221,10 +208,6 @@ class PPOConfig(RunConfig):
         return {"actor": self.actor, "critic": self.critic}
 
     @property
-    def actor_steps(self) -> int:
-        return self.trainer.total_steps - self.trainer.critic_warmup_steps
-
-    @property
     def temperature(self) -> float:
         return self.rollout.temperature
 
@@ -232,63 +215,49 @@ class PPOConfig(RunConfig):
     def rollout_engine(self) -> RolloutEngineKind:
         return self.rollout.engine
 
-    @property
-    def batch_key(self) -> str:
-        return "trainer.prompts_per_step"
-
-    @property
-    def length_keys(self) -> tuple[str, ...]:
-        return "data.max_prompt_length", "data.max_response_length"
-
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(RunConfig):
-    """The configuration of a supervised fine-tuning run. `actor` is the trained model."""
+class OfflineConfig(RunConfig):
+    """Base class of the kinds that train one model on the rows of files, and generate nothing."""
 
-    kind: RunKind = RunKind.sft  # required in the file
+    kind: RunKind
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    data: SFTDataConfig | PreferenceDataConfig
     actor: ActorConfig = field(default_factory=ActorConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     resharding: ReshardingConfig = only_with(field(default_factory=ReshardingConfig), _ENGINES)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    trainer: SFTTrainerConfig | PreferenceTrainerConfig
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     device: Device = Device.auto  # device type that the run computes on
 
-    @property
-    def prompts_per_step(self) -> int:
-        return self.trainer.samples_per_step
 
-    @property
-    def batch_key(self) -> str:
-        return "trainer.samples_per_step"
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(OfflineConfig):
+    """The configuration of a supervised fine-tuning run. `actor` is the trained model."""
+
+    batch_key: ClassVar[str] = "trainer.samples_per_step"
+
+    kind: RunKind = RunKind.sft  # required in the file
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
 
 
-class PreferenceConfig(RunConfig):
+class PreferenceConfig(OfflineConfig):
     """Base class of the kinds that train on pairs of answers. A pair is a prompt with two samples."""
+
+    batch_key: ClassVar[str] = "trainer.pairs_per_step"
+    rows_together: ClassVar[int] = 2
 
     data: PreferenceDataConfig
     trainer: PreferenceTrainerConfig
 
     @property
-    def prompts_per_step(self) -> int:
-        return self.trainer.pairs_per_step
-
-    @property
     def samples_per_prompt(self) -> int:
         return 2
-
-    @property
-    def rows_together(self) -> int:
-        return 2
-
-    @property
-    def batch_key(self) -> str:
-        return "trainer.pairs_per_step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,20 +265,10 @@ class DPOConfig(PreferenceConfig):
     """The configuration of direct preference optimization. `actor` is the trained policy."""
 
     kind: RunKind = RunKind.dpo  # required
-    model: ModelConfig = field(default_factory=ModelConfig)
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     loss: DPOLossConfig = field(default_factory=DPOLossConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
     reference: PairReferenceConfig = field(default_factory=PairReferenceConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    resharding: ReshardingConfig = only_with(field(default_factory=ReshardingConfig), _ENGINES)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    device: Device = Device.auto  # device type that the run computes on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,19 +276,9 @@ class RewardModelRunConfig(PreferenceConfig):
     """The configuration of a reward model's training. `actor` is the trained reward model."""
 
     kind: RunKind = RunKind.reward_model  # required
-    model: ModelConfig = field(default_factory=ModelConfig)
     data: RatedPreferenceDataConfig = field(default_factory=RatedPreferenceDataConfig)
     loss: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    resharding: ReshardingConfig = only_with(field(default_factory=ReshardingConfig), _ENGINES)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
-    device: Device = Device.auto  # device type that the run computes on
 
 
 SCHEMAS: Mapping[RunKind, type[RunConfig]] = {

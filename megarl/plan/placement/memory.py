@@ -265,7 +265,7 @@ class _Sizes:
             if role.before_training and role.shares_with in stages:
                 memory = self._of(role.name, stages[role.shares_with])
                 alone = replace(memory.state, activations=memory.work.score)
-                phases[role.row.phases[0].name] = {role.name: alone}
+                phases[role.phases[0].name] = {role.name: alone}
         return phases
 
     @property

@@ -245,7 +245,7 @@ def _problem(
                 for found in check.run(space.config, fitted):
                     return _reason(check, found)
         for check in checks_of(RULES, Needs.model, space.config):
-            for found in check.run(fitted, architectures[role.name]):
+            for found in check.run(space.config, fitted, architectures[role.name]):
                 return _reason(check, found)
 
     return None

@@ -154,7 +154,7 @@ def _last(series: Mapping[str, Points], name: str) -> float | None:
 
 def _measured(config: PPOConfig, series: Mapping[str, Points]) -> dict[str, float]:
     """Return the measured phases of models and engines that take time."""
-    names = [phase.name for role in model_roles(config) for phase in role.row.phases]
+    names = [phase.name for role in model_roles(config) for phase in role.phases]
     if not config.rollout.max_staleness:
         names.append(GENERATION)
     seconds = {name: _last(series, f"timing_s/{name}") for name in (*names, PUSH)}

@@ -81,7 +81,7 @@ def role_work(
     config: RunConfig, role: ModelRole, architecture: Architecture, lengths: Lengths
 ) -> dict[str, PassWork]:
     """Return what each rank of a role does in a step, by the names of its phases."""
-    return {phase.name: _pass(config, role, phase, architecture, lengths) for phase in role.row.phases}
+    return {phase.name: _pass(config, role, phase, architecture, lengths) for phase in role.phases}
 
 
 def _pass(

@@ -318,7 +318,7 @@ def snapshot_times(
         # Models on the same devices share the link to the host.
         nbytes = sum(sizes.get(each, 0) for each in (name, *plan.on_same_devices(name)))
         end_s = nbytes / (device.host_gb_s * 1e9)
-        updates = [phase.name for phase in role.row.phases if phase.trains]
+        updates = [phase.name for phase in role.phases if phase.trains]
 
         for phase in turns.phases:
             items = {item for item in moved.get(phase.name, ()) if item.role == name}

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megarl.config.compare import flat
+from megarl.config.dotted import flat
 from megarl.config.load import plain_values
 from megarl.config.schema import SCHEMAS, RunKind
 from megarl.config.values import schema_keys

@@ -158,8 +158,8 @@ def test_what_would_fail_in_a_run_is_refused_before(file: str, name: str, sectio
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("my_loss", "'my_loss' does not name a function in a file; write it as FILE.py:NAME"),
-        ("own.py:", "'own.py:' does not name a function in a file"),
+        ("my_loss", "'my_loss' does not name a function or a class in a file; write it as FILE.py:NAME"),
+        ("own.py:", "'own.py:' does not name a function or a class in a file"),
         ("absent.py:my_loss", "algorithm.policy_loss.function: there is no file 'absent.py'"),
     ],
 )

@@ -174,7 +174,7 @@ def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
     assert num_parameters(tiny) == 2000
     parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)
     role = ModelRole(
-        row=role_named("actor"),
+        **vars(role_named("actor")),
         path="",
         path_key="",
         parallel=parallel,

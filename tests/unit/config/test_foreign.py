@@ -10,7 +10,7 @@ import pytest
 from megarl.config.conversions import NULL, Migration, migrated
 from megarl.config.expressions import evaluate
 from megarl.config.foreign import parsed, read_foreign
-from megarl.config.migration import foreign_defaults, nemo_rl_names, slime_names, trl_names, verl_keys
+from megarl.config.migration import foreign_defaults, keys_of, trl_names
 from megarl.config.shell import ShellScript
 
 VERL = """
@@ -478,7 +478,7 @@ def test_what_follows_a_decisive_part_is_not_evaluated() -> None:
 
 def test_every_conversion_of_the_tables_is_an_expression() -> None:
     """A name that is not set is None, so a conversion may fail by its values, and by nothing else."""
-    tables = [verl_keys(), slime_names(), nemo_rl_names(), *trl_names().values()]
+    tables = [*map(keys_of, ("verl", "slime", "nemo_rl")), *trl_names().values()]
     hows = {entry.how for table in tables for entry in table.values() if entry.how}
     assert len(hows) > 100
     for how in hows:

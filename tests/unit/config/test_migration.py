@@ -11,7 +11,7 @@ import yaml
 from megarl.cli.main import main
 from megarl.config import migration
 from megarl.config.load import load_config
-from megarl.config.migration import find_verl_key, nemo_rl_names, slime_names, synonyms, trl_names, verl_keys
+from megarl.config.migration import find_verl_key, keys_of, synonyms, trl_names
 from megarl.config.schema import SCHEMAS, DPOConfig, PPOConfig, RewardModelRunConfig, SFTConfig
 from megarl.config.values import schema_keys
 from megarl.machine.errors import ConfigError
@@ -35,7 +35,7 @@ def test_what_the_table_of_verl_points_at_exists() -> None:
     known = set(schema_keys(PPOConfig))
     assert [
         (name, key.ours)
-        for name, key in verl_keys().items()
+        for name, key in keys_of("verl").items()
         if key.ours is not None and key.ours not in known
     ] == []
 
@@ -46,7 +46,7 @@ def test_every_key_of_verls_ppo_trainer_is_in_the_table() -> None:
 
 
 def test_a_key_without_a_counterpart_says_why() -> None:
-    assert [name for name, key in verl_keys().items() if key.ours is None and not key.note] == []
+    assert [name for name, key in keys_of("verl").items() if key.ours is None and not key.note] == []
 
 
 def test_no_name_has_two_entries() -> None:
@@ -67,11 +67,11 @@ def mappings(node: yaml.Node) -> Iterator[list[str]]:
 
 def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: here}\ndata: {train_files: [a.parquet]}\n")
-    verl_keys.cache_clear()
+    keys_of.cache_clear()
     load_config(PPOConfig, str(tmp_path / "run.yaml"))
-    assert verl_keys.cache_info().misses == 0
+    assert keys_of.cache_info().misses == 0
     problems(PPOConfig, tmp_path, "unheard_of: 1")
-    assert verl_keys.cache_info().misses == 1
+    assert keys_of.cache_info().misses == 3  # verl, slime and NeMo RL
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_the_tables_point_at_exists() -> None:
     assert [
         name for name, (keys, note) in synonyms().items() if not set(keys) <= every or not (keys or note)
     ] == []
-    table = nemo_rl_names()
+    table = keys_of("nemo_rl")
     assert [name for name, entry in table.items() if (entry.ours or "model.path") not in every] == []
     assert [name for name, entry in table.items() if entry.ours is None and not entry.note] == []
 
@@ -438,7 +438,7 @@ def test_names_of_trl_are_answered_for_the_kind_of_run(
 
 def test_what_the_table_of_slime_points_at_exists() -> None:
     known = set(schema_keys(PPOConfig))
-    table = slime_names()
+    table = keys_of("slime")
     assert [name for name, entry in table.items() if entry.ours is not None and entry.ours not in known] == []
     assert [name for name, entry in table.items() if entry.ours is None and not entry.note] == []
     assert [name for name in table if name in known] == []

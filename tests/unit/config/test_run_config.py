@@ -19,7 +19,7 @@ from megarl.config.schema import (
     RunKind,
     SFTConfig,
 )
-from megarl.config.schema.keys import InputKind, leaves
+from megarl.config.schema.keys import PathKind, leaves
 from megarl.config.validate import RULES
 from tests.unit.config.folders import pair_values, ppo_values, sft_values
 
@@ -33,7 +33,7 @@ def test_every_kind_has_a_schema_and_rules() -> None:
 
 @pytest.mark.parametrize("schema", SCHEMAS.values())
 def test_what_all_kinds_share_is_a_key_of_each(schema: type[RunConfig]) -> None:
-    shared = set(RunConfig.__annotations__)
+    shared = {name for name, hint in RunConfig.__annotations__.items() if not hint.startswith("ClassVar")}
     assert {"model", "data", "actor", "trainer", "checkpoint"} < shared
     assert shared <= {entry.name for entry in fields(schema)}  # type: ignore[arg-type]
 
@@ -43,7 +43,7 @@ def code_of(run: RunConfig) -> list[tuple[str, str]]:
     return [
         (leaf.key, leaf.value)
         for leaf in leaves(run)
-        if leaf.input is InputKind.code and isinstance(leaf.value, str)
+        if leaf.path is PathKind.code and isinstance(leaf.value, str)
     ]
 
 
@@ -59,7 +59,6 @@ def test_what_a_reinforcement_learning_run_says_of_itself(tmp_path: Path) -> Non
         24,
         16,
     )
-    assert run.actor_steps == 10 - 4
     assert run.rollout_engine is RolloutEngineKind.hf
     assert list(run.trained_models) == ["actor", "critic"]
     assert code_of(run) == [
@@ -71,7 +70,7 @@ def test_what_a_reinforcement_learning_run_says_of_itself(tmp_path: Path) -> Non
 def test_what_a_supervised_run_says_of_itself(tmp_path: Path) -> None:
     run = load_config(SFTConfig, sft_values(tmp_path))
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (8, 1, 8)
-    assert (run.updates_per_pass, run.passes_per_step, run.actor_steps) == (1, 1, 5)
+    assert (run.updates_per_pass, run.passes_per_step) == (1, 1)
     assert (run.max_row_tokens, run.data.longest_row) == (32, 32)
     assert (run.temperature, run.rollout_engine, code_of(run)) == (1.0, None, [])
     assert list(run.trained_models) == ["actor"]
@@ -81,7 +80,7 @@ def test_what_a_supervised_run_says_of_itself(tmp_path: Path) -> None:
 def test_what_a_run_on_pairs_says_of_itself(schema: type[PreferenceConfig], tmp_path: Path) -> None:
     run = load_config(schema, pair_values(tmp_path))
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (3, 2, 6)
-    assert (run.updates_per_pass, run.passes_per_step, run.actor_steps) == (1, 1, 5)
+    assert (run.updates_per_pass, run.passes_per_step) == (1, 1)
     assert (run.rows_together, run.max_row_tokens, run.data.longest_row) == (2, 32, 32)
     assert (run.temperature, run.rollout_engine, code_of(run)) == (1.0, None, [])
     assert list(run.trained_models) == ["actor"]

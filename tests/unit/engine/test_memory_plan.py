@@ -92,7 +92,7 @@ def predicted(
     runs_base: bool = False,
 ) -> list[int]:
     model = ModelRole(
-        row=role_named("actor"),
+        **vars(role_named("actor")),
         path=folder,
         path_key="model.path",
         parallel=parallel,

@@ -28,7 +28,7 @@ from megarl.config.schema import (
     SFTConfig,
     TrainerConfig,
 )
-from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder
+from megarl.config.schema.keys import PathKind, naming
 from megarl.machine.errors import ConfigError
 from tests.unit.config.folders import write_yaml
 
@@ -186,9 +186,9 @@ def _with_places(schema: type, prefix: str = "") -> Iterator[str]:
         section = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
         if section is not None:
             yield from _with_places(section, f"{prefix}{entry.name}.")
-        if InputKind in entry.metadata or OutputFolder in entry.metadata:
+        if PathKind in entry.metadata:
             yield f"{prefix}{entry.name}"
-        yield from (f"{prefix}{entry.name}.{name}" for name in entry.metadata.get(InputArguments, ()))
+        yield from (f"{prefix}{entry.name}.{name}" for name in entry.metadata.get(naming, ()))
 
 
 def test_output_folders_that_look_like_names_on_the_hub_are_on_the_shared_disk(

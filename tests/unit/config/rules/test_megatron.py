@@ -205,7 +205,7 @@ def refused_sizes(architecture: Architecture, parallel: dict[str, int]) -> list[
     fp8 = MegatronConfig(transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"})
     config = ParallelConfig(**parallel)
     role = ModelRole(
-        row=ROLES[0],
+        **vars(ROLES[0]),
         path="here",
         path_key="model.path",
         parallel=config,
@@ -213,8 +213,8 @@ def refused_sizes(architecture: Architecture, parallel: dict[str, int]) -> list[
         optim=None,
         megatron=fp8,
     )
-    assert list(products_fit(replace(role, megatron=MegatronConfig()), architecture)) == []
-    return [violation.message for violation in products_fit(role, architecture)]
+    assert list(products_fit(PPOConfig(), replace(role, megatron=MegatronConfig()), architecture)) == []
+    return [violation.message for violation in products_fit(PPOConfig(), role, architecture)]
 
 
 def test_the_multiple_is_transformer_engines() -> None:

@@ -36,7 +36,7 @@ class AnalyticCosts:
     def role_times(
         self, config: PPOConfig, role: ModelRole, architecture: Architecture
     ) -> Mapping[str, PhaseTime]:
-        whole = self.least_role_s(config, role, architecture, role.parallel.world_size) / len(role.row.phases)
+        whole = self.least_role_s(config, role, architecture, role.parallel.world_size) / len(role.phases)
         parallel = role.parallel
         tokens = role.micro_batch.max_tokens or 1
         of_replica = config.samples_per_step * config.max_row_tokens / parallel.data_parallel_size
@@ -51,14 +51,14 @@ class AnalyticCosts:
                 products=whole * slower * (_RECOMPUTED[role.recomputation.how] if phase.trains else 1),
                 bubble=whole * bubble,
             )
-            for phase in role.row.phases
+            for phase in role.phases
         }
 
     def least_role_s(
         self, config: PPOConfig, role: ModelRole, architecture: Architecture, num_devices: int
     ) -> float:
         tokens = config.samples_per_step * config.max_row_tokens
-        operations = sum(6 if phase.trains else 2 for phase in role.row.phases)
+        operations = sum(6 if phase.trains else 2 for phase in role.phases)
         return operations * num_active_parameters(architecture) * tokens / (_RATE * num_devices)
 
     def generation_time(self, config: PPOConfig, policy: Architecture) -> PhaseTime:

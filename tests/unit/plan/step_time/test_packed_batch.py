@@ -54,7 +54,7 @@ def test_tokens_and_attention_of_every_shipped_run_are_conserved(name: str) -> N
     square = fmean(each**2 for each in lengths.responses)
 
     for role in model_roles(config):
-        for phase in role.row.phases:
+        for phase in role.phases:
             count, typical = micro_batches_of(
                 config, role, architectures[role.name], lengths, trains=phase.trains
             )
