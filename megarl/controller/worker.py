@@ -18,6 +18,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import RankCoordinate
 from megarl.controller.dispatch import RULES, Dispatch, Mesh, Rule
 from megarl.controller.messages import Activity
+from megarl.machine.reaper import descendants
 
 if TYPE_CHECKING:  # worker classes are imported without Ray
     from megarl.controller.futures import WorkerFuture
@@ -173,12 +174,10 @@ class Worker:
         """Return the memory of this process and its descendants in GB (10^9 bytes), sharing ignored."""
         import psutil
 
-        process = psutil.Process()
-        resident = process.memory_info().rss
-
-        for child in process.children(recursive=True):
+        resident = 0
+        for pid in (os.getpid(), *descendants(os.getpid())):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-                resident += child.memory_info().rss
+                resident += psutil.Process(pid).memory_info().rss
 
         return resident / 1e9
 
