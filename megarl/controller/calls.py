@@ -134,7 +134,7 @@ class Call:
         try:
             self.record = record or ray.get(self.reference)
         except RayError as error:
-            self.failure = self._failure_outside(error)
+            self.fail_with(error)
             return
 
         if self.end is not None:
@@ -146,17 +146,7 @@ class Call:
             self.processes.limits.learn(self.method, span.end_s - span.start_s)
 
         if self.record.failure is not None:
-            location = self.record.location
-            self.failure = RankFailure(
-                self.role,
-                self.rank,
-                location.node,
-                location.pid,
-                self.method,
-                self.record.failure,
-                self.rows,
-                location.stderr_path,
-            )
+            self._fail(self.record.failure)
 
     def fetch_relayed(self, outcome: Outcome) -> None:
         """Read how the call ended from the answer of a relay."""
@@ -165,7 +155,7 @@ class Call:
             try:
                 outcome = ray.get(outcome[0])
             except RayError as error:
-                self.failure = self._failure_outside(error)
+                self.fail_with(error)
                 return
         record, self.answer = outcome
         self.fetch(record)
@@ -186,11 +176,27 @@ class Call:
         try:
             return ray.get(reference)
         except RayError as error:
-            self.failure = self._failure_outside(error)
-            raise WorkerError(self.failure) from error
+            raise WorkerError(self.fail_with(error)) from error
 
-    def _failure_outside(self, error: RayError) -> RankFailure:
-        """Describe one of Ray's own errors: the process is gone, or a value could not be sent or received."""
+    def _fail(self, failure: CallFailure, rank: int | None = None) -> RankFailure:
+        """Record how the call failed, on its own rank or because of another one of the group."""
+        rank = self.rank if rank is None else rank
+        location = self.processes.locations.get(rank)
+        self.failure = RankFailure(
+            self.role,
+            rank,
+            location.node if location else UNKNOWN_NODE,
+            location.pid if location else None,
+            self.method,
+            failure,
+            # The rows belong to this call, so they are unrelated to a failure on another rank.
+            self.rows if rank == self.rank else None,
+            location.stderr_path if location else "",
+        )
+        return self.failure
+
+    def fail_with(self, error: RayError) -> RankFailure:
+        """Record one of Ray's own errors: the process is gone, or a value could not be sent or received."""
         rank = self.rank
         if isinstance(error, RayActorError):  # may concern the process that should have produced an argument
             rank = self.processes.rank_of(error.actor_id, self.rank)
@@ -201,52 +207,26 @@ class Call:
         if isinstance(error, ActorUnavailableError):
             error = self.processes.last_word(rank, error)
         location = self.processes.locations.get(rank)
-        node = location.node if location else UNKNOWN_NODE
-        pid = location.pid if location else None
-        log_path = location.stderr_path if location else ""
 
         # The process is alive, but a value could not be sent or received.
         if not isinstance(error, LOST):
             text = str(error)
             summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
-            failure = CallFailure(FailureKind.exception, summary, text, time.time())
-        else:
-            # The process is gone: the end of its log and the node's OOM kills may explain why.
-            log = _end_of_log(log_path) if location else ""
-            summary, hint = why_lost(error, location.node if location else None, log, oom_kills(node))
-            if hint is NODE_LOST and (daemon := ended_node()):
-                raise RayEndedError(daemon, daemons_last_words()) from error
-            failure = CallFailure(FailureKind.death, summary, f"{error}\n{log}", time.time(), hint=hint)
+            return self._fail(CallFailure(FailureKind.exception, summary, text, time.time()), rank)
 
-        # The rows belong to this call, so they are unrelated to a failure on another rank.
-        return RankFailure(
-            self.role,
-            rank,
-            node,
-            pid,
-            self.method,
-            failure,
-            self.rows if rank == self.rank else None,
-            log_path,
-        )
-
-    def fail_with(self, error: RayError) -> None:
-        """Record that the rank's process is gone, for the reason of this error of Ray."""
-        self.failure = self._failure_outside(error)
+        # The process is gone: the end of its log and the node's OOM kills may explain why.
+        log = _end_of_log(location.stderr_path) if location else ""
+        node = location.node if location else None
+        summary, hint = why_lost(error, node, log, oom_kills(node))
+        if hint is NODE_LOST and (daemon := ended_node()):
+            raise RayEndedError(daemon, daemons_last_words()) from error
+        failure = CallFailure(FailureKind.death, summary, f"{error}\n{log}", time.time(), hint=hint)
+        return self._fail(failure, rank)
 
     def fail_without_relay(self, kind: FailureKind, ranks: range) -> None:
         """Record that the process that relays calls to this rank and others is gone."""
         summary, hint = relay_lost(ranks)
-        location = self.processes.locations.get(self.rank)
-        self.failure = RankFailure(
-            self.role,
-            self.rank,
-            location.node if location else UNKNOWN_NODE,
-            location.pid if location else None,
-            self.method,
-            CallFailure(kind, summary, summary, time.time(), hint=hint),
-            self.rows,
-        )
+        self._fail(CallFailure(kind, summary, summary, time.time(), hint=hint))
 
     def fail_without_node(self, node: str) -> RankFailure:
         """Record that the process will never start, as `node` left the cluster and cannot be replaced."""

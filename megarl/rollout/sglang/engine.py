@@ -38,10 +38,10 @@ from megarl.rollout.sglang.backend import Backend, CallRefusedError, LoopThread
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import EngineModel, LoaderClient
 from megarl.rollout.sglang.messages import (
-    RouteFormat,
     check_prompt_length,
     generation_payload,
     read_sample,
+    route_reader,
     with_single_placeholders,
 )
 from megarl.rollout.sglang.server import ServerBackend
@@ -101,11 +101,11 @@ class SGLangEngine(RolloutEngine):
         self._end_token_ids = end_token_ids(spec.model.path)
         self._vocab_size = vocab_size(spec.model.path)
         self._max_length = context_length(spec.model.path)
-        self._route_format = None
+        self._read_routes = None
 
         if spec.returns_routes:
             architecture = read_architecture(spec.model.path, spec.model.trust_remote_code)
-            self._route_format = RouteFormat.of(architecture)
+            self._read_routes = route_reader(architecture)
 
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self.backend.start)
@@ -152,7 +152,7 @@ class SGLangEngine(RolloutEngine):
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
             with_single_placeholders(request, self._image_token_id)
-            if request.sampling.with_routes and self._route_format is None:
+            if request.sampling.with_routes and self._read_routes is None:
                 raise ValueError("routes are requested, but the engine was started without returns_routes")
             if request.sampling.min_new_tokens and not self._has_tokenizer:
                 raise ValueError(
@@ -177,7 +177,7 @@ class SGLangEngine(RolloutEngine):
                 | ({} if self._lora is None else {"lora_path": ADAPTER})
             )
             check_prompt_length(answer, request)
-            outcome = read_sample(answer, request.sampling, self._route_format)
+            outcome = read_sample(answer, request.sampling, self._read_routes)
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
 
