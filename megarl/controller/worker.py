@@ -203,14 +203,11 @@ class RayClassWithInitArgs:
         return f"RayClassWithInitArgs({self.cls.__name__})"
 
 
-class ColocatedWorkerClass:
-    """Several roles in one process. Their calls run one at a time, in submission order."""
-
-    def __init__(self, roles: Mapping[str, RayClassWithInitArgs]) -> None:
-        self.roles = dict(roles)
+# The workers of several roles in one process. Their calls run one at a time, in submission order.
+ColocatedWorkers = Mapping[str, RayClassWithInitArgs]
 
 
-def create_colocated_worker_cls(roles: Mapping[str, RayClassWithInitArgs]) -> ColocatedWorkerClass:
+def create_colocated_worker_cls(roles: ColocatedWorkers) -> ColocatedWorkers:
     """Fuse several workers in one process. They are constructed in the order of `roles`.
 
     Raises:
@@ -218,4 +215,4 @@ def create_colocated_worker_cls(roles: Mapping[str, RayClassWithInitArgs]) -> Co
     """
     if not roles:
         raise ValueError("create_colocated_worker_cls: there are no roles")
-    return ColocatedWorkerClass(roles)
+    return dict(roles)

@@ -173,9 +173,8 @@ def processes_of(owner: str, group: int = 0) -> list[int]:
             continue
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             in_group = group and os.getpgid(int(entry)) == group
-            if (in_group or mark in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()) and not _is_zombie(
-                entry
-            ):
+            is_own = in_group or mark in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()
+            if is_own and _status(entry)[0] != "Z":  # a zombie has ended
                 found.append(int(entry))
 
     return found
@@ -221,13 +220,9 @@ def _remove_unused(files: set[Path]) -> None:
             path.unlink()
 
 
-def _is_zombie(pid: str) -> bool:
-    # The state follows the name, which may contain spaces and parentheses.
-    return _status(pid)[0] == "Z"
-
-
 def _status(pid: str) -> list[str]:
     """Return the fields after the name in /proc/PID/stat: state, parent, ..."""
+    # The name may contain spaces and parentheses.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
