@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.controller.actors import ActorSet
 from megarl.controller.call_limits import NOTHING_LEARNED, GroupLimits, LearnedLimits
+from megarl.controller.calls import construction_calls, start_calls
 from megarl.controller.dispatch import (
     RULES,
     Collect,
@@ -152,9 +153,9 @@ class RoleGroup:
         kwargs: Mapping[str, Any],
     ) -> WorkerFuture[Any]:
         name = self._name(method)
-        return self._actors.start(
-            self.role, name, plan_call(rule, self.mesh, args, kwargs), self._record_spans
-        )
+        plan = plan_call(rule, self.mesh, args, kwargs)
+        calls = start_calls(self._actors, self.role, name, plan, self._record_spans)
+        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.results], plan.collect)
 
     # ---- what the processes do
 
@@ -238,12 +239,11 @@ class RayWorkerGroup(RoleGroup):
         environments = [{**given, **own} for own in of_ranks]
         shares = {role: dict(methods) for role, methods in at_work.items()}
         self.pool = resource_pool
-        self._start = lambda: ActorSet(
+        self._new_actors = lambda: ActorSet(
             resource_pool,
             self._roles,
             environments,
             phase_time_limit_s,
-            self._record_spans,
             shares,
             ranks_per_relay,
             learned_limits,
@@ -251,6 +251,11 @@ class RayWorkerGroup(RoleGroup):
         self._spawned: list[RoleGroup] = []
         super().__init__(self._start(), "" if single is None else role, single)
         self._processes = self
+
+    def _start(self) -> ActorSet:
+        actors = self._new_actors()
+        actors.construction = construction_calls(actors, self._record_spans)
+        return actors
 
     def spawn(self) -> dict[str, RoleGroup]:
         """Return one group per role, on the same processes."""
