@@ -101,6 +101,11 @@ class LastWords:
         texts = [file.read_text() for file in sorted(Path(self._folder.name).glob("*.txt"))]
         return "\n".join(text.strip()[-_NUM_CHARACTERS:] for text in texts)
 
+    def append_to(self, text: str) -> str:
+        """Return a text that says which process has ended, with what it and others have written."""
+        words = self.read()
+        return f"{text}: {words}" if words else text
+
     def close(self) -> None:
         self._folder.cleanup()
 

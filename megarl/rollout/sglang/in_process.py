@@ -123,10 +123,8 @@ class InProcessBackend(Backend):
     def dead_process(self) -> str | None:
         for child in self._children:
             if not child.is_alive():
-                words = self._last_words.read()
-                return f"process {child.pid} ended with code {child.exitcode}" + (
-                    f": {words}" if words else ""
-                )
+                ended = f"process {child.pid} ended with code {child.exitcode}"
+                return self._last_words.append_to(ended)
         return None
 
     def process_ids(self) -> list[int]:

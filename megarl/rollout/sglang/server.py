@@ -169,10 +169,7 @@ class ServerBackend(Backend):
             if ended is None and has_ended(descriptor):
                 ended = f"process {pid} of the server ended"
 
-        if ended is None:
-            return None
-        words = self._last_words.read()
-        return ended + (f": {words}" if words else "")
+        return None if ended is None else self._last_words.append_to(ended)
 
     def process_ids(self) -> list[int]:
         return [self._process.pid, *self._children]
