@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -20,7 +19,6 @@ from megarl.controller.host import Relay, WorkerHost
 from megarl.controller.messages import Location, RankActivity
 from megarl.controller.resource_pool import PoolBundle, RayResourcePool
 from megarl.controller.silence import ProcessSilence
-from megarl.controller.worker import RayClassWithInitArgs
 
 _VERDICT_LIMIT_S = 60.0
 VERDICT_LOOK_S = 0.5
@@ -31,12 +29,18 @@ _group_numbers = itertools.count()
 
 
 class ActorSet:
-    """One actor per rank of the pool, in the order of its bundles."""
+    """One actor per rank of the pool, in the order of its bundles.
+
+    Args:
+        title: The names of the roles, for messages.
+        workers: See `WorkerHost.construct`.
+    """
 
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        roles: Mapping[str, RayClassWithInitArgs],
+        title: str,
+        workers: bytes,
         environments: Sequence[Mapping[str, str]],
         phase_time_limit_s: float,
         at_work: Mapping[str, Mapping[str, int]],
@@ -46,7 +50,7 @@ class ActorSet:
         self.pool_name = resource_pool.name
         self._use_gpu = resource_pool.use_gpu
         self._pool = resource_pool
-        self.title = "+".join(roles)
+        self.title = title
         self.limits = GroupLimits(phase_time_limit_s, learned_limits)
         self.locations: dict[int, Location] = {}
         self.last: dict[int, Any] = {}  # by rank, the end of the call that was submitted last (`CallEnd`)
@@ -78,10 +82,6 @@ class ActorSet:
         # Ray's errors name an actor by its id.
         self._rank_of = {handle._actor_id.hex(): rank for rank, handle in enumerate(self.handles)}
 
-        # The classes are sent pickled, so that they are loaded only after the environment is set.
-        workers = cloudpickle.dumps(
-            {role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()}
-        )
         self.constructed = self._construct(
             ray.put(workers), [bundle.local_rank for bundle in bundles], environments, at_work
         )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from ray import cloudpickle
+
 from megarl.controller.actors import ActorSet
 from megarl.controller.call_limits import NOTHING_LEARNED, GroupLimits, LearnedLimits
 from megarl.controller.calls import construction_calls, start_calls
@@ -241,7 +243,11 @@ class RayWorkerGroup(RoleGroup):
         self.pool = resource_pool
         self._new_actors = lambda: ActorSet(
             resource_pool,
-            self._roles,
+            "+".join(self._roles),
+            # The classes are sent pickled, so that they are loaded only after the environment is set.
+            cloudpickle.dumps(
+                {each: (spec.cls, spec.args, spec.kwargs) for each, spec in self._roles.items()}
+            ),
             environments,
             phase_time_limit_s,
             shares,
