@@ -19,6 +19,7 @@ from safetensors import safe_open
 from megarl.agents.trajectory import Sample
 from megarl.config.schema import SGLangMode
 from megarl.config.speculation import draft_folder
+from megarl.machine.background import LoopThread
 from megarl.machine.errors import EngineDeadError
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
@@ -34,7 +35,7 @@ from megarl.rollout.interface import (
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
-from megarl.rollout.sglang.backend import Backend, CallRefusedError, LoopThread
+from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import EngineModel, LoaderClient
 from megarl.rollout.sglang.messages import (
@@ -108,7 +109,7 @@ class SGLangEngine(RolloutEngine):
             self._read_routes = route_reader(architecture)
 
         self._lifecycle = EngineLifecycle()
-        self._loop = LoopThread(self.backend.start)
+        self._loop = LoopThread("sglang", self.backend.start)
         self._finished: queue.SimpleQueue[tuple[int, Sample | Exception | None]] = queue.SimpleQueue()
         # Tickets are never reused, so that a late answer is recognized.
         self._in_flight: dict[int, tuple[GenerationRequest, Future[None]]] = {}
