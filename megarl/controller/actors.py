@@ -17,7 +17,7 @@ from megarl.controller.cluster import worker_owner
 from megarl.controller.errors import UNKNOWN_NODE, PhaseTimeoutError, RankReport
 from megarl.controller.host import Relay, WorkerHost
 from megarl.controller.messages import Location, RankActivity
-from megarl.controller.resource_pool import PoolBundle, RayResourcePool
+from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.silence import ProcessSilence
 
 _VERDICT_LIMIT_S = 60.0
@@ -71,9 +71,7 @@ class ActorSet:
                 num_gpus=resource_pool.gpus_per_process / resource_pool.max_colocate_count
                 if resource_pool.use_gpu
                 else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    bundle.placement_group, placement_group_bundle_index=bundle.number
-                ),
+                scheduling_strategy=bundle,
                 max_restarts=0,
             ).remote()
             for bundle in bundles
@@ -82,9 +80,7 @@ class ActorSet:
         # Ray's errors name an actor by its id.
         self._rank_of = {handle._actor_id.hex(): rank for rank, handle in enumerate(self.handles)}
 
-        self.constructed = self._construct(
-            ray.put(workers), [bundle.local_rank for bundle in bundles], environments, at_work
-        )
+        self.constructed = self._construct(ray.put(workers), resource_pool.local_ranks, environments, at_work)
         self.construction: Sequence[Any] = ()  # the same as calls, see `construction_calls`
 
         # A large group is called by relays (see `Relay`), each of which has some consecutive ranks: a call of
@@ -119,15 +115,13 @@ class ActorSet:
 
         return constructed
 
-    def _start_relay(self, ranks: range, bundle: PoolBundle) -> Any:
+    def _start_relay(self, ranks: range, bundle: PlacementGroupSchedulingStrategy) -> Any:
         """Start a relay on the node of its first rank."""
         actor_class = ray.remote(Relay)
         return actor_class.options(
             # The CPU of the bundle is that of its rank.
             num_cpus=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                bundle.placement_group, placement_group_bundle_index=bundle.number
-            ),
+            scheduling_strategy=bundle,
             max_restarts=0,
         ).remote({rank: self.handles[rank] for rank in ranks}, [self.constructed[rank][1] for rank in ranks])
 

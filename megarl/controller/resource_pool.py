@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import ray
 from ray.util.placement_group import (
@@ -19,6 +18,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.controller import hints
 from megarl.controller.node_resources import (
@@ -48,14 +48,6 @@ class InsufficientResourcesError(HintedError, ValueError):
     """
 
     hint = hints.NO_RESOURCES
-
-
-class PoolBundle(NamedTuple):
-    """One process's share of a pool. `local_rank` counts within its node."""
-
-    placement_group: PlacementGroup
-    number: int
-    local_rank: int
 
 
 class RayResourcePool:
@@ -98,6 +90,7 @@ class RayResourcePool:
             )
 
         self.process_on_nodes = tuple(process_on_nodes)
+        self.local_ranks = [rank for count in process_on_nodes for rank in range(count)]  # within the nodes
         self.use_gpu = use_gpu
         self.name = name
         self.max_colocate_count = max_colocate_count
@@ -117,8 +110,8 @@ class RayResourcePool:
     def resources_per_process(self) -> dict[str, float]:
         return {CPU: self.max_colocate_count, **({GPU: self.gpus_per_process} if self.use_gpu else {})}
 
-    def bundles(self) -> list[PoolBundle]:
-        """Return the bundles in rank order. The first call reserves them.
+    def bundles(self) -> list[PlacementGroupSchedulingStrategy]:
+        """Return the place of each process, its bundle, in rank order. The first call reserves the bundles.
 
         Raises:
             InsufficientResourcesError: The cluster can never hold them (raised at once), or others still hold
@@ -139,7 +132,7 @@ class RayResourcePool:
                 placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups
             ]
         return [
-            PoolBundle(group, index, index)
+            PlacementGroupSchedulingStrategy(group, index)
             for group, count in zip(self._groups, self.process_on_nodes, strict=True)
             for index in range(count)
         ]
@@ -316,14 +309,11 @@ class _PoolPart(RayResourcePool):
         self.ranks = tuple(ranks)
 
         # Local ranks count within this part, not within the whole pool.
-        self._local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
+        self.local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
 
-    def bundles(self) -> list[PoolBundle]:
+    def bundles(self) -> list[PlacementGroupSchedulingStrategy]:
         whole = self._whole.bundles()
-        return [
-            whole[rank]._replace(local_rank=local_rank)
-            for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)
-        ]
+        return [whole[rank] for rank in self.ranks]
 
     def node_ids(self) -> list[str]:
         whole = self._whole.node_ids()
