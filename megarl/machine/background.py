@@ -70,7 +70,8 @@ def _run_loop(prepare: Callable[[], object], started: Future[asyncio.AbstractEve
         loop = runner.get_loop()
         try:
             prepare()
-        except BaseException as error:  # noqa: BLE001  the boundary of the thread: raised where it was started
+        except BaseException as error:  # noqa: BLE001
+            # The boundary of the thread: the error is raised where it was started.
             started.set_exception(error)
             return
         started.set_result(loop)

@@ -96,7 +96,7 @@ class LastWords:
         return "\n".join(text.strip()[-_NUM_CHARACTERS:] for text in texts)
 
     def append_to(self, text: str) -> str:
-        """Return a text that says which process has ended, with what it and others have written."""
+        """Return a text that names the process that has ended, with what it and others have written."""
         words = self.read()
         return f"{text}: {words}" if words else text
 

@@ -101,7 +101,7 @@ class ServerBackend(Backend):
 
         self._port = json.loads(answer)["port"]
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
-        # Its other descendants change.
+        # Only the children are watched, because other descendants come and go.
         for pid in children_of_all().get(self._process.pid, []):
             self._children.update((pid, descriptor) for descriptor in hold([pid]))
 
