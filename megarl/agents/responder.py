@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from megarl.agents.episode import AnswerTurn
 from megarl.agents.protocol import CallError, Environment, Message, Reply, Task, ToolCall, Turn
 from megarl.machine.errors import RunError
-from megarl.machine.unicode_text import replace_surrogates
+from megarl.machine.strict_json import replace_surrogates
 from megarl.machine.user_functions import last_line
 
 _CLOSE_S = 10.0

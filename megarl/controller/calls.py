@@ -1,35 +1,36 @@
-"""Calls on single ranks: how they end, and the failure of a call that does not return."""
+"""Calls on single ranks: how they start and end, and the failure of a call that does not return."""
 
 from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from megarl.controller.call_limits import GroupLimits
+from megarl.batch.data_proto import DataProto
+from megarl.controller.actors import ActorSet
 from megarl.controller.cluster import daemons_last_words, ended_daemon, ended_node, oom_kills
+from megarl.controller.dispatch import Arguments, CallPlan
 from megarl.controller.errors import (
     UNKNOWN_NODE,
-    PhaseTimeoutError,
     RankFailure,
-    RankReport,
     RayEndedError,
     WorkerError,
 )
 from megarl.controller.hints import NODE_LOST
 from megarl.controller.lost_process import LOST, node_lost, relay_lost, why_lost
 from megarl.controller.messages import (
+    CONSTRUCTION,
     CallFailure,
     CallRecord,
     FailureKind,
-    Location,
     OnRecord,
     Outcome,
 )
@@ -37,28 +38,7 @@ from megarl.machine.wording import counted
 
 _LOG_LINES = 30
 _SHOWN_UIDS = 4
-
-
-class Processes(Protocol):
-    """The interface of a group's processes that calls use. Its class, in actors.py, imports this module."""
-
-    limits: GroupLimits
-    locations: dict[int, Location]
-    construction: tuple[Call, ...]
-
-    def rank_of(self, actor_id: str | None, otherwise: int) -> int: ...
-
-    def errors_of(self, ranks: Sequence[int]) -> dict[int, RayError]: ...
-
-    def last_word(self, rank: int, error: ActorUnavailableError) -> RayError: ...
-
-    def lost_nodes(self) -> dict[int, str]: ...
-
-    def reports(self) -> list[RankReport]: ...
-
-    def silent_s(self, rank: int) -> float: ...
-
-    def end(self, why: PhaseTimeoutError) -> None: ...
+_SMALL = (type(None), bool, int, float, str)  # values of these types are sent within a call
 
 
 @dataclass(eq=False)
@@ -89,7 +69,7 @@ class Call:
     its end and `earlier` that of the call before it on the rank; None if it is not known.
     """
 
-    processes: Processes
+    processes: ActorSet
     role: str
     rank: int
     method: str
@@ -134,7 +114,7 @@ class Call:
         try:
             self.record = record or ray.get(self.reference)
         except RayError as error:
-            self.failure = self._failure_outside(error)
+            self.fail_with(error)
             return
 
         if self.end is not None:
@@ -146,17 +126,7 @@ class Call:
             self.processes.limits.learn(self.method, span.end_s - span.start_s)
 
         if self.record.failure is not None:
-            location = self.record.location
-            self.failure = RankFailure(
-                self.role,
-                self.rank,
-                location.node,
-                location.pid,
-                self.method,
-                self.record.failure,
-                self.rows,
-                location.stderr_path,
-            )
+            self._fail(self.record.failure)
 
     def fetch_relayed(self, outcome: Outcome) -> None:
         """Read how the call ended from the answer of a relay."""
@@ -165,7 +135,7 @@ class Call:
             try:
                 outcome = ray.get(outcome[0])
             except RayError as error:
-                self.failure = self._failure_outside(error)
+                self.fail_with(error)
                 return
         record, self.answer = outcome
         self.fetch(record)
@@ -186,11 +156,27 @@ class Call:
         try:
             return ray.get(reference)
         except RayError as error:
-            self.failure = self._failure_outside(error)
-            raise WorkerError(self.failure) from error
+            raise WorkerError(self.fail_with(error)) from error
 
-    def _failure_outside(self, error: RayError) -> RankFailure:
-        """Describe one of Ray's own errors: the process is gone, or a value could not be sent or received."""
+    def _fail(self, failure: CallFailure, rank: int | None = None) -> RankFailure:
+        """Record how the call failed, on its own rank or because of another one of the group."""
+        rank = self.rank if rank is None else rank
+        location = self.processes.locations.get(rank)
+        self.failure = RankFailure(
+            self.role,
+            rank,
+            location.node if location else UNKNOWN_NODE,
+            location.pid if location else None,
+            self.method,
+            failure,
+            # The rows belong to this call, so they are unrelated to a failure on another rank.
+            self.rows if rank == self.rank else None,
+            location.stderr_path if location else "",
+        )
+        return self.failure
+
+    def fail_with(self, error: RayError) -> RankFailure:
+        """Record one of Ray's own errors: the process is gone, or a value could not be sent or received."""
         rank = self.rank
         if isinstance(error, RayActorError):  # may concern the process that should have produced an argument
             rank = self.processes.rank_of(error.actor_id, self.rank)
@@ -201,52 +187,26 @@ class Call:
         if isinstance(error, ActorUnavailableError):
             error = self.processes.last_word(rank, error)
         location = self.processes.locations.get(rank)
-        node = location.node if location else UNKNOWN_NODE
-        pid = location.pid if location else None
-        log_path = location.stderr_path if location else ""
 
         # The process is alive, but a value could not be sent or received.
         if not isinstance(error, LOST):
             text = str(error)
             summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
-            failure = CallFailure(FailureKind.exception, summary, text, time.time())
-        else:
-            # The process is gone: the end of its log and the node's OOM kills may explain why.
-            log = _end_of_log(log_path) if location else ""
-            summary, hint = why_lost(error, location.node if location else None, log, oom_kills(node))
-            if hint is NODE_LOST and (daemon := ended_node()):
-                raise RayEndedError(daemon, daemons_last_words()) from error
-            failure = CallFailure(FailureKind.death, summary, f"{error}\n{log}", time.time(), hint=hint)
+            return self._fail(CallFailure(FailureKind.exception, summary, text, time.time()), rank)
 
-        # The rows belong to this call, so they are unrelated to a failure on another rank.
-        return RankFailure(
-            self.role,
-            rank,
-            node,
-            pid,
-            self.method,
-            failure,
-            self.rows if rank == self.rank else None,
-            log_path,
-        )
-
-    def fail_with(self, error: RayError) -> None:
-        """Record that the rank's process is gone, for the reason of this error of Ray."""
-        self.failure = self._failure_outside(error)
+        # The process is gone: the end of its log and the node's OOM kills may explain why.
+        log = _end_of_log(location.stderr_path) if location else ""
+        node = location.node if location else None
+        summary, hint = why_lost(error, node, log, oom_kills(node))
+        if hint is NODE_LOST and (daemon := ended_node()):
+            raise RayEndedError(daemon, daemons_last_words()) from error
+        failure = CallFailure(FailureKind.death, summary, f"{error}\n{log}", time.time(), hint=hint)
+        return self._fail(failure, rank)
 
     def fail_without_relay(self, kind: FailureKind, ranks: range) -> None:
         """Record that the process that relays calls to this rank and others is gone."""
         summary, hint = relay_lost(ranks)
-        location = self.processes.locations.get(self.rank)
-        self.failure = RankFailure(
-            self.role,
-            self.rank,
-            location.node if location else UNKNOWN_NODE,
-            location.pid if location else None,
-            self.method,
-            CallFailure(kind, summary, summary, time.time(), hint=hint),
-            self.rows,
-        )
+        self._fail(CallFailure(kind, summary, summary, time.time(), hint=hint))
 
     def fail_without_node(self, node: str) -> RankFailure:
         """Record that the process will never start, as `node` left the cluster and cannot be replaced."""
@@ -269,7 +229,7 @@ class RelayedCalls:
         running: The calls that have not ended, by rank.
     """
 
-    processes: Processes
+    processes: ActorSet
     relay: Any
     number: int
     reference: ray.ObjectRef
@@ -309,3 +269,124 @@ def _end_of_log(path: str) -> str:
     except OSError:
         return ""
     return f"The end of its log, {path}:\n" + "\n".join(lines[-_LOG_LINES:]) if lines else ""
+
+
+# ---- start
+
+
+def construction_calls(processes: ActorSet, on_record: OnRecord) -> tuple[Call, ...]:
+    """Return the construction of the workers, which `processes` has started, as calls by rank."""
+    return tuple(
+        Call(processes, processes.title, rank, CONSTRUCTION, result, record, on_record)
+        for rank, (result, record) in enumerate(processes.constructed)
+    )
+
+
+def start_calls(
+    processes: ActorSet, role: str, method: str, plan: CallPlan, on_record: OnRecord
+) -> dict[int, Call]:
+    """Start a call on the ranks of the plan and return at once. Ranks run calls in submission order.
+
+    Args:
+        plan: Which rank receives what.
+        on_record: What is called when a rank has ended.
+
+    Returns:
+        The calls by rank.
+
+    Raises:
+        PhaseTimeoutError: The group was ended by this error.
+        RuntimeError: The group was ended for another reason.
+    """
+    if not processes.alive:
+        raise processes.ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
+    # Store values that several ranks read, then submit to all ranks before waiting for any.
+    shared = _share(plan.parts, plan.part_of_ranks, stores_all=bool(processes.relays))
+    if processes.relays:
+        return _start_relayed(processes, role, method, plan, shared, on_record)
+    calls = {}
+
+    for rank, part in zip(plan.ranks, plan.part_of_ranks, strict=True):
+        execute = processes.handles[rank].execute.options(num_returns=2)
+        positional, named = shared[part]
+        result, record = execute.remote(role, method, rank in plan.results, *positional, **named)
+        end = CallEnd(record)
+        calls[rank] = Call(
+            processes,
+            role,
+            rank,
+            method,
+            result,
+            record,
+            on_record,
+            _uids_of(plan.parts[part]),
+            end=end,
+            earlier=processes.last.get(rank),
+        )
+        processes.last[rank] = end
+
+    return calls
+
+
+def _start_relayed(
+    processes: ActorSet,
+    role: str,
+    method: str,
+    plan: CallPlan,
+    shared: Sequence[Arguments],
+    on_record: OnRecord,
+) -> dict[int, Call]:
+    """Start a call by one message to each relay that has some of its ranks."""
+    part_of: dict[int, dict[int, int]] = {}  # by relay and rank
+    for rank, part in zip(plan.ranks, plan.part_of_ranks, strict=True):
+        part_of.setdefault(rank // len(processes.ranks_of_relays[0]), {})[rank] = part
+
+    calls = {}
+    for index, own in part_of.items():
+        relay = processes.relays[index]
+        number = next(processes.relay_numbers[index])  # one step, so that two threads never get the same
+        # Send only the parts that ranks of this relay receive.
+        parts = list(dict.fromkeys(own.values()))
+        tasks = [(rank, rank in plan.results, parts.index(part)) for rank, part in own.items()]
+        answer = relay.run.remote(number, role, method, tasks, [shared[part] for part in parts])
+        relayed = RelayedCalls(processes, relay, number, answer, processes.ranks_of_relays[index])
+        for rank, part in own.items():
+            uids = _uids_of(plan.parts[part])
+            relayed.running[rank] = Call(processes, role, rank, method, None, None, on_record, uids, relayed)
+        calls |= relayed.running
+
+    return calls
+
+
+def _uids_of(arguments: Arguments) -> np.ndarray | None:
+    """Return the uids (B,) of the first batch among a call's arguments that has them."""
+    positional, named = arguments
+    batches = (value for value in (*positional, *named.values()) if isinstance(value, DataProto))
+    return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
+
+
+def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int], *, stores_all: bool) -> list[Arguments]:
+    """Put values that several ranks receive into the object store once, and replace them by references.
+
+    Args:
+        part_of_rank: The index in `parts` of what each rank receives.
+        stores_all: Whether values that a single rank receives are put there too, so that no relay loads them.
+    """
+    # Count by identity: the same object for several ranks is one value.
+    values = [(*positional, *named.values()) for positional, named in parts]
+    readers = Counter(id(value) for part in part_of_rank for value in values[part])
+    stored: dict[int, Any] = {}
+
+    def sent(value: Any) -> Any:
+        # Small values, and values that only one rank reads, are sent within the call.
+        is_sent = readers[id(value)] == 1 and not stores_all
+        if isinstance(value, _SMALL) or is_sent:
+            return value
+        if id(value) not in stored:
+            stored[id(value)] = ray.put(value)
+        return stored[id(value)]
+
+    return [
+        (tuple(map(sent, positional)), {name: sent(value) for name, value in named.items()})
+        for positional, named in parts
+    ]

@@ -84,9 +84,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
 
     # Join the cluster of RAY_ADDRESS. This process neither owns nor ends its daemons.
     if (named := cluster_address()) is not None:
-        address = _found(named)
-        with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        _join(named)
         # The driver may share its process group with a shell pipeline.
         start_reaper(process_owner(), whole_group=False)
         return
@@ -124,7 +122,7 @@ def _start_here(num_cpus: int, num_gpus: int, object_store_mb: float) -> None:
     )
 
 
-def oom_kills(node: str) -> int:
+def oom_kills(node: str | None) -> int:
     """Return how many processes the kernel's OOM killer has ended on a node during this run.
 
     Returns 0 for other nodes than the driver's.
@@ -175,13 +173,17 @@ def visit() -> Generator[None]:
     if ray.is_initialized() or named is None:
         yield
         return
-    address = _found(named)
-    with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    _join(named)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _join(named: str) -> None:
+    address = _found(named)
+    with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
 
 
 def _found(address: str) -> str:

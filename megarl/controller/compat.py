@@ -36,7 +36,7 @@ from megarl.controller.group import RayWorkerGroup as OwnWorkerGroup
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import (
-    ColocatedWorkerClass,
+    ColocatedWorkers,
     RayClassWithInitArgs,
     RemoteMethod,
     registered_methods,
@@ -178,13 +178,13 @@ class VerlWorkerGroup(_VerlNames, OwnWorkerGroup):
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkerClass,
+        ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkers,
         **options: Any,
     ) -> None:
         specs = (
             [ray_cls_with_init]
             if isinstance(ray_cls_with_init, RayClassWithInitArgs)
-            else ray_cls_with_init.roles.values()
+            else ray_cls_with_init.values()
         )
         # __getattr__ is not called for names that the group defines itself.
         for spec in specs:

@@ -1,6 +1,6 @@
 """Plan a call: which rank gets which part of the arguments, and how results are combined. Pure, without Ray.
 
-dispatch (`plan_call`) -> execute (actors.py) -> collect (`collect`). A mode is a row of the table `RULES`; a
+dispatch (`plan_call`) -> execute (calls.py) -> collect (`collect`). A mode is a row of the table `RULES`; a
 worker's method may also have its own `Rule`. megarl's workers receive parts that the driver has already split
 under MEGATRON_MESH; a whole batch is split here.
 """

@@ -14,8 +14,9 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.batch.future import DataProtoFuture
+from megarl.controller.actors import NODE_LOOK_S, ActorSet
 from megarl.controller.call_limits import GroupLimits
-from megarl.controller.calls import Call, Processes
+from megarl.controller.calls import Call
 from megarl.controller.cluster import daemons_last_words, ended_daemon
 from megarl.controller.dispatch import Collect, collect
 from megarl.controller.errors import (
@@ -29,7 +30,6 @@ from megarl.controller.messages import CONSTRUCTION, RankActivity
 
 GRACE_S = 2.0  # wait after the first failure, for an earlier failure of another rank still on its way
 _GATHER_S = 0.02  # wait after the first call of many has ended, so that most of the others are taken with it
-NODE_LOOK_S = 5.0  # interval for checking the nodes of processes that have not started
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -315,7 +315,7 @@ def _late_failures(pending: _Pending) -> list[RankFailure]:
     return failures
 
 
-def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float) -> float:
+def _check_limit(processes: ActorSet, calls: Sequence[Call], looked_at_s: float) -> float:
     """Return when to check again (monotonic seconds). Ends the group and raises at a limit.
 
     A call may wait in its rank's queue after others; the limit applies to each call from its own start. If a
@@ -382,7 +382,7 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
     raise error
 
 
-def _look_s(processes: Processes, call: Call) -> float:
+def _look_s(processes: ActorSet, call: Call) -> float:
     """Return how long to wait until the processes are asked what they do, from the submission of a call."""
     # A process that is being started cannot answer yet.
     is_started = call.rank in processes.locations

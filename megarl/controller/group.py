@@ -9,8 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from ray import cloudpickle
+
 from megarl.controller.actors import ActorSet
 from megarl.controller.call_limits import NOTHING_LEARNED, GroupLimits, LearnedLimits
+from megarl.controller.calls import construction_calls, start_calls
 from megarl.controller.dispatch import (
     RULES,
     Collect,
@@ -27,7 +30,7 @@ from megarl.controller.futures import WorkerFuture
 from megarl.controller.messages import CallRecord, FailureKind, qualified_name
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import (
-    ColocatedWorkerClass,
+    ColocatedWorkers,
     RayClassWithInitArgs,
     RemoteMethod,
     Worker,
@@ -41,13 +44,17 @@ NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
 
 class RoleGroup:
-    """All ranks of one role. Several groups may share the same processes (`RayWorkerGroup.spawn`)."""
+    """All ranks of one role. Several groups may share the same processes (`RayWorkerGroup.spawn`).
 
-    def __init__(self, actors: ActorSet, role: str, worker: RayClassWithInitArgs) -> None:
+    Args:
+        worker: None for fused roles, whose calls go through the groups that `spawn` returns.
+    """
+
+    def __init__(self, actors: ActorSet, role: str, worker: RayClassWithInitArgs | None) -> None:
         self._actors = actors
         self.role = role
-        self._worker_class: type[Worker] | None = worker.cls
-        self.mesh: Mesh = worker.mesh(actors.world_size)
+        self._worker_class: type[Worker] | None = None if worker is None else worker.cls
+        self.mesh: Mesh = () if worker is None else worker.mesh(actors.world_size)
         self._spans: list[Span] = []
         self._processes: RayWorkerGroup | None = None
 
@@ -148,9 +155,9 @@ class RoleGroup:
         kwargs: Mapping[str, Any],
     ) -> WorkerFuture[Any]:
         name = self._name(method)
-        return self._actors.start(
-            self.role, name, plan_call(rule, self.mesh, args, kwargs), self._record_spans
-        )
+        plan = plan_call(rule, self.mesh, args, kwargs)
+        calls = start_calls(self._actors, self.role, name, plan, self._record_spans)
+        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.results], plan.collect)
 
     # ---- what the processes do
 
@@ -210,7 +217,7 @@ class RayWorkerGroup(RoleGroup):
     def __init__(
         self,
         resource_pool: RayResourcePool,
-        ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkerClass,
+        ray_cls_with_init: RayClassWithInitArgs | ColocatedWorkers,
         *,
         role: str = "worker",
         phase_time_limit_s: float = 1800.0,
@@ -220,11 +227,11 @@ class RayWorkerGroup(RoleGroup):
         ranks_per_relay: int = RANKS_PER_RELAY,
         learned_limits: LearnedLimits = NOTHING_LEARNED,
     ) -> None:
-        if isinstance(ray_cls_with_init, ColocatedWorkerClass):
-            self._roles = ray_cls_with_init.roles
-        else:
-            self._roles = {role: ray_cls_with_init}
-
+        single = None
+        if isinstance(ray_cls_with_init, RayClassWithInitArgs):
+            single = ray_cls_with_init
+            ray_cls_with_init = {role: single}
+        self._roles = ray_cls_with_init
         for each, spec in self._roles.items():
             _check_layout(each, spec, resource_pool)
 
@@ -234,28 +241,27 @@ class RayWorkerGroup(RoleGroup):
         environments = [{**given, **own} for own in of_ranks]
         shares = {role: dict(methods) for role, methods in at_work.items()}
         self.pool = resource_pool
-        self._start = lambda: ActorSet(
+        self._new_actors = lambda: ActorSet(
             resource_pool,
-            self._roles,
+            "+".join(self._roles),
+            # The classes are sent pickled, so that they are loaded only after the environment is set.
+            cloudpickle.dumps(
+                {each: (spec.cls, spec.args, spec.kwargs) for each, spec in self._roles.items()}
+            ),
             environments,
             phase_time_limit_s,
-            self._record_spans,
             shares,
             ranks_per_relay,
             learned_limits,
         )
         self._spawned: list[RoleGroup] = []
-        actors = self._start()
-
-        if isinstance(ray_cls_with_init, RayClassWithInitArgs):
-            super().__init__(actors, role, ray_cls_with_init)
-        else:
-            # Fused roles have no single worker class: calls go through the groups that spawn() returns.
-            self._actors = actors
-            self.role = ""
-            self._worker_class = None
-            self._spans = []
+        super().__init__(self._start(), "" if single is None else role, single)
         self._processes = self
+
+    def _start(self) -> ActorSet:
+        actors = self._new_actors()
+        actors.construction = construction_calls(actors, self._record_spans)
+        return actors
 
     def spawn(self) -> dict[str, RoleGroup]:
         """Return one group per role, on the same processes."""

@@ -310,7 +310,7 @@ class Relay:
         async with self._turn:
             await self._turn.wait_for(lambda: self._next == number)
             # Ray keeps the order of one caller only, and the driver constructs the ranks itself.
-            await asyncio.gather(*map(_ended, self._construction))
+            await asyncio.gather(*(_outcome(0, reference) for reference in self._construction))
             self._construction.clear()
             self._running[number] = {
                 self._start(rank, role, method, keep_result, parts[part]) for rank, keep_result, part in tasks
@@ -356,10 +356,6 @@ async def _outcome(rank: int, reference: ray.ObjectRef) -> tuple[int, Outcome]:
     except RayError:
         # The driver reads the error itself, since errors of Ray cannot always be sent again.
         return rank, [reference]
-
-
-async def _ended(reference: ray.ObjectRef) -> None:
-    await asyncio.wait([asyncio.ensure_future(_outcome(0, reference))])
 
 
 def _has_failed(outcome: Outcome) -> bool:

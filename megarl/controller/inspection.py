@@ -64,15 +64,12 @@ class ClusterReport(NamedTuple):
 class _Witness:
     """A process on the node. Once it runs, it answers within milliseconds, so that clocks can be compared."""
 
-    def software(self) -> dict[str, str]:
-        return here()
-
-    def limits(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def look(self, paths: Sequence[str]) -> dict[str, Any]:
+        """Return the fields of a NodeReport that only the node knows."""
         memory = shutil.disk_usage("/dev/shm")
-        return (memory.total, memory.free), resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def unseen(self, paths: Sequence[str]) -> tuple[str, ...]:
-        return tuple(path for path in paths if not Path(path).exists())
+        limits = (memory.total, memory.free), resource.getrlimit(resource.RLIMIT_NOFILE)
+        unseen = tuple(path for path in paths if not Path(path).exists())
+        return {"software": here(), "limits": limits, "unseen": unseen}
 
     def now(self) -> float:
         return time.time()
@@ -111,15 +108,16 @@ def inspect_cluster(limit_s: float, paths: Sequence[str] = ()) -> ClusterReport:
 
 def _report(node: NodeResources, actor: Any, paths: Sequence[str], deadline_s: float) -> NodeReport:
     try:
-        answers = [actor.software.remote(), actor.limits.remote(), actor.unseen.remote(list(paths))]
-        software, limits, unseen = ray.get(answers, timeout=max(0.0, deadline_s - time.monotonic()))
+        found = ray.get(actor.look.remote(list(paths)), timeout=max(0.0, deadline_s - time.monotonic()))
         offsets = [_compare(actor) for _ in range(_PINGS)]
     except RayError as error:
         return NodeReport(node.node, node.resources, error=str(error).strip().splitlines()[-1])
 
     # The fastest query bounds the clock's offset most tightly.
     uncertainty, offset = min(offsets)
-    return NodeReport(node.node, node.resources, software, offset, uncertainty, limits=limits, unseen=unseen)
+    return NodeReport(
+        node.node, node.resources, clock_offset_s=offset, clock_uncertainty_s=uncertainty, **found
+    )
 
 
 def _compare(actor: Any) -> tuple[float, float]:

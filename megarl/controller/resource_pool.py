@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import ray
 from ray.util.placement_group import (
@@ -19,6 +18,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.controller import hints
 from megarl.controller.node_resources import (
@@ -37,7 +37,6 @@ from megarl.plan.placement.placement_plan import PlacementPlan
 
 _NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
 _SETTLE_S = 5.0  # until resources that were just released appear as free
-NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 _moving = threading.Lock()
 
@@ -49,14 +48,6 @@ class InsufficientResourcesError(HintedError, ValueError):
     """
 
     hint = hints.NO_RESOURCES
-
-
-class PoolBundle(NamedTuple):
-    """One process's share of a pool. `local_rank` counts within its node."""
-
-    placement_group: PlacementGroup
-    number: int
-    local_rank: int
 
 
 class RayResourcePool:
@@ -99,6 +90,7 @@ class RayResourcePool:
             )
 
         self.process_on_nodes = tuple(process_on_nodes)
+        self.local_ranks = [rank for count in process_on_nodes for rank in range(count)]  # within the nodes
         self.use_gpu = use_gpu
         self.name = name
         self.max_colocate_count = max_colocate_count
@@ -118,8 +110,8 @@ class RayResourcePool:
     def resources_per_process(self) -> dict[str, float]:
         return {CPU: self.max_colocate_count, **({GPU: self.gpus_per_process} if self.use_gpu else {})}
 
-    def bundles(self) -> list[PoolBundle]:
-        """Return the bundles in rank order. The first call reserves them.
+    def bundles(self) -> list[PlacementGroupSchedulingStrategy]:
+        """Return the place of each process, its bundle, in rank order. The first call reserves the bundles.
 
         Raises:
             InsufficientResourcesError: The cluster can never hold them (raised at once), or others still hold
@@ -128,29 +120,41 @@ class RayResourcePool:
         if not self._groups:
             # A reservation that can never be met would otherwise wait until the limit.
             check_fits([self])
-            # Reserve one placement group per node, which keeps the node's processes together.
-            share = self.resources_per_process()
-            ids: Sequence[str | None] = self._node_ids or [None] * len(self.process_on_nodes)
-            self._groups = [
-                _group_on_node(share, count, node_id)
-                for count, node_id in zip(self.process_on_nodes, ids, strict=True)
-            ]
-            # All groups share one deadline. A partial reservation is released, because it would block others.
-            deadline_s = time.monotonic() + self.wait_limit_s
-            if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in self._groups):
-                self.release()
+            ids = self._node_ids or [None] * len(self.process_on_nodes)
+            groups = self._reserve(dict(enumerate(ids)))
+            if groups is None:
                 raise InsufficientResourcesError(
                     explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s")
                 )
+            self._groups = list(groups.values())
             # Keep the ids of the nodes, to recognize a lost node later.
             self._reserved_on = [
                 placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups
             ]
         return [
-            PoolBundle(group, index, index)
+            PlacementGroupSchedulingStrategy(group, index)
             for group, count in zip(self._groups, self.process_on_nodes, strict=True)
             for index in range(count)
         ]
+
+    def _reserve(self, places: Mapping[int, str | None]) -> dict[int, PlacementGroup] | None:
+        """Reserve some of `process_on_nodes` on nodes, given by Ray's ids; None: any node.
+
+        Returns:
+            The placement groups. None if they are not free in time, and then nothing is reserved.
+        """
+        # One placement group per node keeps the node's processes together.
+        groups = {
+            index: _group_on_node(self.resources_per_process(), self.process_on_nodes[index], node_id)
+            for index, node_id in places.items()
+        }
+        # All groups share one deadline. A partial reservation is released, because it would block others.
+        deadline_s = time.monotonic() + self.wait_limit_s
+        if all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in groups.values()):
+            return groups
+        for group in groups.values():
+            remove_placement_group(group)
+        return None
 
     def split(self) -> list[RayResourcePool]:
         """Return one pool per process on this one's bundles, for groups that restart one by one."""
@@ -264,16 +268,9 @@ class RayResourcePool:
 
     def _move_to(self, places: Mapping[int, str]) -> bool:
         """Reserve some of `process_on_nodes` on these nodes. Returns whether it is done."""
-        new = {
-            index: _group_on_node(self.resources_per_process(), self.process_on_nodes[index], node_id)
-            for index, node_id in places.items()
-        }
-        # The groups are reserved concurrently, so they share one limit. The pool keeps its place until they
-        # are: another pool of the run may have taken the node at the same time.
-        deadline_s = time.monotonic() + self.wait_limit_s
-        if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in new.values()):
-            for group in new.values():
-                remove_placement_group(group)
+        # The pool keeps its place until then: another pool of the run may have taken the node meanwhile.
+        new = self._reserve(dict(places))
+        if new is None:
             return False
 
         for index, node_id in places.items():
@@ -312,14 +309,11 @@ class _PoolPart(RayResourcePool):
         self.ranks = tuple(ranks)
 
         # Local ranks count within this part, not within the whole pool.
-        self._local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
+        self.local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
 
-    def bundles(self) -> list[PoolBundle]:
+    def bundles(self) -> list[PlacementGroupSchedulingStrategy]:
         whole = self._whole.bundles()
-        return [
-            whole[rank]._replace(local_rank=local_rank)
-            for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)
-        ]
+        return [whole[rank] for rank in self.ranks]
 
     def node_ids(self) -> list[str]:
         whole = self._whole.node_ids()
@@ -364,8 +358,8 @@ class ResourcePoolManager:
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[str, str],
         use_gpu: bool = True,
-        gpus_per_process: Mapping[str, int] = NO_EXCEPTIONS,
-        max_colocate_counts: Mapping[str, int] = NO_EXCEPTIONS,
+        gpus_per_process: Mapping[str, int] = MappingProxyType({}),
+        max_colocate_counts: Mapping[str, int] = MappingProxyType({}),
         nodes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         for role, pool in mapping.items():
@@ -499,12 +493,9 @@ def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
 
 
 def _group_on_node(share: Mapping[str, float], count: int, node_id: str | None) -> PlacementGroup:
+    labels = None if node_id is None else [{_NODE_LABEL: node_id}] * count
     bundles = [dict(share) for _ in range(count)]
-    if node_id is None:
-        return placement_group(bundles, strategy="STRICT_PACK")
-    return placement_group(
-        bundles, strategy="STRICT_PACK", bundle_label_selector=[{_NODE_LABEL: node_id}] * count
-    )
+    return placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=labels)
 
 
 def _demand(pool: RayResourcePool, count: int) -> dict[str, float]:

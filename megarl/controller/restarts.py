@@ -1,9 +1,10 @@
-"""How often processes of any kind are restarted, and how their pools move from lost nodes to free ones."""
+"""Restarts of processes of any kind, and how their pools move from lost nodes to free ones."""
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -11,9 +12,11 @@ from megarl.config.schema import RecoveryConfig
 from megarl.controller import hints
 from megarl.controller.cluster import daemons_last_words, ended_node
 from megarl.controller.errors import RayEndedError
+from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.machine.errors import RunError
 from megarl.machine.wording import counted
+from megarl.tracking.timeline import Span
 
 _log = logging.getLogger(__name__)
 LOOK_S = 1.0  # interval at which a free node is looked for
@@ -118,3 +121,75 @@ class RestartBudget:
             f"{'is' if self.limit == 1 else 'are'} used up. The cause is in the output above; if it is "
             "intermittent, allow more"
         )
+
+
+class RestartedGroups(ABC):
+    """Worker groups of one kind that are started one by one, and restarted when their processes die or hang.
+
+    A restart kills the processes of a group with all their descendants. One thread at a time uses them.
+
+    Args:
+        title: The name of one of them, for messages.
+        number: How many are started.
+        restart_limit: Number of restarts within a day after which the run ends.
+        wait_for_node_s: How long to wait for a free node after one is lost.
+    """
+
+    limit_error: type[RunError] = ProcessLimitError  # raised if all restarts are used up
+    limit_of = ""  # see `RestartBudget.used_up`
+
+    def __init__(self, title: str, number: int, restart_limit: int, wait_for_node_s: float) -> None:
+        self._title = title
+        self._wait_for_node_s = wait_for_node_s
+        self._budget = RestartBudget(restart_limit)
+        self._spans: list[Span] = []
+        self.groups = [self._start(each) for each in range(number)]
+
+    @abstractmethod
+    def _start(self, number: int) -> RoleGroup:
+        """Start a group, without waiting for it."""
+
+    @property
+    def num_restarts(self) -> int:
+        return self._budget.num_restarts
+
+    def _make_room(self, number: int, pool: RayResourcePool, why: str) -> str:
+        """End a group that died or hangs, so that another one can be started. Returns its last words.
+
+        Raises:
+            RunError: All restarts are used up (`limit_error`).
+            NodeLostError: The node of the group has left the cluster, and no other one can take its place.
+        """
+        name = f"{self._title} {number} of {len(self.groups)}"
+        last_words = f"{name} ended or hung: {why}"
+        self.kill(number)
+
+        # Without a node, more restarts would not help.
+        leave_lost_nodes(pool, name, self._wait_for_node_s, details=f"\n\n{last_words}")
+        if not self._budget.left:
+            raise self.limit_error(f"{last_words}\n\n{self._budget.used_up(self.limit_of)}")
+        self._budget.spend()
+        return last_words
+
+    def kill(self, number: int) -> None:
+        self._keep_spans(number)
+        self.groups[number].shutdown()
+
+    def shutdown(self) -> None:
+        for number in range(len(self.groups)):
+            self.kill(number)
+
+    def _keep_spans(self, number: int) -> None:
+        self._spans += [span._replace(rank=number) for span in self.groups[number].drain_spans()]
+
+    def drain_spans(self) -> list[Span]:
+        """Return the spans of all groups, including replaced ones, with the group's number as the rank.
+
+        See RoleGroup.drain_spans.
+        """
+        # Spans of replaced groups were kept when those were killed.
+        for number in range(len(self.groups)):
+            self._keep_spans(number)
+        spans = self._spans
+        self._spans = []
+        return spans

@@ -18,6 +18,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import RankCoordinate
 from megarl.controller.dispatch import RULES, Dispatch, Mesh, Rule
 from megarl.controller.messages import Activity
+from megarl.machine.reaper import descendants
 
 if TYPE_CHECKING:  # worker classes are imported without Ray
     from megarl.controller.futures import WorkerFuture
@@ -173,12 +174,10 @@ class Worker:
         """Return the memory of this process and its descendants in GB (10^9 bytes), sharing ignored."""
         import psutil
 
-        process = psutil.Process()
-        resident = process.memory_info().rss
-
-        for child in process.children(recursive=True):
+        resident = 0
+        for pid in (os.getpid(), *descendants(os.getpid())):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-                resident += child.memory_info().rss
+                resident += psutil.Process(pid).memory_info().rss
 
         return resident / 1e9
 
@@ -204,14 +203,11 @@ class RayClassWithInitArgs:
         return f"RayClassWithInitArgs({self.cls.__name__})"
 
 
-class ColocatedWorkerClass:
-    """Several roles in one process. Their calls run one at a time, in submission order."""
-
-    def __init__(self, roles: Mapping[str, RayClassWithInitArgs]) -> None:
-        self.roles = dict(roles)
+# The workers of several roles in one process. Their calls run one at a time, in submission order.
+ColocatedWorkers = Mapping[str, RayClassWithInitArgs]
 
 
-def create_colocated_worker_cls(roles: Mapping[str, RayClassWithInitArgs]) -> ColocatedWorkerClass:
+def create_colocated_worker_cls(roles: ColocatedWorkers) -> ColocatedWorkers:
     """Fuse several workers in one process. They are constructed in the order of `roles`.
 
     Raises:
@@ -219,4 +215,4 @@ def create_colocated_worker_cls(roles: Mapping[str, RayClassWithInitArgs]) -> Co
     """
     if not roles:
         raise ValueError("create_colocated_worker_cls: there are no roles")
-    return ColocatedWorkerClass(roles)
+    return dict(roles)

@@ -23,8 +23,7 @@ from megarl.data.files import DataError, open_file
 from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tool_columns import calls_of, holds_null, schemas_of
 from megarl.data.tool_results import order_results
-from megarl.machine import unicode_text
-from megarl.machine.strict_json import MAX_DEPTH, is_too_deep, load_strictly
+from megarl.machine.strict_json import MAX_DEPTH, UNENCODABLE, is_too_deep, load_strictly, lone_surrogate
 
 logger = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant", "tool")
@@ -73,9 +72,9 @@ def read_rows(
 def _refuse_surrogates(row: DataRow, columns: Sequence[str]) -> None:
     """Refuse text that cannot be encoded, at any depth of any column that is read."""
     for name in columns:
-        place = unicode_text.lone_surrogate(row.values.get(name))
+        place = lone_surrogate(row.values.get(name))
         if place is not None:
-            raise row.error(name, f"{place or 'its text'} has {unicode_text.PROBLEM}; remove it")
+            raise row.error(name, f"{place or 'its text'} has {UNENCODABLE}; remove it")
 
 
 def _refuse_deep(row: DataRow, columns: Sequence[str]) -> None:

@@ -17,9 +17,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megarl.data.chat_clock import clock_arguments
 from megarl.data.special_tokens import escaped
-from megarl.machine import unicode_text
 from megarl.machine.errors import one_line
 from megarl.machine.files import read_json_object
+from megarl.machine.strict_json import UNENCODABLE, is_encodable
 from megarl.machine.wording import counted
 
 if TYPE_CHECKING:
@@ -230,8 +230,8 @@ def rendered_chat(
         raise TemplateFailureError(message) from error
 
     assert isinstance(text, str)
-    if not unicode_text.is_encodable(text):
-        raise ValueError(f"the chat has {unicode_text.PROBLEM}; remove it")
+    if not is_encodable(text):
+        raise ValueError(f"the chat has {UNENCODABLE}; remove it")
     return text
 
 

@@ -19,19 +19,17 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds per
 
 def processor_family(information: Path = Path("/proc/cpuinfo")) -> tuple[str, str]:
     """Return the processor's vendor and family as it reports them; empty if it does not, as on ARM."""
-    lines = information.read_text().splitlines() if information.is_file() else []
-    maker, family = (
-        next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
-        for name in ("vendor_id", "cpu family")
-    )
-    return maker, family
+    return _reported("vendor_id", information), _reported("cpu family", information)
 
 
 def processor_name(information: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's name as it reports it, otherwise that of its architecture."""
+    return _reported("model name", information) or platform.machine()
+
+
+def _reported(field: str, information: Path) -> str:
     lines = information.read_text().splitlines() if information.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:

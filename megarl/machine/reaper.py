@@ -99,14 +99,19 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
     return int(started.stdout)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the pids of all descendants of a process."""
+def children_of_all() -> dict[int, list[int]]:
+    """Return the pids of the children of each process. Those that another user's /proc hides are left out."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with contextlib.suppress(OSError):  # the process has ended
+            with contextlib.suppress(OSError):  # the process has ended, or is hidden
                 children.setdefault(int(_status(entry)[1]), []).append(int(entry))
+    return children
 
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of all descendants of a process."""
+    children = children_of_all()
     found = list(children.get(pid, []))
     for child in found:  # grows during the iteration
         found += children.get(child, [])
@@ -126,11 +131,12 @@ def hold(pids: Iterable[int]) -> list[int]:
     return descriptors
 
 
-def has_ended(descriptor: int) -> bool:
-    """Return whether the process of a descriptor has ended."""
+def has_ended(descriptor: int, wait_s: float | None = 0.0) -> bool:
+    """Return whether the process of a descriptor has ended. Waits at most `wait_s` for it; None: no limit."""
     poll = select.poll()
+    # A process descriptor becomes readable when its process ends.
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(None if wait_s is None else wait_s * 1000))
 
 
 def name_of(pid: int) -> str:
@@ -141,11 +147,15 @@ def name_of(pid: int) -> str:
         return ""
 
 
-def end_held(descriptors: Iterable[int]) -> None:
-    """Kill the processes of the descriptors, and close these."""
+def end_held(descriptors: Sequence[int], limit_s: float = 0.0) -> None:
+    """Kill the processes of the descriptors, wait at most `limit_s` for their end, and close these."""
     for descriptor in descriptors:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+    deadline_s = time.monotonic() + limit_s
+    for descriptor in descriptors:
+        has_ended(descriptor, max(0.0, deadline_s - time.monotonic()))
         os.close(descriptor)
 
 
@@ -163,9 +173,8 @@ def processes_of(owner: str, group: int = 0) -> list[int]:
             continue
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             in_group = group and os.getpgid(int(entry)) == group
-            if (in_group or mark in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()) and not _is_zombie(
-                entry
-            ):
+            is_own = in_group or mark in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()
+            if is_own and _status(entry)[0] != "Z":  # a zombie has ended
                 found.append(int(entry))
 
     return found
@@ -211,23 +220,16 @@ def _remove_unused(files: set[Path]) -> None:
             path.unlink()
 
 
-def _is_zombie(pid: str) -> bool:
-    # The state follows the name, which may contain spaces and parentheses.
-    return _status(pid)[0] == "Z"
-
-
 def _status(pid: str) -> list[str]:
     """Return the fields after the name in /proc/PID/stat: state, parent, ..."""
+    # The name may contain spaces and parentheses.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> None:
     held = hold(named)
-    # A process descriptor becomes readable when its process ends.
     for descriptor in hold([pid]):  # empty if it has ended already
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        poll.poll()
+        has_ended(descriptor, None)
 
     end_held(held)
     end_processes_of(owner, group)

@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import functools
 import os
-import select
 import selectors
 import signal
 import socket
@@ -24,7 +23,7 @@ import threading
 import time
 from typing import IO, Literal, NamedTuple
 
-from megarl.machine.reaper import OWNER
+from megarl.machine.reaper import OWNER, has_ended
 from megarl.machine.sandbox_levels import Level, SandboxError, SandboxLimits, command_for, order_for
 from megarl.machine.sandbox_program import BEGUN, ENDED, PROCESSES
 
@@ -251,13 +250,10 @@ def _end_held(descriptor: int) -> None:
 
     A process that does not end by itself is killed.
     """
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-
-    if not poll.poll(_END_LIMIT_S * 1000):
+    if not has_ended(descriptor, _END_LIMIT_S):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        poll.poll()
+        has_ended(descriptor, None)
 
     os.close(descriptor)
 

@@ -1,23 +1,52 @@
-"""The levels of the sandbox, and the command line that starts a program at each."""
+"""The levels of the sandbox, the command line that starts a program at each, and the files that it may read.
+
+These are the files that Python's standard library needs, without installed packages.
+"""
 
 from __future__ import annotations
 
+import functools
 import marshal
 import os
 import shutil
+import site
+import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 import megarl
-from megarl.machine import readable_files
 
 _MAX_THREADS = 128
+PYTHON = os.path.realpath(sys.executable)
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_LOADER_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types", "/usr/share/zoneinfo")
+_LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+# Entries of the standard library that are not named after a module.
+_BESIDE_MODULES = {"lib-dynload", "__pycache__"}
+# A program that loads every compiled module of the standard library and prints the files mapped afterwards,
+# which are shared libraries. The C library loads libgcc_s when a thread exits.
+_PROBE = """
+import ctypes, importlib, os, sys
+for name in ("libgcc_s.so.1",):
+    try: ctypes.CDLL(name)
+    except OSError: pass
+for folder in sys.path:
+    for file in os.listdir(folder) if folder.endswith("lib-dynload") and os.path.isdir(folder) else ():
+        name = file.partition(".")[0]
+        if name in sys.stdlib_module_names and name != "_tkinter":
+            try: importlib.import_module(name)
+            except ImportError: pass
+with open("/proc/self/maps") as maps:
+    files = {line.split(maxsplit=5)[5].rstrip("\\n") for line in maps if line.count("/")}
+print("\\n".join(file for file in sorted(files) if file.startswith("/") and os.path.isfile(file)))
+"""
 WRITABLE = ("/dev/null",)
 _PACKAGE = Path(megarl.__file__).absolute().parent
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types")
-# Folders from which bubblewrap's processes start Python. The program itself may read only readable_files.
+# Folders from which bubblewrap's processes start Python. The program itself may read less.
 PYTHONS = tuple(
     sorted(
         {
@@ -83,7 +112,7 @@ def order_for(program: str, level: Level, limits: SandboxLimits, channel: int) -
     order = dict(
         program=program,
         limits=(limits.memory_mb, limits.cpu_s, limits.disk_mb, _MAX_THREADS),
-        readable=readable_files.for_programs(),
+        readable=readable_by_programs(),
         writable=(*WRITABLE, "/tmp") if has_own_files else WRITABLE,
         is_confined=level is not Level.process,
         has_own_init=level in (Level.bubblewrap, Level.namespaces),
@@ -98,7 +127,7 @@ def command_for(level: Level, order: int) -> list[str]:
         f"import sys; sys.path.insert(0, {str(_PACKAGE.parent)!r}); from megarl.machine.sandbox_program "
         f"import run; run({order})"
     )
-    python = [readable_files.PYTHON, "-I", "-S", "-B", "-c", start]
+    python = [PYTHON, "-I", "-S", "-B", "-c", start]
     if level not in (Level.bubblewrap, Level.namespaces):
         return python
 
@@ -124,7 +153,7 @@ def command_for(level: Level, order: int) -> list[str]:
         around += ["--proc", "/proc", "--dir", "/tmp"]
         # `--dev` cannot be used: for users other than root it adds a user namespace in which that capability
         # does not apply to the mounts.
-        for path in readable_files.DEVICES:
+        for path in DEVICES:
             around += ["--dev-bind", path, path]
         for path in _SHOWN:
             around += ["--ro-bind-try", path, path]
@@ -137,3 +166,38 @@ def _tool(name: str, level: Level) -> str:
     if path is None:
         raise SandboxError(f"the sandbox {level.value} needs {name!r}, which is not installed")
     return path
+
+
+# ---- files
+
+
+@functools.cache
+def readable_by_programs() -> tuple[str, ...]:
+    """Return the files of the standard library and the shared libraries that it uses.
+
+    Installed packages are in subfolders of the standard library's folder, and Landlock cannot exclude parts
+    of a folder, so the modules of the standard library are listed one by one.
+    """
+    folder = os.path.dirname(os.path.realpath(os.__file__))
+    with os.scandir(folder) as entries:
+        modules = sorted(entry.path for entry in entries if _is_of_standard_library(entry.name))
+    command = [PYTHON, "-I", "-S", "-B", "-c", _PROBE]
+    libraries = subprocess.run(
+        command, env={}, cwd="/", capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+
+    return (*DEVICES, *_LOADER_FILES, *modules, *filter(None, libraries))
+
+
+def readable_by_functions() -> tuple[str, ...]:
+    """Return the files that a user's function may read.
+
+    They include the installed packages and the system's shared libraries.
+    """
+    packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
+    return (*readable_by_programs(), *sorted(packages), *_LIBRARY_FOLDERS)
+
+
+def _is_of_standard_library(name: str) -> bool:
+    module = name.partition(".")[0]
+    return module in sys.stdlib_module_names or name in _BESIDE_MODULES or name.startswith("_sysconfigdata")

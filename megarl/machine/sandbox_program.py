@@ -15,7 +15,6 @@ from __future__ import annotations
 import _socket  # socket.socket without the module `socket`, which takes 5 ms to load
 import builtins
 import ctypes
-import errno
 import marshal
 import os
 import resource
@@ -30,8 +29,7 @@ from megarl.machine.confined import (
     end_with,
     limit,
 )
-from megarl.machine.supervisor import send_descriptors, supervise
-from megarl.machine.system_calls import notify_of_threads
+from megarl.machine.supervisor import send_descriptors, send_thread_calls, supervise
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -108,26 +106,6 @@ def _confine_program(
     to_supervisor.close()
     # The program must not inherit a descriptor that leads out of the sandbox.
     close_descriptors_from(3)
-
-
-def send_thread_calls(to_supervisor: _socket.socket) -> None:
-    """Let the process at the other end of the socket decide this process's calls that start threads.
-
-    Raises:
-        ConfinementError: A process above this one already decides its calls, and only one can.
-    """
-    try:
-        listener = notify_of_threads()
-    except OSError as error:
-        reason = (
-            "another supervisor of system calls runs above this process"
-            if error.errno == errno.EBUSY
-            else error.strerror
-        )
-        raise ConfinementError(error.errno, f"threads cannot be limited: {reason}") from error
-
-    send_descriptors(to_supervisor, b"threads", [listener])
-    os.close(listener)
 
 
 def _supervise(child: int, order: dict, channel: _socket.socket, to_child: _socket.socket) -> NoReturn:

@@ -1,21 +1,21 @@
 """Standard-conforming JSON.
 
 Python's parser also accepts NaN, keeps the last of two equal keys, and creates strings that cannot be
-encoded.
+encoded: JSON escapes such as "\\ud83d" can produce lone surrogates, which are halves of a character.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.machine import unicode_text
-from megarl.machine.wording import in_short
+from megarl.machine.wording import in_short, named
 
 # Levels of lists and objects. Python's own limit is some hundreds, depending on what walks the value.
 MAX_DEPTH = 200
 _NESTED = (dict, list, tuple)
+UNENCODABLE = "half of a character (a lone surrogate), which no tokenizer or file can encode"
 
 
 def load_strictly(text: str | bytes) -> Any:
@@ -34,8 +34,8 @@ def load_strictly(text: str | bytes) -> Any:
     if is_too_deep(value):
         raise ValueError(too_deep)
     # An escape such as \ud800 can be parsed, but no UTF-8 file can contain the result.
-    if (place := unicode_text.lone_surrogate(value)) is not None:
-        raise ValueError(f"{place or 'it'} has {unicode_text.PROBLEM}")
+    if (place := lone_surrogate(value)) is not None:
+        raise ValueError(f"{place or 'it'} has {UNENCODABLE}")
     return value
 
 
@@ -61,7 +61,7 @@ def dump_readable(value: Any, default: Callable[[Any], Any] | None = None) -> st
     `default` converts values that JSON does not support, as in `json.dumps`.
     """
     text = json.dumps(value, ensure_ascii=False, default=default)
-    return text if unicode_text.is_encodable(text) else text.encode(errors="backslashreplace").decode()
+    return text if is_encodable(text) else text.encode(errors="backslashreplace").decode()
 
 
 def _refuse_constant(name: str) -> None:
@@ -77,3 +77,68 @@ def refuse_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found[key] = value
 
     return found
+
+
+# ---- text that cannot be encoded
+
+
+def lone_surrogate(value: Any) -> str | None:
+    """Return the location of the first lone surrogate in a nested value, or None.
+
+    The value consists of mappings, lists and strings.
+
+    The location is a path such as "[1].tool_calls[0].function.arguments.item", and "" for a plain string.
+    """
+    left: list[tuple[str, Any]] = [("", value)]
+    while left:
+        place, each = left.pop()
+        if isinstance(each, str):
+            if not is_encodable(each):
+                return place
+        elif isinstance(each, Mapping):
+            if (
+                unwritable := next(
+                    (key for key in each if isinstance(key, str) and not is_encodable(key)), None
+                )
+            ) is not None:
+                return f"the key {in_short(unwritable)}" + (f" of {place}" if place else "")
+            # Push in reverse, so that the first location in reading order is found first.
+            left += [
+                (f"{place}.{named(str(key))}" if place else named(str(key)), inner)
+                for key, inner in reversed(list(each.items()))
+            ]
+        elif isinstance(each, list | tuple):
+            left += [(f"{place}[{index}]", inner) for index, inner in reversed(list(enumerate(each)))]
+
+    return None
+
+
+def is_encodable(text: str) -> bool:
+    """Return whether `text` can be encoded as UTF-8."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+
+    return True
+
+
+def replace_surrogates(value: Any) -> Any:
+    """Return `value` with U+FFFD instead of each lone surrogate in its strings and keys.
+
+    Two adjacent halves become their character.
+    """
+    if isinstance(value, str):
+        return (
+            value
+            if is_encodable(value)
+            else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        )
+
+    if isinstance(value, Mapping):
+        return {replace_surrogates(key): replace_surrogates(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_surrogates(each) for each in value]
+    return value

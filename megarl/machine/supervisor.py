@@ -16,6 +16,9 @@ import os
 import select
 import struct
 
+from megarl.machine.confined import ConfinementError
+from megarl.machine.system_calls import notify_of_threads
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,6 +44,26 @@ def receive_descriptors(of: _socket.socket, limit_bytes: int = 64) -> tuple[byte
         data for level, kind, data in ancillary if (level, kind) == (_socket.SOL_SOCKET, _SCM_RIGHTS)
     )
     return message, list(struct.unpack(f"{len(data) // 4}i", data))
+
+
+def send_thread_calls(to_supervisor: _socket.socket) -> None:
+    """Let the process at the other end of the socket decide this process's calls that start threads.
+
+    Raises:
+        ConfinementError: A process above this one already decides its calls, and only one can.
+    """
+    try:
+        listener = notify_of_threads()
+    except OSError as error:
+        reason = (
+            "another supervisor of system calls runs above this process"
+            if error.errno == errno.EBUSY
+            else error.strerror
+        )
+        raise ConfinementError(error.errno, f"threads cannot be limited: {reason}") from error
+
+    send_descriptors(to_supervisor, b"threads", [listener])
+    os.close(listener)
 
 
 def _answer(listener: int, process: int, most: int) -> None:

@@ -16,11 +16,9 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from megarl.machine import readable_files
 from megarl.machine.confined import ProcessLimits, close_descriptors_from, confine, end_with
-from megarl.machine.sandbox_levels import WRITABLE
-from megarl.machine.sandbox_program import send_thread_calls
-from megarl.machine.supervisor import supervise
+from megarl.machine.sandbox_levels import WRITABLE, readable_by_functions
+from megarl.machine.supervisor import send_thread_calls, supervise
 from megarl.machine.user_functions import last_line
 
 _MOST_BYTES = 65536  # of the answer of a call
@@ -36,7 +34,7 @@ def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
     Raises:
         ConfinedCallError: `call` raises, its process dies, or its result is not JSON.
     """
-    readable = readable_files.for_functions()
+    readable = readable_by_functions()
     read, write = os.pipe()
     to_child, to_supervisor = socket.socketpair()
     parent = os.getpid()

@@ -15,7 +15,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megarl.config.schema import JudgeConfig
-from megarl.machine.background import in_background
+from megarl.machine.background import LoopThread
 from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards.judge_client import FIRST_PAUSE_S, JudgeClient, JudgeEndpoint
 from megarl.rewards.judge_reply import JudgeReply
@@ -50,8 +50,7 @@ class JudgePanel:
         self._clients = [
             JudgeClient(judge, f"reward.judges[{index}]", first_pause_s) for index, judge in enumerate(judges)
         ]
-        self._loop = asyncio.new_event_loop()
-        self._ended = in_background(self._loop.run_forever, "judges")
+        self._loop = LoopThread("judges")
 
     def use(self, endpoints: Mapping[str, Sequence[JudgeEndpoint]]) -> None:
         """Set the servers of the judges that the run serves, by the judge's name.
@@ -64,14 +63,12 @@ class JudgePanel:
 
     def ask(self, request: ScoreRequest) -> Future[list[JudgeReply]]:
         """Ask every judge about a sample, and return immediately. The future never raises."""
-        return asyncio.run_coroutine_threadsafe(self._ask(request), self._loop)
+        return self._loop.submit(self._ask(request))
 
     def close(self) -> None:
         """Cancel all requests, and end the thread."""
-        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._ended.result()
-        self._loop.close()
+        self._loop.submit(self._cancel()).result()
+        self._loop.stop()
 
     async def _ask(self, request: ScoreRequest) -> list[JudgeReply]:
         return await asyncio.gather(*(self._reply(index, request) for index in range(len(self._judges))))

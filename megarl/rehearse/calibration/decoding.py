@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megarl.config.schema import Device, DType, EngineDType, RolloutConfig
 from megarl.config.speculation import without_speculation
+from megarl.machine.background import LoopThread
 from megarl.machine.errors import EngineDeadError
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
@@ -16,7 +17,6 @@ from megarl.models.layers import cached_numbers
 from megarl.rehearse.calibration.measurements import CalibrationRequest, DecodeSweep, DecodeTime
 from megarl.rehearse.calibration.reduced import most_layers, write_reduced
 from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, SamplingParameters
-from megarl.rollout.sglang.backend import LoopThread
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.messages import generation_payload
 from megarl.rollout.sglang.server_args import build_server_args
@@ -44,7 +44,7 @@ def decode_sweep(request: CalibrationRequest, rollout: RolloutConfig, memory_byt
     backend = InProcessBackend(build_server_args(_spec(request, rollout, folder)))
 
     try:
-        loop = LoopThread(backend.start)
+        loop = LoopThread("sglang", backend.start)
         loop.submit(backend.open()).result()
         times = tuple(_step(backend, loop, batch, architecture) for batch in request.batches)
     except EngineDeadError as error:

@@ -19,13 +19,12 @@ from megarl.controller.group import (
     is_failed_start,
     results_of,
 )
-from megarl.controller.restarts import RestartBudget, leave_lost_nodes
+from megarl.controller.restarts import RestartedGroups
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import ENGINE_ENDED, RunError
 from megarl.plan.placement.dataflow import NO_LIMITS, AtWork
 from megarl.rollout.interface import EnginePart
 from megarl.rollout.worker.rollout_worker import RolloutWorker
-from megarl.tracking.timeline import Span
 
 if TYPE_CHECKING:
     from megarl.controller.resource_pool import RayResourcePool
@@ -64,20 +63,21 @@ class ReplicaPlace(NamedTuple):
     environments_again: Callable[[], Sequence[Mapping[str, str]]] | None = None
 
 
-class Replicas:
-    """One worker group per replica, with a process on each of its nodes. One thread at a time uses them.
+class Replicas(RestartedGroups):
+    """One worker group per replica, with a process on each of its nodes.
 
-    A restart kills the processes of a replica with all their descendants. The new engine gets the current
-    weights.
+    The engine of a replica that is restarted gets the current weights.
 
     Args:
         places: Location of each replica.
         build_engine: Builds the engine in the process of a replica; see `RolloutWorker`.
-        restart_limit: Number of restarts within a day after which the run ends.
+        restart_limit: See `RestartedGroups`.
         phase_time_limit_s: Time limit of a call.
         at_work: Groups that work concurrently.
-        wait_for_node_s: How long to wait for a free node after one is lost.
+        wait_for_node_s: See `RestartedGroups`.
     """
+
+    limit_error = RestartLimitError
 
     def __init__(
         self,
@@ -93,23 +93,16 @@ class Replicas:
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
         self._phase_time_limit_s = phase_time_limit_s
         self._at_work = at_work
-        self._budget = RestartBudget(restart_limit)
-        self._wait_for_node_s = wait_for_node_s
-        self._spans: list[Span] = []
         self._node_ids: dict[int, list[str]] = {}  # the nodes on which each replica was started
 
         # The generation thread replaces this, so that other threads can take over the replicas.
         self.exclusive: ExclusiveAccess = unshared
         self.weight_version: int | None = None  # the version that all replicas have
         self.starting: set[int] = set()  # restarted replicas that have no weights yet
-        self.groups = [self._start(number) for number in range(len(self.places))]
+        super().__init__("rollout replica", len(self.places), restart_limit, wait_for_node_s)
 
     def __len__(self) -> int:
         return len(self.groups)
-
-    @property
-    def num_restarts(self) -> int:
-        return self._budget.num_restarts
 
     def _start(self, number: int) -> RoleGroup:
         pool, environments, _ = self.places[number]
@@ -170,19 +163,10 @@ class Replicas:
             RestartLimitError: All restarts are used up.
             NodeLostError: The node of the replica has left the cluster, and no other one can take its place.
         """
-        name = f"rollout replica {number} of {len(self.groups)}"
-        last_words = f"{name} ended or hung: {why}"
-        self.kill(number)
-
-        # Without a node, more restarts would not help.
-        leave_lost_nodes(self.places[number].pool, name, self._wait_for_node_s, details=f"\n\n{last_words}")
-
-        if not self._budget.left:
-            raise RestartLimitError(f"{last_words}\n\n{self._budget.used_up()}")
+        last_words = self._make_room(number, self.places[number].pool, why)
         self._find_environments(number)
 
         # The new process starts while the others generate; it has no weights until it is readmitted.
-        self._budget.spend()
         left = self._budget.left
         _log.warning("%s\nrollout replica %d is restarted; restarts left: %d", last_words, number, left)
         self.groups[number] = self._start(number)
@@ -263,34 +247,6 @@ class Replicas:
                     raise
 
         return max(sizes)
-
-    # ---- process lifetime
-
-    def kill(self, number: int) -> None:
-        self._keep_spans(number)
-        self.groups[number].shutdown()
-
-    def shutdown(self) -> None:
-        for number in range(len(self.groups)):
-            self.kill(number)
-
-    # ---- timeline
-
-    def _keep_spans(self, number: int) -> None:
-        self._spans += [span._replace(rank=number) for span in self.groups[number].drain_spans()]
-
-    def drain_spans(self) -> list[Span]:
-        """Return the spans of all replicas, including replaced ones, with the replica's number as the rank.
-
-        See RoleGroup.drain_spans.
-        """
-        # Spans of replaced replicas were kept when those were killed.
-        for number in range(len(self.groups)):
-            self._keep_spans(number)
-        spans = self._spans
-        self._spans = []
-
-        return spans
 
 
 def _on_each(

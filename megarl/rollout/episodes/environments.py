@@ -13,10 +13,9 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RayWorkerGroup, RoleGroup, is_dead
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.restarts import ProcessLimitError, RestartBudget, leave_lost_nodes
+from megarl.controller.restarts import RestartedGroups
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.rollout.worker.environment import EnvironmentWorker, EpisodeReport, Order
-from megarl.tracking.timeline import Span
 
 _WAIT_S = 5.0  # A process without a report returns after this time, which shows that it is alive.
 _log = logging.getLogger(__name__)
@@ -27,7 +26,6 @@ class _Process:
     """A process that runs environments.
 
     Attributes:
-        group: Its worker group.
         heard_s: When it last reported a turn, or received its first one.
         orders: Turns that have not been sent to it yet.
         ended: Episodes that have ended, but whose end has not been sent to it yet.
@@ -38,7 +36,6 @@ class _Process:
         is_up: Whether it has answered a call, so that it is no longer starting.
     """
 
-    group: RoleGroup
     heard_s: float
     orders: list[Order] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
@@ -49,18 +46,20 @@ class _Process:
     is_up: bool = False
 
 
-class Environments:
+class Environments(RestartedGroups):
     """The environment processes, one per pool. An episode stays with one process.
 
     Args:
         pools: Pool of each process.
         worker: Worker class to start there.
-        restart_limit: Number of restarts within a day after which the run ends.
+        restart_limit: See `RestartedGroups`.
         hang_limit_s: A process that has unanswered turns and reports none for this long is restarted.
         phase_time_limit_s: Time limit of a call.
-        wait_for_node_s: How long to wait for a free node after one is lost.
+        wait_for_node_s: See `RestartedGroups`.
         wait: Has the semantics of wait_for_any.
     """
+
+    limit_of = " of such processes"
 
     def __init__(
         self,
@@ -76,25 +75,15 @@ class Environments:
         self._pools = tuple(pools)
         self._worker = worker
         self._wait = wait
-        self._budget = RestartBudget(restart_limit)
         self._hang_limit_s = hang_limit_s
         self._phase_time_limit_s = phase_time_limit_s
-        self._wait_for_node_s = wait_for_node_s
-        self._spans: list[Span] = []
-        self._processes = [_Process(self._start(number), 0.0) for number in range(len(self._pools))]
+        self._processes = [_Process(0.0) for _ in self._pools]
+        super().__init__("environment process", len(self._pools), restart_limit, wait_for_node_s)
 
     def _start(self, number: int) -> RoleGroup:
         return RayWorkerGroup(
             self._pools[number], self._worker, role=ENVIRONMENT, phase_time_limit_s=self._phase_time_limit_s
         )
-
-    @property
-    def num_restarts(self) -> int:
-        return self._budget.num_restarts
-
-    @property
-    def groups(self) -> list[RoleGroup]:
-        return [process.group for process in self._processes]
 
     @property
     def is_busy(self) -> bool:
@@ -173,9 +162,9 @@ class Environments:
 
     def _send_orders(self) -> None:
         """Send each idle process its turns, and interrupt a waiting call that has new turns to send."""
-        for process in self._processes:
+        for process, group in zip(self._processes, self.groups, strict=True):
             if process.future is None and (process.orders or process.ended or process.unanswered):
-                process.future = process.group.call(
+                process.future = group.call(
                     EnvironmentWorker.exchange, process.orders, process.ended, _WAIT_S
                 )
                 process.orders = []
@@ -187,36 +176,13 @@ class Environments:
                 and not process.is_interrupted
             ):
                 process.is_interrupted = True
-                process.group.call_beside(EnvironmentWorker.interrupt)
+                group.call_beside(EnvironmentWorker.interrupt)
 
     def _restart(self, number: int, why: str) -> list[int]:
-        process = self._processes[number]
-        name = f"environment process {number} of {len(self._processes)}"
-        last_words = f"{name} ended or hung: {why}"
-
-        # Drain the spans first: the group is replaced, and the old one is not drained later.
-        self._spans += process.group.drain_spans()
-        process.group.shutdown()
-
-        # The limit is checked after the shutdown, so that no process remains if the run ends here.
-        if not self._budget.left:
-            raise ProcessLimitError(f"{last_words}\n\n{self._budget.used_up(' of such processes')}")
-
-        leave_lost_nodes(self._pools[number], name, self._wait_for_node_s, details=f"\n\n{last_words}")
-        self._budget.spend()
+        """Restart a process. Returns the episodes whose environments it had."""
+        last_words = self._make_room(number, self._pools[number], why)
         _log.warning("%s\nit is restarted, and its episodes start over", last_words)
-        self._processes[number] = _Process(self._start(number), time.monotonic())
-
-        return sorted(process.episodes)
-
-    def drain_spans(self) -> list[Span]:
-        # Each process is rank 0 of its own group, so its number becomes the rank.
-        for number, process in enumerate(self._processes):
-            self._spans += [span._replace(rank=number) for span in process.group.drain_spans()]
-        spans = self._spans
-        self._spans = []
-        return spans
-
-    def shutdown(self) -> None:
-        for process in self._processes:
-            process.group.shutdown()
+        self.groups[number] = self._start(number)
+        lost = sorted(self._processes[number].episodes)
+        self._processes[number] = _Process(time.monotonic())
+        return lost

@@ -7,19 +7,13 @@ reports.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tempfile
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine
-from concurrent.futures import Future
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-
-_END_LIMIT_S = 10.0
 _FOLDER = "MEGARL_ENGINE_LAST_WORDS"  # environment variable, inherited by all processes of an engine
 _NUM_CHARACTERS = 4000
 
@@ -101,6 +95,11 @@ class LastWords:
         texts = [file.read_text() for file in sorted(Path(self._folder.name).glob("*.txt"))]
         return "\n".join(text.strip()[-_NUM_CHARACTERS:] for text in texts)
 
+    def append_to(self, text: str) -> str:
+        """Return a text that names the process that has ended, with what it and others have written."""
+        words = self.read()
+        return f"{text}: {words}" if words else text
+
     def close(self) -> None:
         self._folder.cleanup()
 
@@ -110,45 +109,3 @@ def leave_last_words(text: str) -> None:
     folder = Path(os.environ[_FOLDER])
     if folder.is_dir():  # otherwise the reader is gone
         (folder / f"{os.getpid()}.txt").write_text(text)
-
-
-class LoopThread:
-    """Thread with an event loop.
-
-    `prepare` runs first, in the thread and before the loop runs; its errors are raised here.
-    """
-
-    def __init__(self, prepare: Callable[[], None]) -> None:
-        started: Future[asyncio.AbstractEventLoop] = Future()
-        self._thread = threading.Thread(target=_run, args=(prepare, started), name="sglang", daemon=True)
-        self._thread.start()
-        self._loop = started.result()
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def stop(self) -> None:
-        """Stop the loop, cancelling its tasks."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_END_LIMIT_S)
-
-
-def _run(prepare: Callable[[], None], started: Future[asyncio.AbstractEventLoop]) -> None:
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-
-    try:
-        prepare()
-    except BaseException as error:  # noqa: BLE001  the boundary of the thread: raised where it was started
-        loop.close()
-        started.set_exception(error)
-        return
-
-    started.set_result(loop)
-    loop.run_forever()
-    # Cancel the remaining tasks, so that none is destroyed while it is pending.
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.close()

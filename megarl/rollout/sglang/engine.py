@@ -19,6 +19,7 @@ from safetensors import safe_open
 from megarl.agents.trajectory import Sample
 from megarl.config.schema import SGLangMode
 from megarl.config.speculation import draft_folder
+from megarl.machine.background import LoopThread
 from megarl.machine.errors import EngineDeadError
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
@@ -34,14 +35,14 @@ from megarl.rollout.interface import (
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
-from megarl.rollout.sglang.backend import Backend, CallRefusedError, LoopThread
+from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import EngineModel, LoaderClient
 from megarl.rollout.sglang.messages import (
-    RouteFormat,
     check_prompt_length,
     generation_payload,
     read_sample,
+    route_reader,
     with_single_placeholders,
 )
 from megarl.rollout.sglang.server import ServerBackend
@@ -101,14 +102,14 @@ class SGLangEngine(RolloutEngine):
         self._end_token_ids = end_token_ids(spec.model.path)
         self._vocab_size = vocab_size(spec.model.path)
         self._max_length = context_length(spec.model.path)
-        self._route_format = None
+        self._read_routes = None
 
         if spec.returns_routes:
             architecture = read_architecture(spec.model.path, spec.model.trust_remote_code)
-            self._route_format = RouteFormat.of(architecture)
+            self._read_routes = route_reader(architecture)
 
         self._lifecycle = EngineLifecycle()
-        self._loop = LoopThread(self.backend.start)
+        self._loop = LoopThread("sglang", self.backend.start)
         self._finished: queue.SimpleQueue[tuple[int, Sample | Exception | None]] = queue.SimpleQueue()
         # Tickets are never reused, so that a late answer is recognized.
         self._in_flight: dict[int, tuple[GenerationRequest, Future[None]]] = {}
@@ -152,7 +153,7 @@ class SGLangEngine(RolloutEngine):
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
             with_single_placeholders(request, self._image_token_id)
-            if request.sampling.with_routes and self._route_format is None:
+            if request.sampling.with_routes and self._read_routes is None:
                 raise ValueError("routes are requested, but the engine was started without returns_routes")
             if request.sampling.min_new_tokens and not self._has_tokenizer:
                 raise ValueError(
@@ -177,7 +178,7 @@ class SGLangEngine(RolloutEngine):
                 | ({} if self._lora is None else {"lora_path": ADAPTER})
             )
             check_prompt_length(answer, request)
-            outcome = read_sample(answer, request.sampling, self._route_format)
+            outcome = read_sample(answer, request.sampling, self._read_routes)
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
 

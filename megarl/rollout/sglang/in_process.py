@@ -14,13 +14,14 @@ from collections.abc import Callable, Collection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from megarl.machine.background import LoopThread
 from megarl.machine.errors import EngineDeadError
 from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
 from megarl.rollout.interface import EnginePart, RolloutEngineSpec
 from megarl.rollout.nodes import EngineNode, FirstNode
 from megarl.rollout.sglang import environment, processes
-from megarl.rollout.sglang.backend import Backend, CallRefusedError, LastWords, LoopThread
+from megarl.rollout.sglang.backend import Backend, CallRefusedError, LastWords
 from megarl.rollout.sglang.server_args import START_LIMIT_S, build_server_args, node_args
 
 # Calls that both modes offer under one name: a path of the server, and a method of the tokenizer manager in
@@ -123,10 +124,8 @@ class InProcessBackend(Backend):
     def dead_process(self) -> str | None:
         for child in self._children:
             if not child.is_alive():
-                words = self._last_words.read()
-                return f"process {child.pid} ended with code {child.exitcode}" + (
-                    f": {words}" if words else ""
-                )
+                ended = f"process {child.pid} ended with code {child.exitcode}"
+                return self._last_words.append_to(ended)
         return None
 
     def process_ids(self) -> list[int]:
@@ -173,7 +172,7 @@ class SGLangEnginePart(EnginePart):
     def __init__(self, spec: RolloutEngineSpec, node: EngineNode) -> None:
         self._first = FirstNode(node, START_LIMIT_S)
         self._backend = InProcessBackend(build_server_args(spec) | node_args(node, self._first.ranks_port))
-        self._loop = LoopThread(self._backend.start)
+        self._loop = LoopThread("sglang", self._backend.start)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="engine-part", daemon=True).start()
 

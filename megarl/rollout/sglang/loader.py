@@ -52,9 +52,9 @@ _MAX_NAMED = 8  # faults in one message
 class RankLoader:
     """Executes the commands of a LoaderClient in one scheduler process.
 
-    It keeps its plan and its transport between commands.
-
-    Arguments and results are JSON values.
+    It keeps its plan and its transport between commands. Each public method is a command: it gets the model
+    and the rank of the process, and its other arguments and its result are JSON values. It may raise
+    WeightTransferError.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,53 +68,51 @@ class RankLoader:
         # nearly half a second.
         gc.freeze()
 
-    def answer(self, model: Any, rank: int, command: str, arguments: dict[str, Any]) -> Any:
-        """Execute a command. Raises WeightTransferError."""
-        match command:
-            case "prepare":
-                return self._prepare(model, arguments["manifest"])
-            case "zero":
-                self._must_zero = True
-                self._follow(model)
-                return self._zero_padding(model)
-            case "join":
-                link = EngineLink.decode(arguments["links"][rank])
-                return self._receiver.join(link, self._plan.slices, self._places)
-            case "receive":
-                # The first call of an update prepares the receiver; later ones continue where it stopped.
-                if arguments["is_first"]:
-                    self._begin(model, arguments["first_round"], arguments["folder"])
-                # A rank that has received everything only takes part in the call.
-                return rank not in arguments["ranks"] or self._receive(model)
-            case "leave":
-                return self._receiver.leave()
-            case "meet":
-                return None
-            case "checksums":
-                return self._checksums(model)
-            case "draft_checksums":
-                return draft_checksums(model, self._plan)
-            case _:
-                raise AssertionError(command)
+    def leave(self, model: Any, rank: int) -> None:
+        self._receiver.leave()
 
-    def _checksums(self, model: Any) -> dict[str, list[list[Any]]]:
+    def meet(self, model: Any, rank: int) -> None:
+        """Do nothing: the answers of all ranks are awaited."""
+
+    def zero(self, model: Any, rank: int) -> None:
+        self._must_zero = True
+        self._follow(model)
+        self._zero_padding(model)
+
+    def join(self, model: Any, rank: int, links: Sequence[Any]) -> None:
+        self._receiver.join(EngineLink.decode(links[rank]), self._plan.slices, self._places)
+
+    def receive(
+        self,
+        model: Any,
+        rank: int,
+        ranks: Sequence[int],
+        is_first: bool,
+        first_round: int,
+        folder: str | None,
+    ) -> bool:
+        """Return whether this rank has received everything. It then only takes part in the call."""
+        # The first call of an update prepares the receiver; later ones continue where it stopped.
+        if is_first:
+            self._begin(model, first_round, folder)
+        if rank not in ranks:
+            return True
+        is_complete = self._receiver.receive()
+        if is_complete:
+            refresh_derived(model)
+        return is_complete
+
+    def checksums(self, model: Any, rank: int) -> dict[str, list[list[Any]]]:
         self._follow(model)
         return {
             name: [[*encode_slice(tensor_slice), part] for tensor_slice, part in tensor.checksums()]
             for name, tensor in self._plan.tensors.items()
         }
 
-    def _receive(self, model: Any) -> bool:
-        """Return whether this rank has received everything."""
-        is_complete = self._receiver.receive()
-        if is_complete:
-            refresh_derived(model)
-        return is_complete
-
     def _places(self, part: Part) -> Iterable[torch.Tensor]:
         return self._plan.tensors[part.name].places(part.tensor_slice)
 
-    def _prepare(self, model: Any, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
+    def prepare(self, model: Any, rank: int, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
         self._has_moved = True
         metas = {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest}
         with derived_tensors(model) as derived:
@@ -135,6 +133,15 @@ class RankLoader:
             "not_followed": self._plan.not_followed,
             "unreached": self._plan.unreached,
             "stale": stale,
+        }
+
+    def draft_checksums(self, draft: Any, rank: int) -> dict[str, int]:
+        """Return the checksums of a draft model's parameters, except those that are the policy's tensors."""
+        shared = {storage for storage, *_ in self._plan.places}
+        return {
+            name: checksum(parameter.detach().reshape(-1).view(torch.uint8))
+            for name, parameter in draft.named_parameters()
+            if storage_of(parameter) not in shared
         }
 
     def _begin(self, model: Any, first_round: int, folder: str | None) -> None:
@@ -175,21 +182,6 @@ class RankLoader:
         self._must_zero = True
 
 
-def draft_checksums(draft: Any, policy: DestinationPlan) -> dict[str, int]:
-    """Return the checksums of a draft model's parameters, except those that are the policy's own tensors.
-
-    Args:
-        draft: SGLang's draft model on this rank.
-        policy: The plan of the policy on this rank, as recorded last.
-    """
-    shared = {storage for storage, *_ in policy.places}
-    return {
-        name: checksum(parameter.detach().reshape(-1).view(torch.uint8))
-        for name, parameter in draft.named_parameters()
-        if storage_of(parameter) not in shared
-    }
-
-
 _rank_loader: RankLoader | None = None
 
 
@@ -203,7 +195,8 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         # Created with the first message, since it needs the model's device.
         _rank_loader = _rank_loader or RankLoader(next(iter(model.parameters())).device)
         model = with_adapters(model)
-        answer = {"result": _rank_loader.answer(model, rank, message["command"], message["arguments"])}
+        execute = getattr(_rank_loader, message["command"])
+        answer = {"result": execute(model, rank, **message["arguments"])}
     except WeightTransferError as error:
         answer = {"failure": str(error)}
     except Exception:  # noqa: BLE001
@@ -453,7 +446,7 @@ class LoaderClient:
         """Return the results of all ranks. Raises WeightTransferError with all failures.
 
         Args:
-            command: The command.
+            command: A method of RankLoader.
             time_limit: Whether ranks must answer soon, or are considered hung.
             model: The model that the loader gets.
             arguments: JSON values.

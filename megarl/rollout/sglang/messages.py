@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -92,44 +92,33 @@ def check_prompt_length(answer: dict[str, Any], request: GenerationRequest) -> N
         )
 
 
-class RouteFormat(NamedTuple):
-    """How SGLang's routes are converted to those of a sample.
+def route_reader(architecture: Architecture) -> Callable[[str], np.ndarray]:
+    """Return the function that converts SGLang's routes to those of a sample, (tokens x L x K,) numbers."""
+    layers = routing_layers(architecture)
+    assert layers, "only models with experts have routes"
+    dtype = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
+    num_chosen = dimension_sizes(architecture)["e"]
 
-    Attributes:
-        dtype: The dtype of expert indices in a sample.
-        num_layers: The number of layers of the model. SGLang returns numbers for dense layers too.
-        routed_layers: The numbers of the layers with experts, whose routes a sample contains.
-        num_chosen: The number of experts of a token.
-    """
-
-    dtype: np.dtype
-    num_layers: int
-    routed_layers: tuple[int, ...]
-    num_chosen: int
-
-    @classmethod
-    def of(cls, architecture: Architecture) -> RouteFormat:
-        layers = routing_layers(architecture)
-        assert layers, "only models with experts have routes"
-        dtype = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
-        return cls(dtype, architecture.num_hidden_layers, layers, dimension_sizes(architecture)["e"])
-
-    def read(self, encoded: str) -> np.ndarray:
-        """Return (tokens x L x K,) numbers."""
+    def read(encoded: str) -> np.ndarray:
         routes = np.frombuffer(base64.b64decode(encoded), np.int32)
-        by_layer = routes.reshape(-1, self.num_layers, self.num_chosen)
-        return by_layer[:, list(self.routed_layers)].astype(self.dtype).reshape(-1)
+        # SGLang returns numbers for dense layers too.
+        by_layer = routes.reshape(-1, architecture.num_hidden_layers, num_chosen)
+        return by_layer[:, list(layers)].astype(dtype).reshape(-1)
+
+    return read
 
 
 def read_sample(
-    answer: dict[str, Any], sampling: SamplingParameters, route_format: RouteFormat | None = None
+    answer: dict[str, Any],
+    sampling: SamplingParameters,
+    read_routes: Callable[[str], np.ndarray] | None = None,
 ) -> Sample:
     """Convert SGLang's response to a sample.
 
     Args:
         answer: The response.
         sampling: The parameters of the request.
-        route_format: How routes are read, if they are requested.
+        read_routes: See `route_reader`; needed if routes are requested.
 
     Raises:
         RequestFailedError: The request was ended by something other than a token or its length.
@@ -153,8 +142,8 @@ def read_sample(
     token_ids = np.array([token for _, token, *_ in tokens], dtype=np.int32)
     routes = None
     if sampling.with_routes:
-        assert route_format is not None, "an engine without routes refuses the request"
-        routes = route_format.read(meta["routed_experts"])
+        assert read_routes is not None, "an engine without routes refuses the request"
+        routes = read_routes(meta["routed_experts"])
 
     return Sample(
         token_ids,

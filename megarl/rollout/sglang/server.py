@@ -14,12 +14,12 @@ import select
 import subprocess
 import sys
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
-import psutil
 
 from megarl.machine.errors import EngineDeadError
+from megarl.machine.reaper import children_of_all, descendants, end_held, has_ended, hold
 from megarl.rollout.sglang.backend import Backend, CallRefusedError, LastWords
 
 # Requests that have the same effect if the server receives them twice. Sending weights or generating is not
@@ -38,11 +38,14 @@ _NUM_ATTEMPTS = 4
 _FIRST_WAIT_S = 0.1  # doubled after every attempt
 _OK = 200
 _END_LIMIT_S = 10.0
-_POLL_S = 0.2
 
 
 class ServerBackend(Backend):
     """Backend with a server process.
+
+    No connection to it is reused. The server closes an idle one after a few seconds, and a request that is
+    sent at that moment fails although the engine is healthy; a new connection over loopback costs a fraction
+    of a millisecond.
 
     Args:
         start_limit_s: Time limit until the process serves.
@@ -54,6 +57,7 @@ class ServerBackend(Backend):
         self._start_limit_s = start_limit_s
         self.api_key = secrets.token_urlsafe(32)
         self._port = 0  # any free one
+        self._children: dict[int, int] = {}  # descriptors of the server's child processes, by pid
 
     def start(self) -> None:
         """Start the process. After `stop`, it serves at the same URL with the same key again."""
@@ -97,24 +101,33 @@ class ServerBackend(Backend):
 
         self._port = json.loads(answer)["port"]
         self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
-        self._children = psutil.Process(self._process.pid).children()  # its descendants change
+        # Only the children are watched, because other descendants come and go.
+        for pid in children_of_all().get(self._process.pid, []):
+            self._children.update((pid, descriptor) for descriptor in hold([pid]))
 
     async def open(self) -> None:
-        self._client = ServerClient(self.url, self.api_key)
+        # There is no total limit: generation may take any time, and the engine's health is checked elsewhere.
+        self._session = aiohttp.ClientSession(
+            self.url,
+            headers={"Authorization": f"Bearer {self.api_key}"},
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        answer = await self._client.ask("generate", payload)
-        if not answer.ok:
-            raise ValueError(answer.message)
-        return answer.json()
+        is_ok, answer = await self._ask("generate", payload)
+        if not is_ok:
+            raise ValueError(_message(answer))
+        return json.loads(answer)
 
     async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
-        answer = await self._client.ask(endpoint, _as_json(payload))
-        if not answer.ok:
-            raise CallRefusedError(f"{endpoint}: {answer.message}")
+        is_ok, answer = await self._ask(endpoint, _as_json(payload))
+        if not is_ok:
+            raise CallRefusedError(f"{endpoint}: {_message(answer)}")
 
     async def flush_cache(self) -> bool:
-        return (await self._client.ask("flush_cache")).ok
+        is_ok, _ = await self._ask("flush_cache")
+        return is_ok
 
     async def abort(self, names: Collection[str] | None) -> None:
         for body in [{"abort_all": True}] if names is None else [{"rid": name} for name in names]:
@@ -123,28 +136,46 @@ class ServerBackend(Backend):
     async def is_responsive(self, limit_s: float) -> bool:
         try:
             async with asyncio.timeout(limit_s):
-                return (await self._client.ask("health_generate", method="GET")).ok
+                is_ok, _ = await self._ask("health_generate", method="GET")
         except (TimeoutError, EngineDeadError):
             return False
+        return is_ok
+
+    async def _ask(
+        self, endpoint: str, payload: dict[str, Any] | None = None, *, method: str = "POST"
+    ) -> tuple[bool, str]:
+        """Return whether the server could do it, and its answer. Raises EngineDeadError if there is none."""
+        wait_s = _FIRST_WAIT_S
+        for attempt in range(1, _NUM_ATTEMPTS + 1):
+            try:
+                async with self._session.request(method, f"/{endpoint}", json=payload) as response:
+                    return response.status == _OK, await response.text()
+            except aiohttp.ClientError as error:
+                if attempt == _NUM_ATTEMPTS or not _can_repeat(endpoint, error):
+                    why = str(error) or type(error).__name__
+                    raise EngineDeadError(
+                        f"the connection to SGLang's server broke (/{endpoint}): {why}"
+                    ) from error
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+
+        raise AssertionError("the last attempt returns or raises")
 
     def dead_process(self) -> str | None:
         code = self._process.poll()
         ended = None if code is None else f"the server, process {self._process.pid}, ended with code {code}"
 
-        for child in self._children:
-            if ended is None and not _is_alive(child):
-                ended = f"process {child.pid} of the server ended"
+        for pid, descriptor in self._children.items():
+            if ended is None and has_ended(descriptor):
+                ended = f"process {pid} of the server ended"
 
-        if ended is None:
-            return None
-        words = self._last_words.read()
-        return ended + (f": {words}" if words else "")
+        return None if ended is None else self._last_words.append_to(ended)
 
     def process_ids(self) -> list[int]:
-        return [self._process.pid, *(child.pid for child in self._children)]
+        return [self._process.pid, *self._children]
 
     async def close(self) -> None:
-        await self._client.close()
+        await self._session.close()
 
     def stop(self) -> None:
         """End the server: its standard input is closed, and it ends with its child processes.
@@ -153,9 +184,7 @@ class ServerBackend(Backend):
         """
         assert self._process.stdin is not None
         # List the descendants now: after the server's end they can no longer be found through it.
-        children = (
-            psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
-        )
+        started = hold(descendants(self._process.pid)) if self._process.poll() is None else []
         self._process.stdin.close()
 
         try:
@@ -164,11 +193,8 @@ class ServerBackend(Backend):
             self._process.kill()
             self._process.wait()
 
-        for child in children:
-            if _is_alive(child):
-                child.kill()
-
-        psutil.wait_procs(children, _END_LIMIT_S)
+        end_held([*self._children.values(), *started], _END_LIMIT_S)
+        self._children = {}
         self._last_words.close()
 
 
@@ -182,76 +208,18 @@ def _as_json(payload: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+def _message(answer: str) -> str:
+    """Return the server's description of an error, which its endpoints return in several shapes."""
+    try:
+        parsed = json.loads(answer)
+    except json.JSONDecodeError:
+        return answer
 
-
-class ServerAnswer(NamedTuple):
-    status: int
-    text: str
-
-    @property
-    def ok(self) -> bool:
-        return self.status == _OK
-
-    def json(self) -> Any:
-        return json.loads(self.text)
-
-    @property
-    def message(self) -> str:
-        """The server's description of an error, which its endpoints return in several shapes."""
-        try:
-            answer = self.json()
-        except json.JSONDecodeError:
-            return self.text
-
-        if not isinstance(answer, dict):
-            return self.text
-        error = answer.get("error")
-        nested = error.get("message") if isinstance(error, dict) else error
-
-        return str(answer.get("message") or nested or self.text)
-
-
-class ServerClient:
-    """Client of a server on this machine. Must be created and used in a running event loop.
-
-    No connection is reused. The server closes an idle one after a few seconds, and a request that is sent at
-    that moment fails although the engine is healthy; a new connection over loopback costs a fraction of a
-    millisecond.
-    """
-
-    def __init__(self, url: str, key: str) -> None:
-        # There is no total limit: generation may take any time, and the engine's health is checked elsewhere.
-        self._session = aiohttp.ClientSession(
-            url,
-            headers={"Authorization": f"Bearer {key}"},
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
-
-    async def close(self) -> None:
-        await self._session.close()
-
-    async def ask(
-        self, endpoint: str, payload: dict[str, Any] | None = None, *, method: str = "POST"
-    ) -> ServerAnswer:
-        """Return the answer, whatever its status. Raises EngineDeadError if there is none."""
-        wait_s = _FIRST_WAIT_S
-        for attempt in range(1, _NUM_ATTEMPTS + 1):
-            try:
-                async with self._session.request(method, f"/{endpoint}", json=payload) as response:
-                    return ServerAnswer(response.status, await response.text())
-            except aiohttp.ClientError as error:
-                if attempt == _NUM_ATTEMPTS or not _can_repeat(endpoint, error):
-                    why = str(error) or type(error).__name__
-                    raise EngineDeadError(
-                        f"the connection to SGLang's server broke (/{endpoint}): {why}"
-                    ) from error
-            await asyncio.sleep(wait_s)
-            wait_s *= 2
-
-        raise AssertionError("the last attempt returns or raises")
+    if not isinstance(parsed, dict):
+        return answer
+    error = parsed.get("error")
+    nested = error.get("message") if isinstance(error, dict) else error
+    return str(parsed.get("message") or nested or answer)
 
 
 def _can_repeat(endpoint: str, error: aiohttp.ClientError) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -17,10 +16,9 @@ import time
 import traceback
 from typing import Any
 
-import psutil
-
 from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
+from megarl.machine.reaper import descendants, end_held, hold
 from megarl.rollout.sglang import environment, processes
 from megarl.rollout.sglang.backend import leave_last_words
 
@@ -105,8 +103,7 @@ def _end_with_starter() -> None:
 
 
 def _kill_descendants() -> None:
-    for child in psutil.Process().children(recursive=True):
-        child.send_signal(signal.SIGKILL)
+    end_held(hold(descendants(os.getpid())))
 
 
 if __name__ == "__main__":

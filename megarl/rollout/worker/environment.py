@@ -24,7 +24,7 @@ from megarl.data.turns import TurnTemplate
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import Harness, load_harness
 from megarl.endpoint.session import SampleOrder, SessionOrder, SessionReport
-from megarl.machine.background import in_background
+from megarl.machine.background import LoopThread
 from megarl.rollout.tool_calls import call_format, call_parser
 
 if TYPE_CHECKING:
@@ -130,18 +130,15 @@ class EnvironmentWorker(Worker):
         super().__init__()
         # Environments are asynchronous: their event loop runs in a thread, and calls only exchange messages.
         self._reports: SimpleQueue[EpisodeReport | Exception | None] = SimpleQueue()
-        self._loop = asyncio.new_event_loop()
-        in_background(self._loop.run_forever, "environments")
+        self._loop = LoopThread("environments")
 
         # The template must render turns exactly as the driver rendered the prompt.
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         set_chat_time(tokenizer, chat_time)
         self._server: EnvironmentServer | SessionServer
         if agent.harness.is_used:
-            starting = asyncio.run_coroutine_threadsafe(
-                _start_sessions(agent, tokenizer, max_tokens, self._reports.put), self._loop
-            )
-            self._server = starting.result()
+            starting = _start_sessions(agent, tokenizer, max_tokens, self._reports.put)
+            self._server = self._loop.submit(starting).result()
             return
 
         make, tools = load_agent(agent)
@@ -161,9 +158,9 @@ class EnvironmentWorker(Worker):
         """
         # Start the work in the event loop. Results and errors arrive in the queue.
         for order in orders:
-            asyncio.run_coroutine_threadsafe(self._work(self._answer(order)), self._loop)
+            self._loop.submit(self._work(self._answer(order)))
         for episode in ended:
-            asyncio.run_coroutine_threadsafe(self._work(self._server.close(episode)), self._loop)
+            self._loop.submit(self._work(self._server.close(episode)))
         reports: list[EpisodeReport] = []
 
         # Wait only for the first report, then take all that are available.

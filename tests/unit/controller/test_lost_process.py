@@ -121,7 +121,7 @@ class UnreachableSet(ActorSet):
         monitor = SimpleNamespace(
             options=lambda concurrency_group: SimpleNamespace(remote=lambda: "reference")
         )
-        self._handles = [SimpleNamespace(activity=monitor)]
+        self.handles = [SimpleNamespace(activity=monitor)]
         self._rank_of = {}
         self.answers = answers
 

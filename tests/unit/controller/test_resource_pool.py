@@ -84,8 +84,8 @@ def test_gpus_of_each_process() -> None:
 def test_parts_stand_on_the_bundles_of_the_whole(ray_cluster: None) -> None:
     whole = RayResourcePool([2], use_gpu=False, name="engines")
     parts = whole.split()
-    assert [part.bundles()[0].number for part in parts] == [0, 1]
-    assert [part.bundles()[0].local_rank for part in parts] == [0, 0]
+    assert [part.bundles()[0].placement_group_bundle_index for part in parts] == [0, 1]
+    assert [part.local_ranks for part in parts] == [[0], [0]]
     assert parts[1].bundles()[0].placement_group == whole.bundles()[1].placement_group
     with pytest.raises(ValueError, match="release the whole pool"):
         parts[0].release()
@@ -101,15 +101,15 @@ def test_a_part_has_several_bundles_in_the_order_of_the_whole() -> None:
         2,
         "critic",
     )
+    assert part.local_ranks == [0, 1, 0]
 
 
 def test_a_pool_waits_for_devices_in_use_and_then_names_their_holder(ray_cluster: None) -> None:
     holder = ResourcePoolManager({"held": [12]}, {"actor": "held"}, use_gpu=False)
     holder.create_resource_pool()
     pool = holder.get_resource_pool("actor")
-    assert [(bundle.number, bundle.local_rank) for bundle in pool.bundles()] == [
-        (rank, rank) for rank in range(12)
-    ]
+    assert [bundle.placement_group_bundle_index for bundle in pool.bundles()] == list(range(12))
+    assert pool.local_ranks == list(range(12))
     late = RayResourcePool([2], use_gpu=False, name="late", wait_limit_s=0.5)
 
     with pytest.raises(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from megarl.machine.background import in_background
+from megarl.machine.background import LoopThread, in_background
 
 
 def test_the_result_comes_from_a_named_daemon_thread() -> None:
@@ -58,3 +59,24 @@ def test_a_process_ends_although_the_work_goes_on() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert ended.stdout == "end\n"
+
+
+def test_a_loop_runs_coroutines_and_cancels_those_that_are_left() -> None:
+    prepared: list[int] = []
+    loop = LoopThread("loop", lambda: prepared.append(threading.get_ident()))
+
+    async def thread() -> int:
+        return threading.get_ident()
+
+    assert loop.submit(thread()).result(60) == prepared[0] != threading.get_ident()
+    left = loop.submit(asyncio.sleep(3600))
+    loop.stop()
+    assert left.cancelled()
+
+
+def test_an_error_before_the_loop_runs_is_raised() -> None:
+    def prepare() -> None:
+        raise LookupError("not there")
+
+    with pytest.raises(LookupError, match="not there"):
+        LoopThread("loop", prepare)

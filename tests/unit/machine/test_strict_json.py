@@ -6,8 +6,13 @@ import json
 
 import pytest
 
-from megarl.machine.strict_json import dump_readable, load_strictly
-from megarl.machine.unicode_text import is_encodable, lone_surrogate, replace_surrogates
+from megarl.machine.strict_json import (
+    dump_readable,
+    is_encodable,
+    load_strictly,
+    lone_surrogate,
+    replace_surrogates,
+)
 
 HALF = "\ud83d"
 

@@ -79,7 +79,7 @@ class Scheduler:
             if rank in self.silent_ranks:
                 continue
             try:
-                answer = {"result": loader.answer(model, rank, message["command"], message["arguments"])}
+                answer = {"result": getattr(loader, message["command"])(model, rank, **message["arguments"])}
             except WeightTransferError as error:
                 answer = {"failure": str(error)}
             (Path(message["answers"]) / f"{message['number']}.{rank}.json").write_text(json.dumps(answer))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -15,12 +16,176 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.rollout.sglang import cpu_adaptations
-from megarl.rollout.sglang.cpu_adaptations import EVIDENCE, SGLangEvidence
 from megarl.rollout.sglang.environment import PREFERRED_STUBS, STUBS
 from tests import fork_server
 
 ROOT = Path(__file__).parents[4]
 MIB = 2**20
+
+
+class SGLangEvidence(NamedTuple):
+    module: str  # in the package sglang
+    attribute: str  # of the module; with a dot, of a class in it
+    source: str  # must occur in the attribute's source
+    reason: str
+
+
+_ATTENTION = "srt.layers.attention.torch_native_backend"
+_UPDATER = "srt.managers.scheduler_components.weight_updater"
+EVIDENCE = (
+    SGLangEvidence(
+        "kernels.ops.sampling.murmur_hash",
+        "murmur_hash32",
+        "sgl_kernel.murmur_hash32_cpu",
+        "seeds need a compiled kernel",
+    ),
+    SGLangEvidence(
+        "srt.model_executor.model_runner",
+        "ModelRunner.maybe_enable_batch_invariant_mode",
+        "enable_batch_invariant_mode()",
+        "replaces torch's operators by Triton kernels",
+    ),
+    SGLangEvidence(
+        "srt.arg_groups.overrides",
+        "_deterministic_attention_backend",
+        "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
+        "refuses torch_native",
+    ),
+    SGLangEvidence(
+        _ATTENTION,
+        "TorchNativeAttnBackend._run_sdpa_forward_decode",
+        "for seq_idx in range",
+        "attends to one sequence at a time",
+    ),
+    SGLangEvidence(
+        _UPDATER,
+        "SchedulerWeightUpdaterManager.release_memory_occupation",
+        "self.memory_saver_adapter.pause(GPU_MEMORY_TYPE_WEIGHTS)",
+        "frees memory only with torch_memory_saver, which is CUDA",
+    ),
+    SGLangEvidence(
+        _UPDATER,
+        "SchedulerWeightUpdaterManager.release_memory_occupation",
+        "torch.get_device_module().synchronize()",
+        "synchronizes CUDA with a CUDA build of torch, even without a GPU",
+    ),
+    SGLangEvidence(
+        "srt.utils.common",
+        "get_available_gpu_memory",
+        "total_free_memory = get_free_cpu_memory()",
+        "takes memory that other processes allocate during the start for its own weights, and for less "
+        "memory of a rank",
+    ),
+    SGLangEvidence(
+        "srt.layers.moe.fused_moe_native",
+        "moe_forward_native",
+        "cnts.scatter_(1, topk_ids.to(torch.int64), 1)",
+        "counts tokens by expert, and does not support -1, which denotes an expert of another rank",
+    ),
+    SGLangEvidence(
+        "srt.models.qwen2_moe",
+        "Qwen2MoeSparseMoeBlock.forward",
+        "and not use_intel_amx_backend(self.shared_expert_gate)",
+        "multiplies shared experts with their gates in a Triton kernel, except on CPUs with AMX",
+    ),
+    SGLangEvidence(
+        "srt.state_capturer.base",
+        "BaseHostCache.__init__",
+        "pin_memory=True",
+        "stores the routes of tokens in memory pinned by CUDA",
+    ),
+    SGLangEvidence(
+        "srt.lora.layers",
+        "QKVParallelLinearWithLoRA",
+        "pin_memory=True",
+        "stores the offsets of adapters in memory pinned by CUDA, and so does its backend torch_native",
+    ),
+    SGLangEvidence(
+        "srt.layers.quantization.fp8",
+        "Fp8Config.get_supported_act_dtypes",
+        "return [torch.bfloat16, torch.half]",
+        "refuses float32, in which models are compared on a CPU",
+    ),
+    SGLangEvidence(
+        "srt.layers.quantization.fp8",
+        "Fp8LinearMethod.process_weights_after_loading_block_quant",
+        "Fp8LinearMethod on CPU requires that CPU has AMX support",
+        "multiplies with FP8 weights only on CPUs with AMX",
+    ),
+    SGLangEvidence(
+        "srt.layers.quantization.fp8",
+        "Fp8MoEMethod.process_weights_after_loading_block_quant",
+        "Fp8MoEMethod on CPU requires that CPU has AMX support",
+        "multiplies with experts in FP8 only on CPUs with AMX",
+    ),
+    SGLangEvidence(
+        "srt.models.deepseek_common.deepseek_weight_loader",
+        "DeepseekV2WeightLoaderMixin.post_load_weights",
+        "w, scale = block_quant_to_tensor_quant(",
+        "quantizes the products of latent attention again, which it dequantizes on CUDA",
+    ),
+    SGLangEvidence(
+        "srt.arg_groups.attention_hook",
+        "handle_deterministic_inference",
+        "deterministic inference with absorbed-MLA models",
+        "refuses torch_native for latent attention, with or without a prefix cache",
+    ),
+    SGLangEvidence(
+        "srt.layers.rotary_embedding.factory",
+        "get_rope_cpu",
+        "assert rope_scaling is not None",
+        "rotates the keys of latent attention only with YaRN",
+    ),
+    SGLangEvidence(
+        "srt.mem_cache.allocation",
+        "assign_req_to_token_pool_func",
+        "assign_req_to_token_pool_cpu(",
+        "records the cache slots of drafted tokens with a compiled kernel",
+    ),
+    SGLangEvidence(
+        "kernels.ops.kvcache.cache_move",
+        "copy_all_layer_kv_cache_func",
+        "copy_all_layer_kv_cache_cpu(",
+        "copies accepted tokens in the cache with a compiled kernel, also once at the start",
+    ),
+    SGLangEvidence(
+        "kernels.ops.speculative.cache_locs",
+        "assign_draft_cache_locs_contiguous_func",
+        "assign_draft_cache_locs_contiguous_cpu(",
+        "looks up the cache slots of drafted tokens with a compiled kernel",
+    ),
+    SGLangEvidence(
+        "kernels.ops.speculative.spec_tree",
+        "verify_tree_greedy_func",
+        "sgl_verify_tree_greedy_cpu(",
+        "accepts drafted tokens with a compiled kernel, and describes their tree with another one",
+    ),
+    SGLangEvidence(
+        "kernels.ops.speculative.eagle",
+        "fill_bonus_tokens_func",
+        "fill_bonus_tokens_cpu(",
+        "looks up the last accepted token with a compiled kernel",
+    ),
+    SGLangEvidence(
+        "srt.speculative.eagle_utils",
+        "_verify_uses_greedy",
+        "return is_all_greedy or is_cpu",
+        "compares drafted tokens with the most likely ones on a CPU, whatever the temperature",
+    ),
+    SGLangEvidence(
+        "srt.speculative.draft_utils",
+        "DraftBackendFactory.create_decode_backend",
+        '"intel_amx": self._create_intel_amx_decode_backend',
+        "drafts with attention for CPUs with AMX only",
+    ),
+    SGLangEvidence(
+        "srt.managers.scheduler",
+        "Scheduler.event_loop_overlap",
+        "self._record_scheduler_state_for_paused_engine()\n                continue",
+        "polls for messages in a busy loop while it is paused, and takes a core from those that send it "
+        "weights",
+    ),
+)
 
 
 def sglang_source(module: str, attribute: str) -> str:
