@@ -6,10 +6,9 @@ import json
 import os
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -124,19 +123,6 @@ class SafetensorsFile:
     def abandon(self) -> None:
         """Close the file as it is, incomplete."""
         os.close(self._file)
-
-
-class OpenFiles(ExitStack):
-    """Opens each safetensors file once, and closes all of them at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._opened: dict[Path, Any] = {}
-
-    def __getitem__(self, file: Path) -> Any:
-        if file not in self._opened:
-            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
-        return self._opened[file]
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,6 +20,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS, read_architecture
 from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors
 from megarl.weights.hf_folder import CONFIG_FILE as CONFIG_OF_MODEL
+from megarl.weights.packed_tensors import LazyTensor
 from megarl.weights.peft_folder import (
     CONFIG_FILE,
     SEQUENCE_TASK,
@@ -139,22 +140,21 @@ def _adapter_fields(source: ModelSource) -> dict[str, Any]:
     return {}
 
 
-class _Merged:
-    """A tensor of the base model with an adapter added to the slices that are read."""
+def _merged(tensor: SourceTensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> LazyTensor:
+    """Return a tensor of the base model with an adapter added to the slices that are read."""
+    name = tensor.hf.name
+    view = tensor.hf.view
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    whole = TensorSlice.whole(view)
+    piece = Piece(name, view, whole, view, whole, is_source=True)
+    adapters = MergedAdapters({f"x.lora.{module}.a": a, f"x.lora.{module}.b": b}, scale)
 
-    def __init__(self, tensor: SourceTensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        name = tensor.hf.name
-        view = TensorSlice.whole(tensor.hf.view)
-        module = name.removesuffix(".weight").rpartition(".")[2]
-        self._tensor = tensor
-        self._piece = Piece(name, tensor.hf.view, view, tensor.hf.view, view, is_source=True)
-        self._adapters = MergedAdapters({f"x.lora.{module}.a": a, f"x.lora.{module}.b": b}, scale)
+    def read(place: TensorSlice) -> torch.Tensor:
+        base = torch.empty(place.shape, dtype=tensor.dtype)
+        tensor.fill(base, place)
+        return adapters.apply("x.weight", piece, place.index, base)
 
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        place = TensorSlice(tuple(each.start for each in index), tuple(each.stop for each in index))
-        base = torch.empty(place.shape, dtype=self._tensor.dtype)
-        self._tensor.fill(base, place)
-        return self._adapters.apply("x.weight", self._piece, index, base)
+    return LazyTensor(read, view, view)
 
 
 def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
@@ -174,7 +174,7 @@ def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
     for name, tensor in base.tensors.items():
         a, b = adapter_names(name)
         if a in matrices:
-            merged = partial(_Merged, tensor, matrices[a], matrices[b], scale)
+            merged = partial(_merged, tensor, matrices[a], matrices[b], scale)
             tensors[name] = replace(tensor, pieces=((TensorSlice.whole(tensor.hf.view), merged),))
         elif name in adapter.tensors:
             # A module that trained in full replaces the base model's, in the dtype of the latter.

@@ -170,7 +170,7 @@ def hugging_face_folder(
     expected = manifest_of(source.architecture, dtype)
 
     if source.kind == "Hugging Face":
-        stored = read_checkpoint_index(source.folder).tensors
+        stored = read_checkpoint_index(source.folder)
         # Engines read every file of the folder, so extra files would be loaded too. Packed tensors are
         # converted.
         is_plain = all(each.scales is None for each in stored.values())
