@@ -71,13 +71,6 @@ class TransferPlan:
             {source: schedule for (source, own), schedule in self.schedules.items() if own == target}
         )
 
-    def __str__(self) -> str:
-        lines = [f"{self.num_rounds} rounds"]
-        for (source, target), schedule in sorted(self.schedules.items()):
-            lines.append(f"{source} -> {target}: {schedule.numel} elements in {len(schedule.parts)} slices")
-            lines += [f"  {part.name} {part.tensor_slice}" for part in schedule.parts]
-        return "\n".join(lines)
-
 
 @without_collections()  # a plan consists of a million small tuples that stay alive
 def plan_transfer(

@@ -152,11 +152,6 @@ def test_what_cannot_be_planned_is_named() -> None:
         plan_transfer(SHAPES, by_rows, [rank(20, WHOLE)], 7)
 
 
-def test_a_plan_can_be_read() -> None:
-    text = str(plan_transfer({"b": (4,)}, [rank(0, {"b": WHOLE["b"]})], [rank(1, {"b": WHOLE["b"]})], 100))
-    assert text == "1 rounds\n0 -> 0: 4 elements in 1 slices\n  b [0:4]"
-
-
 # ---- whole models
 
 
