@@ -16,8 +16,7 @@ from megarl.models.adapters import is_adapter
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import RankLocation, plan_repeated, plan_transfer, whole_slices
-from megarl.weights.schedule import Part
-from megarl.weights.tensors import Manifest, TensorMeta
+from megarl.weights.tensors import Manifest, Part, TensorMeta
 from megarl.weights.transfer import Transfer
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.group import GroupSender, group_transfers

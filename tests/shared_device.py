@@ -37,8 +37,7 @@ from megarl.weights.plan import (
     plan_transfer,
     whole_slices,
 )
-from megarl.weights.schedule import Part
-from megarl.weights.tensors import Manifest, WeightTransferError
+from megarl.weights.tensors import Manifest, Part, WeightTransferError
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.device import NUM_IPC_BUFFERS, DeviceSender
 from megarl.weights.transports.group import GroupSender, group_transfers

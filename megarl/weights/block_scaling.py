@@ -1,4 +1,4 @@
-"""Convert matrices to block-scaled FP8, slice by slice (see models/fp8.py; back: packed_tensors.py).
+"""Convert matrices to block-scaled FP8, slice by slice (see models/fp8.py; back: safetensors_file.py).
 
 Scales are those of the whole matrix, so a slice may begin and end anywhere inside a block. What trainer ranks
 send is quantized in this way, although each rank holds a part: every rank computes the largest magnitude of
@@ -27,10 +27,9 @@ from megarl.models.fp8 import (
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
 from megarl.weights.message_words import block_slice, elements_around
 from megarl.weights.piece import in_shape
-from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import held_weights, numbered_pieces
 from megarl.weights.shards import Shards, held_slices
-from megarl.weights.tensors import TensorSlice, contiguous_blocks, flat_index, row_major_strides
+from megarl.weights.tensors import Part, TensorSlice, contiguous_blocks, flat_index, row_major_strides
 
 LARGEST = 448.0  # of float8_e4m3fn
 _LEAST_MAXIMUM = 1e-12  # a block of zeros gets a scale above 0

@@ -33,7 +33,7 @@ SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.f
 class Packing(Enum):
     """The formats of fewer bits that are converted to bfloat16 when they are read."""
 
-    mxfp4 = "MXFP4"  # see packed_tensors.py
+    mxfp4 = "MXFP4"  # see safetensors_file.py
     block_fp8 = "block-scaled FP8"  # see models/fp8.py
 
 

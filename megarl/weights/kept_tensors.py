@@ -27,8 +27,7 @@ from megarl.weights.checkpoint_index import (
     read_checkpoint_index,
 )
 from megarl.weights.manifest import format_fault, is_kept
-from megarl.weights.packed_tensors import Elements, OpenFiles
-from megarl.weights.safetensors_file import SafetensorsFile
+from megarl.weights.safetensors_file import Elements, OpenFiles, SafetensorsFile
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError, contiguous_blocks
 
 MTP_LAYERS = "the layers that predict further tokens"

@@ -19,10 +19,9 @@ from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, stored_weights
 from megarl.weights.checkpoint_index import CheckpointIndex, read_checkpoint_index, shapes_of
 from megarl.weights.manifest import ValueHead, check_names, check_values
-from megarl.weights.packed_tensors import OpenFiles
 from megarl.weights.peft_folder import open_adapter
 from megarl.weights.piece import Piece
-from megarl.weights.safetensors_file import check_finite
+from megarl.weights.safetensors_file import OpenFiles, check_finite
 from megarl.weights.shard_layout import (
     ShardLayout,
     held_weights,

@@ -20,8 +20,14 @@ from typing import NamedTuple
 from megarl.config.schema import Transport
 from megarl.machine.garbage import without_collections
 from megarl.machine.wording import counted
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slices
+from megarl.weights.tensors import (
+    Part,
+    PeerTransfers,
+    TensorSlice,
+    TransferSchedule,
+    WeightTransferError,
+    range_slices,
+)
 
 _MAX_NAMED = 8
 # IPC buffers of the transport `device`. With two, each side often waits for the other to wake up.

@@ -13,9 +13,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 from megarl.weights.message_words import shape_in_words, slice_in_words, word_counts
 from megarl.weights.piece import Piece, in_shape, in_view
-from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import ShardLayout, held_weights, numbered_pieces
-from megarl.weights.tensors import TensorSlice, WeightTransferError, contiguous_blocks
+from megarl.weights.tensors import Part, TensorSlice, WeightTransferError, contiguous_blocks
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch

@@ -19,8 +19,7 @@ import torch
 
 from megarl.machine.usage import PeakMemory, Stopwatch
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import WeightTransferError
+from megarl.weights.tensors import Part, PeerTransfers, TransferSchedule, WeightTransferError
 
 PATIENCE_S = 1.0  # the longest wait for a peer before returning to the caller
 # An engine rank returns to its caller this often, so that the caller notices if it hangs.

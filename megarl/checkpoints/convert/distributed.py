@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.checkpoints.convert.adapters import with_stored_adapters
+from megarl.checkpoints.convert.hugging_face import with_stored_adapters
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.checkpoints.role_folder import MANIFEST_FILE, Layout, check_folder, read_description
 from megarl.checkpoints.torch_dist import (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.adapters import base_of_adapter, with_merged_adapter
+from megarl.checkpoints.convert.hugging_face import base_of_adapter, with_merged_adapter
 from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource

@@ -21,10 +21,9 @@ from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import plan_in_words
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, message_bytes
-from megarl.weights.schedule import PeerTransfers
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.worker import WeightExport, WeightImport
-from megarl.weights.tensors import WeightTransferError
+from megarl.weights.tensors import PeerTransfers, WeightTransferError
 from megarl.weights.transports.device import device_transfers
 from megarl.weights.transports.group import group_transfers
 from megarl.weights.transports.interface import EngineLink

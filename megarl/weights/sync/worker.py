@@ -15,19 +15,17 @@ from megarl.controller.worker import Worker, register
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.checksum import shard_checksums
-from megarl.weights.export_plan import ExportPlan
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.manifest import manifest_name
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import ReceivingEngine
-from megarl.weights.schedule import PeerTransfers
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import Manifest, WeightTransferError
+from megarl.weights.tensors import Manifest, PeerTransfers, WeightTransferError
 from megarl.weights.transfer import SendReport, Transfer
 from megarl.weights.transports.delta import DeltaSender
 from megarl.weights.transports.device import DeviceSender
-from megarl.weights.transports.folder import FolderTransfer
+from megarl.weights.transports.folder import ExportPlan, FolderTransfer
 from megarl.weights.transports.group import GroupSender
 from megarl.weights.transports.interface import EngineLink, Sender, SentShards
 

@@ -17,7 +17,7 @@ from megarl.machine.usage import PeakMemory
 from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
-from megarl.weights.schedule import PeerTransfers, TransferSchedule
+from megarl.weights.tensors import PeerTransfers, TransferSchedule
 from megarl.weights.transfer import PATIENCE_S, Channel, PipelinedTransfer, ReceiveBuffer, Transfer
 from megarl.weights.transports.interface import DestinationViews, Sender, SentShards
 

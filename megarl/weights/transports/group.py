@@ -13,7 +13,7 @@ import torch
 from megarl.machine.usage import PeakMemory
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import TransferPlan
-from megarl.weights.schedule import Part, PeerTransfers
+from megarl.weights.tensors import Part, PeerTransfers
 from megarl.weights.transfer import Channel, PipelinedTransfer, ReceiveBuffer, Transfer
 from megarl.weights.transports.interface import DestinationViews, Sender, SentShards
 

@@ -22,9 +22,15 @@ from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import Places, WordCounts
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.patch import Change, apply_change
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
+from megarl.weights.tensors import (
+    Part,
+    PeerTransfers,
+    TensorSlice,
+    TransferSchedule,
+    WeightTransferError,
+    tiling_fault,
+)
 from megarl.weights.transfer import Transfer, copy_tensors
 
 _MAX_NAMED = 8

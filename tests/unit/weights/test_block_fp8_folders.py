@@ -22,7 +22,7 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import check_headers
-from megarl.weights.packed_tensors import LazyTensor, dequantize
+from megarl.weights.safetensors_file import LazyTensor, dequantize
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.tensors import TensorSlice, WeightTransferError
 from tests.families import example_fields

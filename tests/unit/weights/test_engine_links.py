@@ -11,8 +11,7 @@ import torch
 
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PAddress
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import Part, PeerTransfers, TensorSlice, TransferSchedule
 from megarl.weights.transports.interface import EngineLink
 
 P2P = P2PAddress("replica-0", "10.0.0.1", 29500, 6, "gloo", 45.5)

@@ -21,10 +21,9 @@ from megarl.weights.plan import (
     plan_transfer,
     whole_slices,
 )
-from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shard_layout import model_layouts
 from megarl.weights.shards import slices_by_rank
-from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
+from megarl.weights.tensors import Part, TensorSlice, TransferSchedule, WeightTransferError, tiling_fault
 from tests.unit.weights.models import architecture_of
 from tests.unit.weights.transfers import numel_of
 

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.schedule import Part, PeerTransfers
-from megarl.weights.tensors import WeightTransferError
+from megarl.weights.tensors import Part, PeerTransfers, WeightTransferError
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.device import device_transfers
 from megarl.weights.transports.group import group_transfers

@@ -18,10 +18,9 @@ from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, plan_transfer
 from megarl.weights.receiver import WeightReceiver
-from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import Part, PeerTransfers, TensorSlice
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.delta import DeltaSender
 from megarl.weights.transports.device import DeviceSender, device_transfers

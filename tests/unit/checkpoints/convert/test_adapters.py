@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoints.convert.adapters import (
+from megarl.checkpoints.convert.hugging_face import (
     merged_source,
     open_adapter_folder,
+    open_hugging_face,
     with_merged_adapter,
     write_peft,
 )
-from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.cli.main import main
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder

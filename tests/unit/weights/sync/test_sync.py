@@ -34,12 +34,12 @@ from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.weights import acknowledged
 from megarl.weights.checksum import WeightMismatchError, checksum
 from megarl.weights.patch import Patch, make_patch
-from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
 from megarl.weights.sync.worker import WeightExport
+from megarl.weights.tensors import Part
 from megarl.weights.transfer import SendReport
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
