@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import xxhash
 from safetensors import safe_open
 
 from megarl.machine.wording import counted
@@ -62,10 +61,10 @@ def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm
     }
 
 
-def manifest_name(manifest: Manifest) -> str:
-    """Return a name of the manifest, which another one with the same tensors has too, in any process."""
-    lines = (f"{name} {tuple(meta.shape)} {meta.dtype}" for name, meta in sorted(manifest.items()))
-    return xxhash.xxh3_64_hexdigest("\n".join(lines).encode())
+def manifest_of_folder(folder: Path) -> Manifest:
+    """Return the tensors that a folder stores. Raises the errors of `read_checkpoint_index`."""
+    index = read_checkpoint_index(folder)
+    return {name: TensorMeta(stored.shape, TORCH_DTYPES[stored.dtype]) for name, stored in index.items()}
 
 
 def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.checksum import shard_checksums
 from megarl.weights.ipc import IPCAddress
-from megarl.weights.manifest import manifest_name
+from megarl.weights.manifest import manifest_of_folder
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import ReceivingEngine
@@ -264,7 +264,6 @@ class WeightImport(Worker):
         self._received = ""  # name of the source that the engine's weights were received from
         self._planned: Manifest = {}  # the tensors that `needed_slices` was asked for last
         self._joined_manifest: Manifest = {}  # the tensors of the joined source
-        self._kept: tuple[str, Manifest] = ("", {})  # the tensors of folders, with their name
 
     @property
     @abstractmethod
@@ -319,18 +318,10 @@ class WeightImport(Worker):
         self._received = name
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def load_folder(self, folder: str, manifest: Manifest | str, version: int) -> None:
-        """Load all weights from a Hugging Face folder.
-
-        Args:
-            manifest: The tensors, or the name (manifest_name) of those that an earlier call has brought.
-        """
-        if not isinstance(manifest, str):
-            self._kept = (manifest_name(manifest), manifest)
-        elif manifest != self._kept[0]:
-            raise WeightTransferError("the engine has loaded a folder of another source since")
+    def load_folder(self, folder: str, version: int) -> None:
+        """Load all weights from a Hugging Face folder, which must have the tensors of the engine's model."""
         self._received = ""
-        self._engine.begin_weight_update(self._kept[1])
+        self._engine.begin_weight_update(manifest_of_folder(Path(folder)))
         self._engine.load_folder(Path(folder))
         self._engine.end_weight_update(version)
 
