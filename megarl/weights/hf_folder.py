@@ -303,23 +303,10 @@ def write_kept_tensors_and_index(
             kept_tensors.write(folder / name, manifest)
             written[name] = manifest
 
-    write_index(
-        folder, [(name, meta, file) for file, manifest in written.items() for name, meta in manifest.items()]
-    )
+    # A single file needs no index.
+    if len(written) > 1:
+        file_of = {name: file for file, manifest in written.items() for name in manifest}
+        total = sum(map(manifest_bytes, written.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return list(written)
-
-
-def write_index(folder: Path, tensors: Sequence[tuple[str, TensorMeta, str]]) -> None:
-    """Write the index of the weight files. A single file needs none.
-
-    Args:
-        folder: The folder of the files.
-        tensors: (name, meta, file) of every tensor.
-    """
-    if len({file for _, _, file in tensors}) == 1:
-        return
-    index = {
-        "metadata": {"total_size": sum(prod(meta.shape) * meta.dtype.itemsize for _, meta, _ in tensors)},
-        "weight_map": {name: file for name, _, file in sorted(tensors, key=lambda tensor: tensor[0])},
-    }
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

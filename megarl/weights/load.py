@@ -143,16 +143,6 @@ def _read(files: OpenFiles, index: CheckpointIndex, dtype: torch.dtype, piece: P
 Parameters = dict[str, torch.Tensor]
 
 
-def adapter_shapes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the adapters that a rank holds, by Megatron name."""
-    shapes = shard_shapes(architecture, layout, head)
-    return {
-        weight.megatron_name: shapes[weight.megatron_name]
-        for weight in held_weights(architecture, layout, head)
-        if is_adapter(weight.tensors[0].name)
-    }
-
-
 def split_adapters(
     parameters: Mapping[str, torch.Tensor], architecture: Architecture, head: Head
 ) -> tuple[Parameters, Parameters]:
@@ -189,12 +179,15 @@ def fill_trained(
     """
     assert architecture.lora is not None
     _, adapters = split_adapters(parameters, architecture, head)
-    check_parameters(adapters, adapter_shapes(architecture, layout, head))
+    weights = held_weights(architecture, layout, head)
+    shapes = shard_shapes(architecture, layout, head)
+    named = [weight.megatron_name for weight in weights if is_adapter(weight.tensors[0].name)]
+    check_parameters(adapters, {name: shapes[name] for name in named})
     read = _initial(seed) if folder is None else open_adapter(Path(folder), architecture, head)
     saved = () if folder is None else architecture.lora.modules_to_save
 
     with torch.no_grad():
-        for weight in held_weights(architecture, layout, head):
+        for weight in weights:
             if weight.megatron_name in adapters or module_of(weight.tensors[0].name) in saved:
                 fill_parameter(parameters[weight.megatron_name], weight, layout, read)
 
