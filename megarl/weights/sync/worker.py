@@ -24,10 +24,9 @@ from megarl.weights.shards import Shards
 from megarl.weights.tensors import Manifest, PeerTransfers, WeightTransferError
 from megarl.weights.transfer import SendReport, Transfer
 from megarl.weights.transports.delta import DeltaSender
-from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import ExportPlan, FolderTransfer
-from megarl.weights.transports.group import GroupSender
 from megarl.weights.transports.interface import EngineLink, Sender, SentShards
+from megarl.weights.transports.messages import DeviceSender, GroupSender
 
 
 class WeightExport(Worker):
@@ -229,8 +228,9 @@ class WeightExport(Worker):
         A link without an address leads to files, which `send_weights` writes.
         """
         if self._sender is None:
-            is_group = link.transport == "group"
-            self._sender = GroupSender() if is_group else DeltaSender(dist.get_rank(), self._sent_dtype)
+            self._sender = (
+                DeltaSender(dist.get_rank(), self._sent_dtype) if link.sends_changes else GroupSender()
+            )
         assert isinstance(self._sender, GroupSender)
         # A restarted replica has the number of the old one, whose group is unusable.
         self._sender.leave(replica)

@@ -26,8 +26,8 @@ from megarl.weights.patch import (
 )
 from megarl.weights.tensors import PeerTransfers, ScheduleKey, WeightTransferError
 from megarl.weights.transfer import Channel, Transfer
-from megarl.weights.transports.group import GroupSender
 from megarl.weights.transports.interface import DestinationViews, SentShards
+from megarl.weights.transports.messages import GroupSender
 
 _HEADER_BYTES = 16
 _CHECKSUM = struct.Struct("<I")  # CRC-32 of the message that follows in a file

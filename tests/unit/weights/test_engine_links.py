@@ -24,10 +24,10 @@ SCHEDULES = {3: TransferSchedule([MATRIX, VECTOR], 4), 11: TransferSchedule([VEC
 @pytest.mark.parametrize(
     "place",
     [
-        {"transport": "group", "address": P2P, "rank": 5},
-        {"transport": "delta", "address": P2P, "rank": 5},
-        {"transport": "device", "address": IPC, "device": "node:1"},
-        {"transport": "patch_folder", "rank": 2},
+        {"address": P2P, "rank": 5},
+        {"address": P2P, "rank": 5, "sends_changes": True},
+        {"address": IPC, "device": "node:1"},
+        {"rank": 2, "sends_changes": True},
     ],
     ids=["group", "changes", "device", "files"],
 )
