@@ -12,7 +12,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import LoRA
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import hf_tensors
-from megarl.weights import acknowledged
+from megarl.weights import patch
 from megarl.weights.block_scaling import QuantizedShards
 from megarl.weights.message_words import byte_counts, pushed_shapes, slices_in_words, with_all_scales
 from megarl.weights.patch import (
@@ -84,7 +84,7 @@ def test_messages_have_the_size_of_rounds_and_few_changes_take_one() -> None:
 
 
 def test_many_chunks_are_spread_over_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acknowledged, "MOST_PATCHES", 3)
+    monkeypatch.setattr(patch, "MOST_PATCHES", 3)
     model = Model()
     model.transfer(0)
     assert model.transfer(0) == [3 * 8, 8]

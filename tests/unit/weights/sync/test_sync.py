@@ -31,7 +31,7 @@ from megarl.rollout.engines import build_engine
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.rollout.worker.rollout_worker import RolloutWorker
-from megarl.weights import acknowledged
+from megarl.weights import patch
 from megarl.weights.checksum import WeightMismatchError, checksum
 from megarl.weights.patch import Patch, make_patch
 from megarl.weights.shard_layout import layouts_of, shard_shapes
@@ -351,7 +351,7 @@ class StubTrainer(WeightExport):
             wrong[0] += 1
             return make_patch(old, wrong)
 
-        acknowledged.make_patch = wrong_patch
+        patch.make_patch = wrong_patch
 
     def send_weights(
         self, replicas: Sequence[int], first_round: int = 0, folder: str | None = None
