@@ -126,8 +126,10 @@ class QuantizedShards:
             yield self.scales(name.removesuffix(SCALE_SUFFIX)).view(self.dtype)[wanted.index]
             return
 
+        # A tensor that is not quantized.
         for piece in self._steps(wanted):
-            yield self._bytes(name, piece)
+            around, inside = elements_around(piece, self._shards.dtype.itemsize)
+            yield self._elements(name, around).contiguous().view(self.dtype)[inside.index]
 
     def checksums(self, *, dense: bool, experts: bool, scales: bool) -> dict[str, int]:
         """Return what this rank contributes to the checksums of the tensors of engines.
@@ -154,11 +156,6 @@ class QuantizedShards:
             {scale_name(name): checksum(self.scales(name)) for name in self._quantized} if scales else {}
         )
         return add_checksums([sums, of_scales])
-
-    def _bytes(self, name: str, wanted: TensorSlice) -> torch.Tensor:
-        """Return bytes of a tensor that is not quantized."""
-        around, inside = elements_around(wanted, self._shards.dtype.itemsize)
-        return self._elements(name, around).contiguous().view(self.dtype)[inside.index]
 
     def _checksum(self, name: str, slices: Iterable[TensorSlice]) -> int:
         strides = row_major_strides(self._quantized[name])

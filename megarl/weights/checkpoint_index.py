@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.machine.files import read_json_object
-from megarl.models.fp8 import SCALE_SUFFIX, scale_name
+from megarl.models.fp8 import SCALE_SUFFIX
 from megarl.weights.tensors import WeightTransferError
 
 SINGLE_FILE = "model.safetensors"
@@ -151,36 +151,31 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
     return tensors
 
 
+# Packed tensors: the format, the suffixes of the values and of the scales, and the dtype of the values.
+_STORED_AS = (
+    (Packing.mxfp4, BLOCKS, SCALES, "U8"),
+    (Packing.block_fp8, "", SCALE_SUFFIX, FLOAT8),
+)
+
+
 def _unpacked(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
     """List packed tensors and their scales as the tensors that they form."""
-    found: dict[str, TensorInFile] = {}
-    for name, stored in tensors.items():
-        blocks = tensors.get(name.removesuffix(SCALES) + BLOCKS) if name.endswith(SCALES) else None
-        values = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
-
-        if blocks is not None and blocks.dtype == "U8":
-            *leading, rows, groups, _ = blocks.shape
-            shape = (*leading, groups * MXFP4_BLOCK, rows)
-            found[name.removesuffix(SCALES)] = _packed(Packing.mxfp4, blocks, shape, stored)
-        elif values is not None and values.dtype == FLOAT8:
-            found[name.removesuffix(SCALE_SUFFIX)] = _packed(Packing.block_fp8, values, values.shape, stored)
-
-    parts = {part for name, stored in found.items() for part in _stored_names(name, stored)}
-    return found | {name: stored for name, stored in tensors.items() if name not in parts}
-
-
-def _packed(
-    packing: Packing, values: TensorInFile, shape: tuple[int, ...], scales: TensorInFile
-) -> TensorInFile:
-    return TensorInFile(file=values.file, shape=shape, dtype="BF16", packing=packing, scales=scales)
-
-
-def _stored_names(name: str, stored: TensorInFile) -> tuple[str, str]:
-    """Return the names of the values and of the scales of a packed tensor."""
-    assert stored.packing is not None
-    if stored.packing is Packing.mxfp4:
-        return name + BLOCKS, name + SCALES
-    return name, scale_name(name)
+    found = dict(tensors)
+    for stored_name, scales in tensors.items():
+        for packing, of_values, of_scales, dtype in _STORED_AS:
+            name = stored_name.removesuffix(of_scales)
+            values = tensors.get(name + of_values)
+            if not stored_name.endswith(of_scales) or values is None or values.dtype != dtype:
+                continue
+            shape = values.shape
+            if packing is Packing.mxfp4:
+                *leading, rows, groups, _ = shape
+                shape = (*leading, groups * MXFP4_BLOCK, rows)
+            del found[stored_name], found[name + of_values]
+            found[name] = TensorInFile(
+                file=values.file, shape=shape, dtype="BF16", packing=packing, scales=scales
+            )
+    return found
 
 
 def _read_header(path: Path) -> dict[str, TensorInFile]:

@@ -147,7 +147,8 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     has_stages = any(path.parent.name.count("_") > 2 for path in paths.values())
 
     for tensor, stage in wanted:
-        path = paths.get((tensor, stage), folder / _folder_name(tensor, stage, has_stages) / _FILE_NAMES[0])
+        name = f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if has_stages else "")
+        path = paths.get((tensor, stage), folder / name / _FILE_NAMES[0])
         if not path.is_file():
             raise CheckpointError(
                 f"{path}: the file is missing; the checkpoint has "
@@ -157,10 +158,6 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     files = {rank: read_rank_file(path) for rank, path in sorted(paths.items())}
     _check_sizes(folder, files, sizes)
     return files
-
-
-def _folder_name(tensor: int, stage: int, has_stages: bool) -> str:
-    return f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if has_stages else "")
 
 
 def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes: Sequence[int]) -> None:
@@ -218,6 +215,10 @@ def _stages(
     ) is None:
         raise CheckpointError(f"{files[0, 0].path}: has no {_EMBEDDING}, which the first stage contains")
 
+    embedding = files[0, 0].chunks[0][prefix + _EMBEDDING].shape
+    if len(embedding) != 2:
+        raise CheckpointError(f"{files[0, 0].path}: {_EMBEDDING} has shape {embedding}")
+
     stages = []
     first_layer = 0
 
@@ -233,9 +234,7 @@ def _stages(
                 layers=tuple(range(first_layer, first_layer + count)),
                 holds_embedding=(chunk, stage) == (0, 0),
                 holds_output=(chunk, stage) == (num_chunks - 1, num_stages - 1),
-                padded_vocab_size=_padded_rows(
-                    file, files[0, 0].chunks[0][prefix + _EMBEDDING].shape, num_ranks
-                ),
+                padded_vocab_size=embedding[0] * num_ranks,
             )
             stages.append(
                 _Stage(file=file, chunk=chunk, layout=layout, names=_names(file, chunk, prefix, first_layer))
@@ -251,12 +250,6 @@ def _stages(
         )
 
     return stages
-
-
-def _padded_rows(file: RankFile, embedding: tuple[int, ...], num_ranks: int) -> int:
-    if len(embedding) != 2:
-        raise CheckpointError(f"{file.path}: {_EMBEDDING} has shape {embedding}")
-    return embedding[0] * num_ranks
 
 
 def _num_layers(file: RankFile, chunk: int, prefix: str) -> int:

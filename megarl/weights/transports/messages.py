@@ -172,7 +172,7 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
         self.sources = sources
         self.own = rank if rank in sources.schedules else None
         self.ipc = IPCWriter(max(1, sources.largest) * dtype.itemsize, NUM_IPC_BUFFERS, device, device_name)
-        self.nbytes = self.ipc.nbytes
+        self.nbytes = self.ipc.address.nbytes
         self._dtype = dtype
 
     def begin(self, first_round: int) -> None:

@@ -132,9 +132,9 @@ def test_engines_compute_in_the_dtype_of_the_run(tmp_path: Path) -> None:
     assert {value.dtype for value in engine.parameters.values()} == {torch.float32}
 
     # Engines that read a folder get a converted one.
-    with hugging_face_folder(find_model(tmp_path / "fp8"), torch.bfloat16, tmp_path) as (folder, manifest):
+    with hugging_face_folder(find_model(tmp_path / "fp8"), torch.bfloat16, tmp_path) as folder:
         read = stored(folder)
-        assert read.keys() == manifest.keys()
+        assert read.keys() == expected.keys()
         assert all(torch.equal(read[name], value.bfloat16()) for name, value in expected.items())
 
 
