@@ -154,10 +154,14 @@ def plan_files(
         max_file_bytes: The maximum size of a file.
         quantized: The names of the tensors in block-scaled FP8, whose scales are in the same file.
     """
-    whole = {
-        name: _metas(name, meta, name in quantized)
-        for name, meta in manifest_of(architecture, dtype, head).items()
-    }
+    whole: dict[str, Manifest] = {}  # the stored tensors of each tensor
+    for name, meta in manifest_of(architecture, dtype, head).items():
+        whole[name] = {name: meta}
+        if name in quantized:
+            whole[name] = {
+                name: TensorMeta(meta.shape, torch.float8_e4m3fn),
+                scale_name(name): TensorMeta(scale_shape(meta.shape), torch.float32),
+            }
     parts: list[tuple[int, Manifest]] = []
 
     for stage, layout in enumerate(stages):
@@ -196,16 +200,6 @@ def _packed(tensors: Iterable[Manifest], max_file_bytes: int) -> list[Manifest]:
 
 def manifest_bytes(manifest: Manifest) -> int:
     return sum(prod(meta.shape) * meta.dtype.itemsize for meta in manifest.values())
-
-
-def _metas(name: str, meta: TensorMeta, is_quantized: bool) -> Manifest:
-    """Return the stored tensors of a tensor: itself, or its values in FP8 and their scales."""
-    if not is_quantized:
-        return {name: meta}
-    return {
-        name: TensorMeta(meta.shape, torch.float8_e4m3fn),
-        scale_name(name): TensorMeta(scale_shape(meta.shape), torch.float32),
-    }
 
 
 def save_hf_folder(

@@ -67,7 +67,7 @@ class TransferSession:
         self._needed: list[TensorSlices] = []  # by the ranks of a replica
         self._plan: TransferPlan | None = None
         self._joined: dict[int, RoleGroup] = {}
-        self._names: dict[int, str] = {}  # of each replica's connection
+        self.names: dict[int, str] = {}  # of each replica's connection
         self._acknowledged: dict[int, int] = {}  # the version of each replica's weights
 
     def make(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
@@ -94,7 +94,7 @@ class TransferSession:
         new = {number: replica for number, replica in new.items() if number not in lost}
 
         # A name is used once, so that a replica that joined another session in the meantime is recognized.
-        self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
+        self.names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
         connect = self._by_device if self._transport is Transport.device else self._by_messages
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, Sequence[WorkerFuture[None]]] = {}
@@ -103,7 +103,7 @@ class TransferSession:
         for number, replica in new.items():
             assert self._plan is not None
             links, meeting[number] = connect(self._plan, number)
-            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
+            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self.names[number])
 
         # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
         results_of(joining, lost, is_lost)
@@ -126,10 +126,6 @@ class TransferSession:
         """The first round after those of a frozen model; 0 if all tensors change."""
         return 0 if self._plan is None else self._plan.first_repeated_round
 
-    def name(self, replica: int) -> str:
-        """Return the name under which the replica joined."""
-        return self._names[replica]
-
     def acknowledge(self, replicas: Collection[int], version: int) -> None:
         """Record that these replicas have the weights of a version."""
         self._acknowledged |= dict.fromkeys(replicas, version)
@@ -143,7 +139,7 @@ class TransferSession:
         Adds lost replicas to `lost`.
         """
         asking = {
-            number: replica.call_rank(0, WeightImport.acknowledged_version, self._names[number])
+            number: replica.call_rank(0, WeightImport.acknowledged_version, self.names[number])
             for number, replica in replicas.items()
         }
         up_to_date: dict[int, RoleGroup] = {}
@@ -304,7 +300,7 @@ class TransferSession:
             reserved = call(
                 next(iter(sends)),
                 WeightExport.reserve_weight_group,
-                self._names[number],
+                self.names[number],
                 num_senders + len(receives),
                 self._limit_s,
             )

@@ -276,7 +276,7 @@ class WeightSync:
             sending = {}
         receiving = {
             number: replica.call_rank(
-                0, WeightImport.receive_weights, version, self._session.name(number), first_round, path
+                0, WeightImport.receive_weights, version, self._session.names[number], first_round, path
             )
             for number, replica in replicas.items()
         }
