@@ -9,6 +9,7 @@ any machine will do.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.batch.data_proto import DataProto
@@ -39,6 +41,7 @@ from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine
 from megarl.rollout.staleness import StalenessController
+from megarl.weights.checkpoint_index import SINGLE_FILE
 from megarl.weights.plan import TensorSlices
 from megarl.weights.tensors import Manifest
 from megarl.weights.transports.interface import EngineLink
@@ -205,7 +208,9 @@ def _rollout() -> Generator[tuple[Rollout, RolloutWeights]]:
     replicas = Replicas(
         [ReplicaPlace(part) for part in pool.split()], SleepingEngine, restart_limit=0, phase_time_limit_s=600
     )
-    weights = RolloutWeights(FolderWeights(Path("unread"), {}), replicas, OffloadSchedule())
+    folder = tempfile.TemporaryDirectory(prefix="megarl-sleeping-")
+    save_file({"weight": torch.zeros(1)}, Path(folder.name) / SINGLE_FILE)
+    weights = RolloutWeights(FolderWeights(Path(folder.name)), replicas, OffloadSchedule())
     scheduler = RequestScheduler(
         replicas,
         weights.readmit,
@@ -221,6 +226,7 @@ def _rollout() -> Generator[tuple[Rollout, RolloutWeights]]:
     finally:
         replicas.shutdown()
         pool.release()
+        folder.cleanup()
 
 
 def run(

@@ -16,12 +16,10 @@ from megarl.models.adapters import is_adapter
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import RankLocation, plan_repeated, plan_transfer, whole_slices
-from megarl.weights.schedule import Part
-from megarl.weights.tensors import Manifest, TensorMeta
+from megarl.weights.tensors import Manifest, Part, TensorMeta
 from megarl.weights.transfer import Transfer
-from megarl.weights.transports.device import DeviceSender
-from megarl.weights.transports.group import GroupSender, group_transfers
 from megarl.weights.transports.interface import EngineLink, Sender
+from megarl.weights.transports.messages import DeviceSender, GroupSender, group_transfers
 
 LIMIT_S = 60.0
 BACKEND_OF = {"cpu": "gloo", "cuda": "nccl"}
@@ -82,7 +80,7 @@ class PlainTrainer:
             end = DeviceSender(None, 0)
             schedules = self.plan.of_target(rank)
             address = end.serve(0, f"device-{rank}", schedules, self._dtype, self._device)
-            links.append(EngineLink("device", schedules, self._dtype, address, device=f"device-{rank}"))
+            links.append(EngineLink(schedules, self._dtype, address, device=f"device-{rank}"))
             self.ends.append(end)
 
         return links
@@ -99,7 +97,7 @@ class PlainTrainer:
             LIMIT_S,
         )
         links = [
-            EngineLink("group", schedules, self._dtype, address, rank=1 + rank)
+            EngineLink(schedules, self._dtype, address, rank=1 + rank)
             for rank, schedules in enumerate(receives)
         ]
 

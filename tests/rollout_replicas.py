@@ -28,7 +28,6 @@ from megarl.weights.plan import RankLocation
 from megarl.weights.sync.session import is_lost
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
-from megarl.weights.tensors import TensorMeta
 
 RULES = TokenRules(pad_token_id=0, stop_token_ids=(1, 2, 3), max_response_length=12)
 
@@ -43,9 +42,6 @@ class Push:
     wakes: bool = False
 
     def __call__(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        manifest = {
-            name: TensorMeta(tuple(tensor.shape), tensor.dtype) for name, tensor in self.weights.items()
-        }
         lost: dict[int, Exception] = {}
 
         if self.wakes:
@@ -61,7 +57,7 @@ class Push:
                 Path(folder) / "model.safetensors",
             )
             loading = {
-                number: replica.call_rank(0, RolloutWorker.load_folder, folder, manifest, self.version)
+                number: replica.call_rank(0, RolloutWorker.load_folder, folder, self.version)
                 for number, replica in replicas.items()
                 if number not in lost
             }

@@ -37,12 +37,10 @@ from megarl.weights.plan import (
     plan_transfer,
     whole_slices,
 )
-from megarl.weights.schedule import Part
-from megarl.weights.tensors import Manifest, WeightTransferError
+from megarl.weights.tensors import Manifest, Part, WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.device import NUM_IPC_BUFFERS, DeviceSender
-from megarl.weights.transports.group import GroupSender, group_transfers
 from megarl.weights.transports.interface import EngineLink, Sender
+from megarl.weights.transports.messages import NUM_IPC_BUFFERS, DeviceSender, GroupSender, group_transfers
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_semantics import NcclSemantics
 from tests.plain_trainer import PlainShards, manifest_of
@@ -185,7 +183,7 @@ class TrainerProcess(_Obeying):
         """Return a serialized link."""
         schedules = self._plan(needed, NAME).of_target(0)
         address = self._device.serve(replica, NAME, schedules, DTYPE, self.device)
-        return json.dumps(EngineLink("device", schedules, DTYPE, address, device=NAME).encode())
+        return json.dumps(EngineLink(schedules, DTYPE, address, device=NAME).encode())
 
     def join_group(self, replica: int, address: P2PAddress, needed: TensorSlices) -> None:
         self.meet(address, 0)
@@ -195,7 +193,7 @@ class TrainerProcess(_Obeying):
 
     def group_link(self, address: P2PAddress, needed: TensorSlices) -> str:
         _, (schedules,) = group_transfers(self._plan(needed, "another"), [0])
-        return json.dumps(EngineLink("group", schedules, DTYPE, address, rank=1).encode())
+        return json.dumps(EngineLink(schedules, DTYPE, address, rank=1).encode())
 
     def change(self, seed: int) -> None:
         """Use the weights of this seed from now on."""

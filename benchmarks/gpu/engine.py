@@ -162,8 +162,8 @@ def build_engine(
         recompute: None builds an engine that only scores.
     """
     from megarl.engine.engine import MegatronEngine
-    from megarl.weights.schedule import Part
     from megarl.weights.shards import Shards, held_slices
+    from megarl.weights.tensors import Part
 
     class Gradients:
         megatron_configs = ()

@@ -12,8 +12,9 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,6 +26,7 @@ from megarl.checkpoints.run_folder import (
     STEP_NAME,
     CheckpointFolder,
     file_checksum,
+    file_entry,
     files_of,
     read_description,
 )
@@ -80,12 +82,10 @@ class ObjectStorage:
             CheckpointError: It fails.
         """
         place = f"{self._root}/.writable"
-        try:
+        with self._failures("cannot be written"):
             self._make_folder_of(place)
             self._fs.pipe_file(place, b"")
             self._fs.rm_file(place)
-        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
-            raise self._failed("cannot be written", error) from error
 
     # ---- upload
 
@@ -103,7 +103,7 @@ class ObjectStorage:
         def copy(name: str) -> dict[str, Any]:
             source = checkpoint / name
             self._attempt(lambda: self._copy(source, f"{place}/{name}"), f"{checkpoint.name}/{name}")
-            return {"nbytes": source.stat().st_size, "checksum": file_checksum(source)}
+            return file_entry(source)
 
         with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="upload") as threads:
             files = dict(zip(names, threads.map(copy, names), strict=True))
@@ -142,11 +142,12 @@ class ObjectStorage:
             if self._closed.is_set():
                 raise CheckpointError(f"{self.url}: the run has ended before {name} was copied")
             try:
-                return action()
-            except Exception as error:  # noqa: BLE001  # each file system has errors of its own
+                with self._failures(f"{name} cannot be written"):
+                    return action()
+            except CheckpointError as error:
                 if wait_s is None:
-                    raise self._failed(f"{name} cannot be written", error) from error
-                _log.warning("%s: %s failed (%s); next attempt in %g s", self.url, name, error, wait_s)
+                    raise
+                _log.warning("%s; next attempt in %g s", error, wait_s)
                 self._pause(wait_s)
         raise AssertionError("the last attempt returns or raises")
 
@@ -158,12 +159,10 @@ class ObjectStorage:
         Raises:
             CheckpointError: The URL cannot be read, or its checkpoint is not complete.
         """
-        try:
+        with self._failures("cannot be read"):
             if not self._fs.exists(f"{self._root}/{LATEST_FILE}"):
                 return None
             name = self._fs.cat_file(f"{self._root}/{LATEST_FILE}").decode().strip()
-        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
-            raise self._failed("cannot be read", error) from error
         if not STEP_NAME.fullmatch(name):
             raise CheckpointError(f"{self.url}/{LATEST_FILE}: names {name!r}, which is not a checkpoint")
         return name
@@ -200,10 +199,8 @@ class ObjectStorage:
         target.parent.mkdir(parents=True, exist_ok=True)
         place = f"{self.url}/{name}/{file}"
 
-        try:
+        with self._failures(f"{name}/{file} cannot be read"):
             self._fs.get_file(f"{self._root}/{name}/{file}", str(target))
-        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
-            raise self._failed(f"{name}/{file} cannot be read", error) from error
 
         if (nbytes := target.stat().st_size) != entry["nbytes"]:
             raise CheckpointError(
@@ -214,14 +211,13 @@ class ObjectStorage:
 
     def _manifest(self, name: str) -> dict[str, dict[str, Any]]:
         place = f"{self._root}/{name}/{MANIFEST_FILE}"
-        try:
-            content = self._fs.cat_file(place)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{self.url}/{name}: is not a complete checkpoint: it has no {MANIFEST_FILE}"
-            ) from error
-        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
-            raise self._failed(f"{name}/{MANIFEST_FILE} cannot be read", error) from error
+        with self._failures(f"{name}/{MANIFEST_FILE} cannot be read"):
+            try:
+                content = self._fs.cat_file(place)
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"{self.url}/{name}: is not a complete checkpoint: it has no {MANIFEST_FILE}"
+                ) from error
 
         try:
             files = parse_json(content)["files"]
@@ -234,8 +230,17 @@ class ObjectStorage:
 
         return files
 
-    def _failed(self, what: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self.url}: {what} ({type(error).__name__}: {error})", hint=_HINT)
+    @contextmanager
+    def _failures(self, what: str) -> Generator[None]:
+        """Raise errors of the file system as CheckpointError."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
+            raise CheckpointError(
+                f"{self.url}: {what} ({type(error).__name__}: {error})", hint=_HINT
+            ) from error
 
 
 def _is_inside(file: str) -> bool:

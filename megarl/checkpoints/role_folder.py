@@ -133,15 +133,16 @@ def write_manifest(folder: str | Path, description: Description, checksums: Mapp
     write_whole(folder / MANIFEST_FILE, json.dumps(content) + "\n")
 
 
-def _entries(index: TorchDistIndex, checksum: Callable[[str], str] | None = None) -> dict[str, Any]:
-    """Return the contents of the manifest that follow from `.metadata`, with checksums by name if given."""
+def _entries(index: TorchDistIndex, checksum: Callable[[str], str | None]) -> dict[str, Any]:
+    """Return the contents of the manifest that follow from `.metadata`, with checksums by name."""
 
     def place(item: StoredItem) -> dict[str, Any]:
-        entry = {"file": item.file, "position": item.position, "nbytes": item.nbytes}
-        return summed(entry, item_name(item))
-
-    def summed(entry: dict[str, Any], name: str) -> dict[str, Any]:
-        return entry if checksum is None else {**entry, "checksum": checksum(name)}
+        return {
+            "file": item.file,
+            "position": item.position,
+            "nbytes": item.nbytes,
+            "checksum": checksum(item_name(item)),
+        }
 
     return {
         "tensors": {
@@ -161,7 +162,7 @@ def _entries(index: TorchDistIndex, checksum: Callable[[str], str] | None = None
         },
         "objects": {key: place(item) for key, item in index.objects.items()},
         "files": {
-            name: summed({"nbytes": (index.folder / name).stat().st_size}, name)
+            name: {"nbytes": (index.folder / name).stat().st_size, "checksum": checksum(name)}
             for name in WHOLE_FILES
             if (index.folder / name).is_file()
         },
@@ -173,12 +174,12 @@ def read_description(folder: str | Path) -> Description:
 
     Raises CheckpointError if it is missing (the folder is incomplete), damaged, or in another format.
     """
-    description, _ = _read_manifest(folder)
+    description, _, _ = _read_manifest(folder)
     return description
 
 
-def _read_manifest(folder: str | Path) -> tuple[Description, dict[str, dict[str, Any]]]:
-    """Return the description, and "tensors", "objects" and "files" as in the JSON, with checksums."""
+def _read_manifest(folder: str | Path) -> tuple[Description, dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the description; "tensors", "objects" and "files" as in the JSON; the checksums of items."""
     path = Path(folder) / MANIFEST_FILE
     try:
         content = parse_json(path.read_text())
@@ -189,6 +190,9 @@ def _read_manifest(folder: str | Path) -> tuple[Description, dict[str, dict[str,
             head=content["head"], dtype=content["dtype"], layout=layout, step=content["step"]
         )
         entries = {part: dict(content[part]) for part in ("tensors", "objects", "files")}
+        chunks = [chunk for tensor in entries["tensors"].values() for chunk in tensor["chunks"]]
+        items = [*chunks, *entries["objects"].values()]
+        checksums = {f"{item['file']}@{item['position']}": item["checksum"] for item in items}
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: the file is missing; it is written last, so the folder is not a complete checkpoint"
@@ -196,7 +200,7 @@ def _read_manifest(folder: str | Path) -> tuple[Description, dict[str, dict[str,
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from error
 
-    return description, entries
+    return description, entries, checksums
 
 
 def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
@@ -210,18 +214,18 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
             has changed, or a pickle references something that is not data.
     """
     folder = Path(folder)
-    _, entries = _read_manifest(folder)
+    _, entries, checksums = _read_manifest(folder)
     # Check the index files first: they locate all items, and are small enough for every rank to check.
     _check_whole_files(folder, entries)
     refuse_code(folder / COMMON_FILE)
     index = read_index(folder)
-    _check_entries(folder, _entries(index), entries)
+    _check_entries(folder, _entries(index, checksums.get), entries)
     # Divide only the bytes of the items among the ranks; they are nearly all of the work.
-    mine = _share(sorted(_items(entries), key=lambda item: (item.file, item.position)), *part)
+    mine = _share(sorted(index.items(), key=lambda item: (item.file, item.position)), *part)
     found = _checksums(folder, mine)
 
     for item in mine:
-        if found[item_name(item)] != item.checksum:
+        if found[item_name(item)] != checksums[item_name(item)]:
             raise CheckpointError(
                 f"{folder / item.file}: {item.key} at bytes {item.position} to "
                 f"{item.position + item.nbytes} is not "
@@ -248,33 +252,13 @@ def _check_whole_files(folder: Path, entries: Mapping[str, Any]) -> None:
 
 def _check_entries(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Check that `.metadata` and the manifest agree."""
-
-    def without_checksums(entry: Any) -> Any:
-        if isinstance(entry, dict):
-            return {key: without_checksums(value) for key, value in entry.items() if key != "checksum"}
-        return [without_checksums(value) for value in entry] if isinstance(entry, list) else entry
-
-    # Only the manifest has checksums.
     for part in ("tensors", "objects"):
         for key in {**found[part], **expected[part]}:
-            if found[part].get(key) != without_checksums(expected[part].get(key)):
+            if found[part].get(key) != expected[part].get(key):
                 raise CheckpointError(
                     f"{folder}: {METADATA_FILE} and {MANIFEST_FILE} differ in {key}: one of the two was "
                     f"changed"
                 )
-
-
-def _items(entries: Mapping[str, Any]) -> Iterable[StoredItem]:
-    """Yield every chunk and object of the manifest, with its checksum."""
-    chunks = [(key, chunk) for key, tensor in entries["tensors"].items() for chunk in tensor["chunks"]]
-    for key, entry in [*chunks, *entries["objects"].items()]:
-        yield StoredItem(
-            key=key,
-            file=entry["file"],
-            position=entry["position"],
-            nbytes=entry["nbytes"],
-            checksum=entry["checksum"],
-        )
 
 
 def _share(items: Sequence[StoredItem], number: int, num_parts: int) -> list[StoredItem]:

@@ -153,7 +153,7 @@ class CheckpointFolder:
             for path in files_of(partial)
             if path.relative_to(partial).parts[0] not in description["roles"]
         ]
-        files = {str(path.relative_to(partial)): _file_entry(path) for path in sorted(outside)}
+        files = {str(path.relative_to(partial)): file_entry(path) for path in sorted(outside)}
         write_whole(
             partial / DESCRIPTION_FILE,
             json.dumps({"format": FORMAT, "step": step, **description, "files": files}, indent=2) + "\n",
@@ -378,7 +378,8 @@ def file_checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
-def _file_entry(path: Path) -> dict[str, Any]:
+def file_entry(path: Path) -> dict[str, Any]:
+    """Return what descriptions contain of a file."""
     return {"nbytes": path.stat().st_size, "checksum": file_checksum(path)}
 
 

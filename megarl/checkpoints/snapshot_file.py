@@ -31,6 +31,7 @@ from megarl.machine.memory_files import HEADER_BYTES, Header, decode_header
 from megarl.weights.tensors import TensorSlice, chunks_fault
 
 _ALIGNMENT = 64  # bytes
+_RECORD = "its record"
 _NO_CHECKSUM = "0" * 16  # as long as a checksum, so that the size of the index is known before
 
 
@@ -38,7 +39,7 @@ class SnapshotTensor(NamedTuple):
     """A tensor of a snapshot.
 
     Attributes:
-        key: The name of the checkpoint tensor.
+        key: The name of the checkpoint tensor; `_RECORD` for the record.
         place: The slice of the checkpoint tensor.
         is_main: Whether this rank writes the slice into checkpoints; see Shard.
         dtype: The name of the dtype, such as "float32".
@@ -54,27 +55,17 @@ class SnapshotTensor(NamedTuple):
     checksum: str = _NO_CHECKSUM
 
 
-class SnapshotIndex(NamedTuple):
-    """The contents of a snapshot.
-
-    Attributes:
-        record: The position, the number of bytes and the checksum of the record.
-    """
-
-    tensors: tuple[SnapshotTensor, ...]
-    record: tuple[int, int, str]
+# The contents of a snapshot: its tensors, and last the record, which is one of bytes.
+SnapshotIndex = tuple[SnapshotTensor, ...]
 
 
 def decode_index(data: bytes) -> SnapshotIndex:
     """Read the index at the end of a snapshot."""
-    index = json.loads(data)
-    tensors = (
+    return tuple(
         SnapshotTensor(place=TensorSlice(tuple(starts), tuple(stops)), **entry)
-        for entry in index["tensors"]
+        for entry in json.loads(data)
         for starts, stops in [entry.pop("place")]
     )
-    record = index["record"]
-    return SnapshotIndex(tuple(tensors), (record["position"], record["nbytes"], record["checksum"]))
 
 
 def write_snapshot(
@@ -92,25 +83,16 @@ def write_snapshot(
     Raises:
         OSError: The file cannot be opened, or memory is exhausted.
     """
+    content = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    of_record = SnapshotTensor(_RECORD, TensorSlice.whole(content.shape), False, "uint8", len(record))
+    parts = [*tensors, (of_record, lambda target: target.copy_(content))]
     # The positions, and so the size of the file, follow from the shapes.
-    positions = _positions([*(tensor.nbytes for tensor, _ in tensors), len(record)])
+    positions = _positions([tensor.nbytes for tensor, _ in parts])
     entries: list[dict[str, Any]] = [
-        {
-            "key": tensor.key,
-            "place": (tensor.place.starts, tensor.place.stops),
-            "is_main": tensor.is_main,
-            "dtype": tensor.dtype,
-            "position": position,
-            "nbytes": tensor.nbytes,
-            "checksum": tensor.checksum,
-        }
-        for (tensor, _), position in zip(tensors, positions, strict=False)
+        {**tensor._asdict(), "place": (tensor.place.starts, tensor.place.stops), "position": position}
+        for (tensor, _), position in zip(parts, positions, strict=True)
     ]
-    index: dict[str, Any] = {
-        "tensors": entries,
-        "record": {"position": positions[-1], "nbytes": len(record), "checksum": _NO_CHECKSUM},
-    }
-    header = Header(step, positions[-1] + len(record), len(_encoded(index)), time.time_ns())
+    header = Header(step, positions[-1] + len(record), len(_encoded(entries)), time.time_ns())
 
     with Path(path).open("r+b", buffering=0) as file:
         # From here on the old contents are gone, until the header is written again.
@@ -118,15 +100,12 @@ def write_snapshot(
         file.truncate(header.nbytes)
         os.posix_fallocate(file.fileno(), 0, header.nbytes)  # fails here, and not by a signal during a copy
         memory = mmap.mmap(file.fileno(), header.nbytes)
-        for (tensor, copy_to), entry in zip(tensors, entries, strict=True):
-            if entry["nbytes"]:
+        for (tensor, copy_to), entry in zip(parts, entries, strict=True):
+            if tensor.nbytes:
                 dtype = getattr(torch, tensor.dtype)
                 copy_to(_elements(memory, entry["position"], tensor.place.shape, dtype))
-            entry["checksum"] = _checksum(memory, entry["position"], entry["nbytes"])
-        record_start = index["record"]["position"]
-        memory[record_start : record_start + len(record)] = record
-        index["record"]["checksum"] = _checksum(memory, record_start, len(record))
-        memory[header.index_start : header.nbytes] = _encoded(index)
+            entry["checksum"] = _checksum(memory, entry["position"], tensor.nbytes)
+        memory[header.index_start : header.nbytes] = _encoded(entries)
         os.pwrite(file.fileno(), header.encode(), 0)
 
     return header.nbytes
@@ -141,8 +120,8 @@ def _positions(sizes: Sequence[int]) -> list[int]:
     return positions
 
 
-def _encoded(index: dict[str, Any]) -> bytes:
-    return json.dumps(index).encode()
+def _encoded(entries: list[dict[str, Any]]) -> bytes:
+    return json.dumps(entries).encode()
 
 
 def _elements(memory: mmap.mmap, position: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -169,14 +148,17 @@ class SnapshotFile:
         Raises:
             CheckpointError: It has another dtype, or its checksum differs.
         """
-        stored = self.index.tensors[number]
+        stored = self.index[number]
         if stored.dtype != str(dtype).removeprefix("torch."):
             raise CheckpointError(
                 f"the snapshot of step {self.step}: {stored.key} is {stored.dtype}, but this rank needs "
                 f"{dtype}"
             )
 
-        self._check(stored.key, stored.position, stored.nbytes, stored.checksum)
+        if _checksum(self.memory, stored.position, stored.nbytes) != stored.checksum:
+            raise CheckpointError(
+                f"the snapshot of step {self.step}: {stored.key} is damaged: its checksum differs"
+            )
         shape = stored.place.shape
         return (
             _elements(self.memory, stored.position, shape, dtype)
@@ -185,15 +167,7 @@ class SnapshotFile:
         )
 
     def record(self) -> bytes:
-        position, nbytes, checksum = self.index.record
-        self._check("its record", position, nbytes, checksum)
-        return self.memory[position : position + nbytes]
-
-    def _check(self, name: str, position: int, nbytes: int, checksum: str) -> None:
-        if _checksum(self.memory, position, nbytes) != checksum:
-            raise CheckpointError(
-                f"the snapshot of step {self.step}: {name} is damaged: its checksum differs"
-            )
+        return self.tensor(-1, torch.uint8).numpy().tobytes()
 
 
 def open_snapshot(path: str) -> SnapshotFile:
@@ -272,7 +246,7 @@ class SnapshotSlices:
     def __init__(self, indexes: Mapping[str, SnapshotIndex]) -> None:
         copies: dict[str, dict[TensorSlice, _Copies]] = defaultdict(dict)
         for name, index in indexes.items():
-            for number, tensor in enumerate(index.tensors):
+            for number, tensor in enumerate(index):
                 if tensor.is_main:
                     copies[tensor.key].setdefault(tensor.place, []).append((name, number))
 

@@ -182,7 +182,10 @@ def read_index(folder: str | Path) -> TorchDistIndex:
     folder = Path(folder)
     _check_backend(folder)
     stored = _read_metadata(folder / METADATA_FILE)
-    items = {index: _item(index, info) for index, info in stored.storage_data.items()}
+    items = {
+        index: StoredItem(key=index.fqn, file=info.relative_path, position=info.offset, nbytes=info.length)
+        for index, info in stored.storage_data.items()
+    }
     _check_files(folder, items.values())
     tensors = {}
     objects = {}
@@ -254,10 +257,6 @@ def _read_metadata(path: Path) -> metadata.Metadata:
         raise CheckpointError(f"{path}: damaged, or not the metadata of a distributed checkpoint")
 
     return stored
-
-
-def _item(index: metadata.MetadataIndex, info: filesystem._StorageInfo) -> StoredItem:
-    return StoredItem(key=index.fqn, file=info.relative_path, position=info.offset, nbytes=info.length)
 
 
 def _check_files(folder: Path, items: Iterable[StoredItem]) -> None:

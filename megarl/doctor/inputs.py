@@ -58,7 +58,7 @@ from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.plan.step_time.device import profile_of
 from megarl.rollout.interface import end_token_ids
-from megarl.weights.load import check_headers
+from megarl.weights.manifest import check_headers
 from megarl.weights.tensors import WeightTransferError
 
 Config = RunConfig
@@ -203,11 +203,11 @@ def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelR
     except WeightTransferError as error:
         return wrong(MODELS, f"{key}: {error}", again, folder=str(folder))
 
-    files = {tensor.file for tensor in index.tensors.values()}
+    files = {tensor.file for tensor in index.values()}
     total = sum(file.stat().st_size for file in files)
     return good(
         MODELS,
-        f"{folder}: {counted(len(index.tensors), 'tensor')} in {counted(len(files), 'file')}, {sized(total)}",
+        f"{folder}: {counted(len(index), 'tensor')} in {counted(len(files), 'file')}, {sized(total)}",
         files=len(files),
         bytes=total,
     )

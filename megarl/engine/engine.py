@@ -54,8 +54,8 @@ from megarl.weights.load import (
     fill_trained,
     load_into_shards,
     split_adapters,
-    value_head_of,
 )
+from megarl.weights.manifest import value_head_of
 from megarl.weights.shard_layout import layouts_of
 
 Rows = Mapping[str, RaggedTensor]

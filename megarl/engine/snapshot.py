@@ -174,7 +174,7 @@ def load_snapshot(engine: MegatronEngine, path: str) -> None:
     offloaded = state.places.offloaded
     engine.restore(*offloaded)
     shards = trained_shards(state)
-    if [(shard.key, shard.place) for shard in shards] != [each[:2] for each in snapshot.index.tensors]:
+    if [(shard.key, shard.place) for shard in shards] != [each[:2] for each in snapshot.index[:-1]]:
         raise CheckpointError(f"the snapshot of step {snapshot.step} is of a rank with another layout")
     for number, shard in enumerate(shards):
         shard.view.copy_(snapshot.tensor(number, shard.tensor.dtype))
@@ -211,7 +211,7 @@ def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]])
     stored: dict[str, list[tuple[SnapshotFile, int]]] = defaultdict(list)
     for path, numbers in sources.items():
         for number in numbers:
-            stored[snapshots[path].index.tensors[number].key].append((snapshots[path], number))
+            stored[snapshots[path].index[number].key].append((snapshots[path], number))
 
     for shard in trained_shards(state):
         view = shard.view
@@ -219,7 +219,7 @@ def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]])
         if shard.is_padded:
             view.zero_()  # rows that are not stored
         for snapshot, number in stored[shard.key]:
-            place = snapshot.index.tensors[number].place
+            place = snapshot.index[number].place
             common = place.intersect(shard.place)
             if common is not None:
                 elements = snapshot.tensor(number, shard.tensor.dtype)

@@ -364,9 +364,8 @@ def _has_all(steps: Mapping[str, Collection[int]], names: Sequence[str], step: i
 
 def _ranges(index: SnapshotIndex, numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return where tensors, and the record, are in a snapshot: first byte and end of each."""
-    record, nbytes, _ = index.record
-    tensors = (index.tensors[number] for number in numbers)
-    return [*((each.position, each.position + each.nbytes) for each in tensors), (record, record + nbytes)]
+    parts = [*(index[number] for number in numbers), index[-1]]
+    return [(each.position, each.position + each.nbytes) for each in parts]
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Convert matrices to block-scaled FP8 and back, slice by slice (see models/fp8.py).
+"""Convert matrices to block-scaled FP8, slice by slice (see models/fp8.py; back: safetensors_file.py).
 
 Scales are those of the whole matrix, so a slice may begin and end anywhere inside a block. What trainer ranks
 send is quantized in this way, although each rank holds a part: every rank computes the largest magnitude of
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,21 +26,13 @@ from megarl.models.fp8 import (
 )
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
 from megarl.weights.message_words import block_slice, elements_around
-from megarl.weights.piece import enclosing_slice, in_shape
-from megarl.weights.schedule import Part
+from megarl.weights.piece import in_shape
 from megarl.weights.shard_layout import held_weights, numbered_pieces
 from megarl.weights.shards import Shards, held_slices
-from megarl.weights.tensors import TensorSlice, contiguous_blocks, flat_index, row_major_strides
+from megarl.weights.tensors import Part, TensorSlice, contiguous_blocks, flat_index, row_major_strides
 
 LARGEST = 448.0  # of float8_e4m3fn
 _LEAST_MAXIMUM = 1e-12  # a block of zeros gets a scale above 0
-_STEP_ELEMENTS = 2**20  # converted at a time
-
-
-class Elements(Protocol):
-    """A tensor, or an object that reads slices of one."""
-
-    def __getitem__(self, index: tuple[slice, ...], /) -> torch.Tensor: ...
 
 
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
@@ -77,40 +68,6 @@ def quantize(values: torch.Tensor, scales: torch.Tensor, part: TensorSlice) -> t
     """Return a slice of a tensor in float8_e4m3fn, given the scales of the whole tensor."""
     scaled = values.float() / expanded(scales, part)
     return scaled.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-
-
-class ScaledMatrix:
-    """A stored matrix in FP8, of which slices are dequantized when they are read.
-
-    Args:
-        values: The matrix, anything that returns a tensor for two slices.
-        scales: The scales of its blocks.
-        shape: The shape of the matrix.
-        view: The row-major view of the matrix in which `__getitem__` takes a slice.
-    """
-
-    def __init__(
-        self, values: Elements, scales: torch.Tensor, shape: tuple[int, ...], view: tuple[int, ...]
-    ) -> None:
-        self._values = values
-        self._scales = scales.float()
-        self._shape = shape
-        self._view = view
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """Return a slice of the view, float32. Each axis needs a start and a stop."""
-        wanted = TensorSlice(tuple(each.start for each in index), tuple(each.stop for each in index))
-        part, view, inside = enclosing_slice(wanted, self._view, self._shape)
-        return self.read(part, torch.float32).view(view)[inside]
-
-    def read(self, part: TensorSlice, dtype: torch.dtype) -> torch.Tensor:
-        """Return a slice of the matrix. Besides it, memory for a few million elements is needed."""
-        matrix = torch.empty(part.shape, dtype=dtype)
-        for _, step in contiguous_blocks(part.shape, _STEP_ELEMENTS):
-            place = step.relative_to((0, 0), part.starts)
-            values = self._values[place.index].float()
-            matrix[step.index] = values.mul_(expanded(self._scales, place))
-        return matrix
 
 
 # ---- what trainer ranks send
@@ -169,8 +126,10 @@ class QuantizedShards:
             yield self.scales(name.removesuffix(SCALE_SUFFIX)).view(self.dtype)[wanted.index]
             return
 
+        # A tensor that is not quantized.
         for piece in self._steps(wanted):
-            yield self._bytes(name, piece)
+            around, inside = elements_around(piece, self._shards.dtype.itemsize)
+            yield self._elements(name, around).contiguous().view(self.dtype)[inside.index]
 
     def checksums(self, *, dense: bool, experts: bool, scales: bool) -> dict[str, int]:
         """Return what this rank contributes to the checksums of the tensors of engines.
@@ -197,11 +156,6 @@ class QuantizedShards:
             {scale_name(name): checksum(self.scales(name)) for name in self._quantized} if scales else {}
         )
         return add_checksums([sums, of_scales])
-
-    def _bytes(self, name: str, wanted: TensorSlice) -> torch.Tensor:
-        """Return bytes of a tensor that is not quantized."""
-        around, inside = elements_around(wanted, self._shards.dtype.itemsize)
-        return self._elements(name, around).contiguous().view(self.dtype)[inside.index]
 
     def _checksum(self, name: str, slices: Iterable[TensorSlice]) -> int:
         strides = row_major_strides(self._quantized[name])

@@ -1,15 +1,9 @@
-"""Read the headers of the safetensors files in a folder: which tensors they store, and in which format.
-
-Experts may be in MXFP4, the format of gpt-oss: 32 numbers of four bits share a scale (OCP 2023, MX 1.0). A
-matrix of R rows and C columns is stored as `_blocks` (..., R, C / 32, 16), two numbers in a byte, the first
-in the low bits, and `_scales` (..., R, C / 32), exponents of two with a bias of 127. The model's tensor is
-its transpose (..., C, R), in bfloat16. Slices of it are converted when they are read.
-"""
+"""Read the headers of the safetensors files in a folder: which tensors they store, and in which format."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.machine.files import read_json_object
-from megarl.models.fp8 import SCALE_SUFFIX, scale_name
+from megarl.models.fp8 import SCALE_SUFFIX
 from megarl.weights.tensors import WeightTransferError
 
 SINGLE_FILE = "model.safetensors"
@@ -28,6 +22,10 @@ _LFS = b"version https://git-lfs"
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FLOAT8 = "F8_E4M3"
+# The suffixes of the names under which a tensor in MXFP4 is stored.
+BLOCKS = "_blocks"
+SCALES = "_scales"
+MXFP4_BLOCK = 32  # numbers that share a scale
 # Dtypes in which folders in block-scaled FP8 store their scales.
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
 
@@ -35,7 +33,7 @@ SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.f
 class Packing(Enum):
     """The formats of fewer bits that are converted to bfloat16 when they are read."""
 
-    mxfp4 = "MXFP4"  # see the top of this module
+    mxfp4 = "MXFP4"  # see safetensors_file.py
     block_fp8 = "block-scaled FP8"  # see models/fp8.py
 
 
@@ -63,15 +61,13 @@ class TensorInFile:
         return (self.file,) if self.scales is None else (self.file, self.scales.file)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointIndex:
-    folder: Path
-    tensors: dict[str, TensorInFile]
+# The tensors of a folder, by name.
+CheckpointIndex = Mapping[str, TensorInFile]
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the stored tensors."""
-        return {name: stored.shape for name, stored in self.tensors.items()}
+
+def shapes_of(index: CheckpointIndex) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a folder."""
+    return {name: stored.shape for name, stored in index.items()}
 
 
 def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
@@ -100,10 +96,10 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
                 f"{folder}: has two sets of weights, {SINGLE_FILE} and the files that {INDEX_FILE} lists; "
                 "delete the one that is out of date (of the second set, the index too)"
             )
-        return CheckpointIndex(folder=folder, tensors=_unpacked(tensors))
+        return _unpacked(tensors)
 
     if (folder / SINGLE_FILE).is_file():
-        return CheckpointIndex(folder=folder, tensors=_unpacked(_read_header(folder / SINGLE_FILE)))
+        return _unpacked(_read_header(folder / SINGLE_FILE))
 
     raise WeightTransferError(
         f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; convert weights in another format to safetensors "
@@ -155,35 +151,31 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
     return tensors
 
 
+# Packed tensors: the format, the suffixes of the values and of the scales, and the dtype of the values.
+_STORED_AS = (
+    (Packing.mxfp4, BLOCKS, SCALES, "U8"),
+    (Packing.block_fp8, "", SCALE_SUFFIX, FLOAT8),
+)
+
+
 def _unpacked(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
     """List packed tensors and their scales as the tensors that they form."""
-    found: dict[str, TensorInFile] = {}
-    for name, stored in tensors.items():
-        blocks = tensors.get(name.removesuffix(SCALES) + BLOCKS) if name.endswith(SCALES) else None
-        values = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
-
-        if blocks is not None and blocks.dtype == "U8":
-            shape = unpacked_shape(blocks.shape)
-            found[name.removesuffix(SCALES)] = _packed(Packing.mxfp4, blocks, shape, stored)
-        elif values is not None and values.dtype == FLOAT8:
-            found[name.removesuffix(SCALE_SUFFIX)] = _packed(Packing.block_fp8, values, values.shape, stored)
-
-    parts = {part for name, stored in found.items() for part in _stored_names(name, stored)}
-    return found | {name: stored for name, stored in tensors.items() if name not in parts}
-
-
-def _packed(
-    packing: Packing, values: TensorInFile, shape: tuple[int, ...], scales: TensorInFile
-) -> TensorInFile:
-    return TensorInFile(file=values.file, shape=shape, dtype="BF16", packing=packing, scales=scales)
-
-
-def _stored_names(name: str, stored: TensorInFile) -> tuple[str, str]:
-    """Return the names of the values and of the scales of a packed tensor."""
-    assert stored.packing is not None
-    if stored.packing is Packing.mxfp4:
-        return name + BLOCKS, name + SCALES
-    return name, scale_name(name)
+    found = dict(tensors)
+    for stored_name, scales in tensors.items():
+        for packing, of_values, of_scales, dtype in _STORED_AS:
+            name = stored_name.removesuffix(of_scales)
+            values = tensors.get(name + of_values)
+            if not stored_name.endswith(of_scales) or values is None or values.dtype != dtype:
+                continue
+            shape = values.shape
+            if packing is Packing.mxfp4:
+                *leading, rows, groups, _ = shape
+                shape = (*leading, groups * MXFP4_BLOCK, rows)
+            del found[stored_name], found[name + of_values]
+            found[name] = TensorInFile(
+                file=values.file, shape=shape, dtype="BF16", packing=packing, scales=scales
+            )
+    return found
 
 
 def _read_header(path: Path) -> dict[str, TensorInFile]:
@@ -228,47 +220,3 @@ def _cut_off(path: Path) -> str:
 
     first = min(lost, key=lambda name: ends[name], default=None)
     return "" if first is None else f"; {first} is incomplete ({len(lost)} of {len(ends)} tensors are)"
-
-
-# ---- experts in MXFP4
-
-
-BLOCK = 32  # numbers that share a scale
-BLOCKS = "_blocks"
-SCALES = "_scales"
-_BIAS = 127
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-Slices = tuple[slice, ...]
-
-
-def unpacked_shape(blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a tensor from that of its blocks."""
-    *leading, rows, groups, _ = blocks
-    return (*leading, groups * BLOCK, rows)
-
-
-def read_unpacked(read: Callable[[str, Slices], torch.Tensor], slices: Slices) -> torch.Tensor:
-    """Return a slice of a tensor, bfloat16.
-
-    Args:
-        read: Reads a slice of the blocks or of the scales, by their suffix.
-        slices: One for each dimension of the tensor.
-    """
-    *leading, columns, rows = slices
-    # A scale belongs to a whole block, so all blocks that the columns touch are read.
-    groups = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
-    blocks = read(BLOCKS, (*leading, rows, groups, slice(0, BLOCK // 2)))
-    scales = read(SCALES, (*leading, rows, groups))
-
-    first = columns.start - groups.start * BLOCK
-    whole = unpack(blocks, scales)
-    return whole[..., first : first + columns.stop - columns.start].transpose(-1, -2)
-
-
-def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Convert blocks (..., R, G, 16) and scales (..., R, G), uint8, to numbers (..., R, 32 G) bfloat16."""
-    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)
-    pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1)
-    exponents = scales.int()[..., None] - _BIAS
-    return torch.ldexp(pairs.flatten(-2), exponents).to(torch.bfloat16).flatten(-2)

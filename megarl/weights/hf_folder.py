@@ -154,10 +154,14 @@ def plan_files(
         max_file_bytes: The maximum size of a file.
         quantized: The names of the tensors in block-scaled FP8, whose scales are in the same file.
     """
-    whole = {
-        name: _metas(name, meta, name in quantized)
-        for name, meta in manifest_of(architecture, dtype, head).items()
-    }
+    whole: dict[str, Manifest] = {}  # the stored tensors of each tensor
+    for name, meta in manifest_of(architecture, dtype, head).items():
+        whole[name] = {name: meta}
+        if name in quantized:
+            whole[name] = {
+                name: TensorMeta(meta.shape, torch.float8_e4m3fn),
+                scale_name(name): TensorMeta(scale_shape(meta.shape), torch.float32),
+            }
     parts: list[tuple[int, Manifest]] = []
 
     for stage, layout in enumerate(stages):
@@ -196,16 +200,6 @@ def _packed(tensors: Iterable[Manifest], max_file_bytes: int) -> list[Manifest]:
 
 def manifest_bytes(manifest: Manifest) -> int:
     return sum(prod(meta.shape) * meta.dtype.itemsize for meta in manifest.values())
-
-
-def _metas(name: str, meta: TensorMeta, is_quantized: bool) -> Manifest:
-    """Return the stored tensors of a tensor: itself, or its values in FP8 and their scales."""
-    if not is_quantized:
-        return {name: meta}
-    return {
-        name: TensorMeta(meta.shape, torch.float8_e4m3fn),
-        scale_name(name): TensorMeta(scale_shape(meta.shape), torch.float32),
-    }
 
 
 def save_hf_folder(
@@ -303,23 +297,10 @@ def write_kept_tensors_and_index(
             kept_tensors.write(folder / name, manifest)
             written[name] = manifest
 
-    write_index(
-        folder, [(name, meta, file) for file, manifest in written.items() for name, meta in manifest.items()]
-    )
+    # A single file needs no index.
+    if len(written) > 1:
+        file_of = {name: file for file, manifest in written.items() for name in manifest}
+        total = sum(map(manifest_bytes, written.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return list(written)
-
-
-def write_index(folder: Path, tensors: Sequence[tuple[str, TensorMeta, str]]) -> None:
-    """Write the index of the weight files. A single file needs none.
-
-    Args:
-        folder: The folder of the files.
-        tensors: (name, meta, file) of every tensor.
-    """
-    if len({file for _, _, file in tensors}) == 1:
-        return
-    index = {
-        "metadata": {"total_size": sum(prod(meta.shape) * meta.dtype.itemsize for _, meta, _ in tensors)},
-        "weight_map": {name: file for name, _, file in sorted(tensors, key=lambda tensor: tensor[0])},
-    }
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -84,10 +84,6 @@ class IPCWriter:
             device_name, device.type == "cuda", handle, buffer_bytes * num_buffers, num_buffers, *pipes
         )
 
-    @property
-    def nbytes(self) -> int:
-        return self.address.nbytes
-
     def buffer(self, number: int, dtype: torch.dtype) -> torch.Tensor:
         if self._memory is None:
             self._memory = self._allocate()
@@ -95,7 +91,8 @@ class IPCWriter:
 
     def _allocate(self) -> _HostMemory | _CudaMemory:
         """Allocate the memory and write its handle to the file that the reader opens in the first round."""
-        memory = _CudaMemory(self.nbytes, self._device) if self.address.is_cuda else _HostMemory(self.nbytes)
+        nbytes = self.address.nbytes
+        memory = _CudaMemory(nbytes, self._device) if self.address.is_cuda else _HostMemory(nbytes)
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, memory.handle.encode(), 0)
         return memory

@@ -19,7 +19,6 @@ from megarl.models.families import FAMILIES
 from megarl.models.fp8 import SCALE_SUFFIX, scale_name
 from megarl.models.mapping import HF_LAYER
 from megarl.models.tensor_table import Head
-from megarl.weights.block_scaling import Elements, ScaledMatrix
 from megarl.weights.checkpoint_index import (
     SCALE_DTYPES,
     TORCH_DTYPES,
@@ -28,7 +27,7 @@ from megarl.weights.checkpoint_index import (
     read_checkpoint_index,
 )
 from megarl.weights.manifest import format_fault, is_kept
-from megarl.weights.safetensors_file import OpenFiles, SafetensorsFile
+from megarl.weights.safetensors_file import Elements, OpenFiles, SafetensorsFile
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError, contiguous_blocks
 
 MTP_LAYERS = "the layers that predict further tokens"
@@ -93,17 +92,11 @@ class KeptTensors:
         output.close()
 
     def _open(self, files: OpenFiles, name: str) -> Elements:
-        stored = self.tensors.get(name)
-        if stored is None:
-            scales = self.tensors[name.removesuffix(SCALE_SUFFIX)].scales
-            assert scales is not None
-            return files[scales.file].get_slice(name)
-
-        values = files[stored.file].get_slice(name)
-        if stored.scales is None or self.dequantized is None:
-            return values
-        scales_of_blocks = files[stored.scales.file].get_tensor(scale_name(name))
-        return ScaledMatrix(values, scales_of_blocks, stored.shape, stored.shape)
+        if self.dequantized is not None:
+            return files.open(name, self.tensors[name])
+        stored = self.tensors.get(name) or self.tensors[name.removesuffix(SCALE_SUFFIX)].scales
+        assert stored is not None
+        return files[stored.file].get_tensor(name)
 
 
 def kept_parts(architecture: Architecture) -> str:
@@ -136,7 +129,7 @@ def read_kept_tensors(
     if head == "value" or not may_have:
         return None
 
-    stored = read_checkpoint_index(folder).tensors
+    stored = read_checkpoint_index(folder)
     tensors = {name: tensor for name, tensor in stored.items() if is_kept(name, architecture)}
     missing = _missing_layers(folder, tensors, architecture)
     if not tensors:

@@ -10,34 +10,17 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError
 
 from megarl.models.adapters import is_adapter, module_of
 from megarl.models.architecture import Architecture
-from megarl.models.fp8 import scale_name
-from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight, stored_weights
-from megarl.weights.block_scaling import ScaledMatrix
-from megarl.weights.checkpoint_index import (
-    BLOCKS,
-    SCALES,
-    CheckpointIndex,
-    Packing,
-    TensorInFile,
-    read_checkpoint_index,
-    read_unpacked,
-)
-from megarl.weights.manifest import (
-    check_index,
-    check_tied_head,
-    check_value_bias,
-    is_harmless_extra,
-    stored_manifest,
-)
+from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, stored_weights
+from megarl.weights.checkpoint_index import CheckpointIndex, read_checkpoint_index, shapes_of
+from megarl.weights.manifest import ValueHead, check_names, check_values
 from megarl.weights.peft_folder import open_adapter
-from megarl.weights.piece import Piece, enclosing_slice
+from megarl.weights.piece import Piece
 from megarl.weights.safetensors_file import OpenFiles, check_finite
 from megarl.weights.shard_layout import (
     ShardLayout,
@@ -47,9 +30,7 @@ from megarl.weights.shard_layout import (
     shard_shapes,
     shard_view,
 )
-from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
-
-ValueHead = Literal["stored", "initial"]
+from megarl.weights.tensors import WeightTransferError, tiling_fault
 
 
 def load_into_shards(
@@ -80,67 +61,16 @@ def load_into_shards(
     """
     # Check all names, shapes and values before the first parameter is changed.
     index = read_checkpoint_index(folder)
-    _check_names(index, architecture, head, value_head)
-    _check_values(index, architecture, head, value_head)
+    check_names(folder, index, architecture, head, value_head)
+    check_values(index, architecture, head, value_head)
     check_parameters(parameters, shard_shapes(architecture, layout, head))
 
-    with _Reader(index) as reader, torch.no_grad():
-        for weight in filter(layout.holds, stored_weights(architecture, head, index.shapes)):
+    with OpenFiles() as files, torch.no_grad():
+        for weight in filter(layout.holds, stored_weights(architecture, head, shapes_of(index))):
             if weight.megatron_name == OUTPUT_LAYER and head == "value" and value_head == "initial":
                 continue
             parameter = parameters[weight.megatron_name]
-            fill_parameter(parameter, weight, layout, partial(reader.read, dtype=parameter.dtype))
-
-
-def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead:
-    """Return whether the value head is read from the folder or starts at V = 0.
-
-    The folder of a critic made from a language model has no head. A model that is not trained must have one,
-    because it would remain zero.
-    """
-    made_up = head == "value" and trains
-    return "stored" if not made_up or VALUE_HEAD_TENSOR in index.tensors else "initial"
-
-
-def check_headers(
-    folder: str | Path, architecture: Architecture, head: Head, trains: bool
-) -> CheckpointIndex:
-    """Check what the headers of a folder's files reveal about its tensors. No values are read.
-
-    Raises:
-        WeightTransferError: The folder and the architecture disagree, or a file is damaged. The message names
-            the file and the tensor.
-    """
-    index = read_checkpoint_index(folder)
-    _check_names(index, architecture, head, value_head_of(index, head, trains))
-    return index
-
-
-def _check_names(
-    index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead
-) -> None:
-    manifest = dict(stored_manifest(index, architecture, head))
-
-    # The caller initializes a new value head, whatever the folder contains.
-    skips_head = head == "value" and value_head == "initial"
-    if skips_head:
-        del manifest[VALUE_HEAD_TENSOR]
-    check_index(
-        index,
-        manifest,
-        lambda name: (
-            is_harmless_extra(name, architecture, head) or (skips_head and name == VALUE_HEAD_TENSOR)
-        ),
-    )
-
-
-def _check_values(
-    index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead
-) -> None:
-    if head == "lm" and architecture.tie_word_embeddings:
-        check_tied_head(index, architecture)
-    if head == "value" and value_head == "stored":
-        check_value_bias(index)
+            fill_parameter(parameter, weight, layout, partial(_read, files, index, parameter.dtype))
 
 
 def check_parameters(parameters: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -193,62 +123,24 @@ def fill_parameter(
         raise WeightTransferError(f"{weight.megatron_name} was not filled exactly once: {fault}")
 
 
-class _Reader(OpenFiles):
-    """Reads pieces and keeps the files open."""
+def _read(files: OpenFiles, index: CheckpointIndex, dtype: torch.dtype, piece: Piece) -> torch.Tensor:
+    """Return the elements of a piece, in the shape of `piece.hf`.
 
-    def __init__(self, index: CheckpointIndex) -> None:
-        super().__init__()
-        self._index = index
+    Only what is computed, the elements of a matrix in FP8, is converted to `dtype`.
+    """
+    stored = index[piece.hf_name]
+    try:
+        values = files.open(piece.hf_name, stored, piece.hf_view, dtype)[piece.hf.index]
+    except SafetensorError as error:
+        raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
 
-    def read(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements of the piece, in the shape of `piece.hf`.
-
-        Only what is computed, the elements of a matrix in FP8, is converted to `dtype`.
-        """
-        stored = self._index.tensors[piece.hf_name]
-        part, view, inside = enclosing_slice(piece.hf, piece.hf_view, stored.shape)
-        try:
-            values = self._elements(piece.hf_name, stored, part, dtype)
-        except SafetensorError as error:
-            raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
-
-        check_finite(values, piece.hf_name, stored.file)
-        return values.reshape(view)[inside]
-
-    def _elements(
-        self, name: str, stored: TensorInFile, part: TensorSlice, dtype: torch.dtype
-    ) -> torch.Tensor:
-        if stored.scales is None:
-            return self._stored(stored.file, name, part.index)
-
-        if stored.packing is Packing.mxfp4:
-            files = {BLOCKS: stored.file, SCALES: stored.scales.file}
-            return read_unpacked(
-                lambda suffix, slices: self._stored(files[suffix], name + suffix, slices), part.index
-            )
-
-        values = self[stored.file].get_slice(name)
-        scales = self._stored(stored.scales.file, scale_name(name), (slice(None), slice(None)))
-        return ScaledMatrix(values, scales, stored.shape, stored.shape).read(part, dtype)
-
-    def _stored(self, file: Path, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        values: torch.Tensor = self[file].get_slice(name)[slices]
-        return values
+    check_finite(values, piece.hf_name, stored.file)
+    return values
 
 
 # ---- adapters
 
 Parameters = dict[str, torch.Tensor]
-
-
-def adapter_shapes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the adapters that a rank holds, by Megatron name."""
-    shapes = shard_shapes(architecture, layout, head)
-    return {
-        weight.megatron_name: shapes[weight.megatron_name]
-        for weight in held_weights(architecture, layout, head)
-        if is_adapter(weight.tensors[0].name)
-    }
 
 
 def split_adapters(
@@ -287,12 +179,15 @@ def fill_trained(
     """
     assert architecture.lora is not None
     _, adapters = split_adapters(parameters, architecture, head)
-    check_parameters(adapters, adapter_shapes(architecture, layout, head))
+    weights = held_weights(architecture, layout, head)
+    shapes = shard_shapes(architecture, layout, head)
+    named = [weight.megatron_name for weight in weights if is_adapter(weight.tensors[0].name)]
+    check_parameters(adapters, {name: shapes[name] for name in named})
     read = _initial(seed) if folder is None else open_adapter(Path(folder), architecture, head)
     saved = () if folder is None else architecture.lora.modules_to_save
 
     with torch.no_grad():
-        for weight in held_weights(architecture, layout, head):
+        for weight in weights:
             if weight.megatron_name in adapters or module_of(weight.tensors[0].name) in saved:
                 fill_parameter(parameters[weight.megatron_name], weight, layout, read)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
 
 import torch
-import xxhash
 from safetensors import safe_open
 
 from megarl.machine.wording import counted
@@ -31,9 +31,12 @@ from megarl.weights.checkpoint_index import (
     CheckpointIndex,
     Packing,
     TensorInFile,
+    read_checkpoint_index,
+    shapes_of,
 )
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 
+ValueHead = Literal["stored", "initial"]
 # rows of each matrix in memory at a time, when a tied output layer is compared with the embedding
 _COMPARED_ROWS = 4096
 
@@ -58,16 +61,10 @@ def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm
     }
 
 
-def manifest_name(manifest: Manifest) -> str:
-    """Return a name of the manifest, which another one with the same tensors has too, in any process."""
-    lines = (f"{name} {tuple(meta.shape)} {meta.dtype}" for name, meta in sorted(manifest.items()))
-    return xxhash.xxh3_64_hexdigest("\n".join(lines).encode())
-
-
-def stored_manifest(index: CheckpointIndex, architecture: Architecture, head: Head) -> Manifest:
-    """Return the tensors that a folder must have, which may hold experts fused, unlike `manifest_of`."""
-    weights = stored_weights(architecture, head, index.shapes)
-    return {tensor.name: TensorMeta(tensor.shape, torch.float32) for tensor in unique_tensors(weights)}
+def manifest_of_folder(folder: Path) -> Manifest:
+    """Return the tensors that a folder stores. Raises the errors of `read_checkpoint_index`."""
+    index = read_checkpoint_index(folder)
+    return {name: TensorMeta(stored.shape, TORCH_DTYPES[stored.dtype]) for name, stored in index.items()}
 
 
 def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
@@ -75,39 +72,102 @@ def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
     return dtype if weight.dtype is None else getattr(torch, weight.dtype)
 
 
-def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable[[str], bool]) -> None:
-    """Compare the stored names, shapes and dtypes with the manifest.
+def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead:
+    """Return whether the value head is read from the folder or starts at V = 0.
+
+    The folder of a critic made from a language model has no head. A model that is not trained must have one,
+    because it would remain zero.
+    """
+    made_up = head == "value" and trains
+    return "stored" if not made_up or VALUE_HEAD_TENSOR in index else "initial"
+
+
+def check_headers(
+    folder: str | Path, architecture: Architecture, head: Head, trains: bool
+) -> CheckpointIndex:
+    """Check what the headers of a folder's files reveal about its tensors. No values are read.
+
+    Raises:
+        WeightTransferError: The folder and the architecture disagree, or a file is damaged. The message names
+            the file and the tensor.
+    """
+    index = read_checkpoint_index(folder)
+    check_names(folder, index, architecture, head, value_head_of(index, head, trains))
+    return index
+
+
+def check_names(
+    folder: str | Path,
+    index: CheckpointIndex,
+    architecture: Architecture,
+    head: Head,
+    value_head: ValueHead = "stored",
+) -> None:
+    """Compare the stored names, shapes and dtypes with those that the architecture implies.
 
     Args:
+        folder: The folder of the tensors.
         index: The stored tensors.
-        manifest: The tensors of the architecture.
-        is_ignored: Returns whether a tensor that is not in the manifest may be stored anyway.
+        architecture: The model.
+        head: The head of the model.
+        value_head: See load_into_shards.
 
     Raises:
         WeightTransferError: They disagree. The message names the file and up to eight tensors.
     """
+    # A folder may hold experts fused, unlike `manifest_of`. A new value head is not read from it.
+    skipped = VALUE_HEAD_TENSOR if head == "value" and value_head == "initial" else None
+    tensors = unique_tensors(stored_weights(architecture, head, shapes_of(index)))
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.name != skipped}
     faults = []
-    for name, meta in manifest.items():
-        stored = index.tensors.get(name)
+
+    for name, shape in shapes.items():
+        stored = index.get(name)
         if stored is None:
             faults.append(f"{name} is missing" + _hint_for_missing(name))
-        elif stored.shape != meta.shape:
+        elif stored.shape != shape:
             faults.append(
-                f"{name} in {stored.file.name} has shape {stored.shape}, but config.json implies {meta.shape}"
+                f"{name} in {stored.file.name} has shape {stored.shape}, but config.json implies {shape}"
             )
         elif (fault := format_fault(name, stored)) is not None:
             faults.append(fault)
 
     # A tensor that no parameter uses is a sign of another architecture.
-    for name, stored in index.tensors.items():
-        if name not in manifest and not is_ignored(name):
+    for name, stored in index.items():
+        if name not in shapes and name != skipped and not is_harmless_extra(name, architecture, head):
             faults.append(f"{name} in {stored.file.name} is not a tensor of this architecture")
 
     if faults:
         raise WeightTransferError(
-            f"{index.folder}: config.json does not match {counted(len(faults), 'tensor')}: "
-            + "; ".join(faults[:8])
+            f"{folder}: config.json does not match {counted(len(faults), 'tensor')}: " + "; ".join(faults[:8])
         )
+
+
+def check_values(
+    index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead = "stored"
+) -> None:
+    """Check the stored values that the model cannot represent. The arguments are those of `check_names`.
+
+    Raises:
+        WeightTransferError: The output layer of a tied model differs from the embedding, or the value head
+            has a bias.
+    """
+    if head == "lm" and architecture.tie_word_embeddings:
+        _check_tied_head(index, architecture)
+    if head == "value" and value_head == "stored":
+        _check_value_bias(index)
+
+
+def _hint_for_missing(name: str) -> str:
+    if name == LM_HEAD_TENSOR:
+        return " (no output layer is stored: should tie_word_embeddings be true for this model?)"
+    if name == VALUE_HEAD_TENSOR:
+        return (
+            " (a language model has no value head: it can initialize a critic, but not serve as a reward "
+            "model)"
+        )
+
+    return ""
 
 
 def format_fault(name: str, stored: TensorInFile) -> str | None:
@@ -132,23 +192,11 @@ def format_fault(name: str, stored: TensorInFile) -> str | None:
     return None
 
 
-def _hint_for_missing(name: str) -> str:
-    if name == LM_HEAD_TENSOR:
-        return " (no output layer is stored: should tie_word_embeddings be true for this model?)"
-    if name == VALUE_HEAD_TENSOR:
-        return (
-            " (a language model has no value head: it can initialize a critic, but not serve as a reward "
-            "model)"
-        )
-
-    return ""
-
-
 def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool:
     """Return whether a tensor outside the manifest may be stored without being used.
 
-    These are rotary tables (computed, not learned), the output layer of a tied model (see `check_tied_head`)
-    or of a language model that a critic is made from, the bias of a value head (see `check_value_bias`),
+    These are rotary tables (computed, not learned), the output layer of a tied model (see `_check_tied_head`)
+    or of a language model that a critic is made from, the bias of a value head (see `_check_value_bias`),
     and tensors that are kept.
     """
     if name == LM_HEAD_TENSOR:
@@ -169,7 +217,7 @@ def is_kept(name: str, architecture: Architecture) -> bool:
     return FAMILIES[architecture.model_type].keeps(name)
 
 
-def check_tied_head(index: CheckpointIndex, architecture: Architecture) -> None:
+def _check_tied_head(index: CheckpointIndex, architecture: Architecture) -> None:
     """Check that the output layer stored with a tied model equals the embedding.
 
     If they differ, config.json is wrong about tying. Two blocks of rows are in memory at a time.
@@ -177,9 +225,9 @@ def check_tied_head(index: CheckpointIndex, architecture: Architecture) -> None:
     Raises:
         WeightTransferError: They differ; the message names the file.
     """
-    head = index.tensors.get(LM_HEAD_TENSOR)
+    head = index.get(LM_HEAD_TENSOR)
     embedding_name = embedding_tensor(architecture)
-    embedding = index.tensors[embedding_name]
+    embedding = index[embedding_name]
     if head is None:
         return
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
@@ -206,13 +254,13 @@ def check_tied_head(index: CheckpointIndex, architecture: Architecture) -> None:
         )
 
 
-def check_value_bias(index: CheckpointIndex) -> None:
+def _check_value_bias(index: CheckpointIndex) -> None:
     """Check that a stored value-head bias is zero, because value heads have no bias in megarl.
 
     Raises:
         WeightTransferError: The folder contains a nonzero bias.
     """
-    stored = index.tensors.get(VALUE_BIAS_TENSOR)
+    stored = index.get(VALUE_BIAS_TENSOR)
     if stored is None:
         return
 

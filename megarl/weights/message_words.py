@@ -17,8 +17,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.fp8 import BLOCK, SCALE_BYTES, quantized_tensors, scale_name, scale_shape
 from megarl.models.tensor_table import Head, hf_tensors, weights_of
 from megarl.weights.plan import RankSlices, TensorSlices, TransferPlan, plan_repeated, plan_transfer
-from megarl.weights.schedule import Part
-from megarl.weights.tensors import TensorMeta, TensorSlice, WeightTransferError
+from megarl.weights.tensors import Part, TensorMeta, TensorSlice, WeightTransferError
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch

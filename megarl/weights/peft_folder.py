@@ -175,7 +175,8 @@ def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callab
     tensors = adapter_tensors(architecture, head)
     # A critic's own head is read with its folder.
     wanted = {name: shape for name, shape in tensors.items() if name != VALUE_HEAD_TENSOR}
-    shapes = _shapes_in(file)
+    values = read_adapter(folder)
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
     faults = [f"has no {name}" for name in wanted if name not in shapes]
     faults += [
         f"{name} is not an adapter of this run" for name in shapes if is_adapter(name) and name not in wanted
@@ -191,28 +192,11 @@ def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callab
             f"{file}: differs in {counted(len(faults), 'tensor')} (see lora.targets): {named}"
         )
 
-    def read(piece: Piece) -> torch.Tensor:
-        with safe_open(file, framework="pt") as opened:
-            values: torch.Tensor = opened.get_slice(_PREFIX + piece.hf_name)[piece.hf.index]
-        check_finite(values, piece.hf_name, file)
-        return values
-
-    return read
+    return lambda piece: values[piece.hf_name][piece.hf.index]
 
 
 def _listed(modules: Sequence[str]) -> str:
     return ", ".join(modules) or "nothing"
-
-
-def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {
-                name.removeprefix(_PREFIX): tuple(opened.get_slice(name).get_shape())
-                for name in opened.keys()  # noqa: SIM118  (it is not a dictionary)
-            }
-    except (OSError, SafetensorError) as error:
-        raise WeightTransferError(f"{file}: cannot be read: {error}") from error
 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -260,20 +244,15 @@ def write_adapter(
 def write_config(
     folder: Path, architecture: Architecture, base: str, head: Head = "lm", value_class: str | None = None
 ) -> None:
-    """Write `adapter_config.json`. The arguments are those of `write_adapter`."""
-    config = peft_config(architecture, base, head, value_class)
-    write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+    """Write `adapter_config.json`. The arguments are those of `write_adapter`.
 
-
-def peft_config(
-    architecture: Architecture, base: str, head: Head = "lm", value_class: str | None = None
-) -> dict[str, Any]:
-    """Return the contents of `adapter_config.json`. Fields that are missing have PEFT's defaults."""
+    Fields that are missing have PEFT's defaults.
+    """
     assert architecture.lora is not None
     alpha = architecture.lora.alpha
     saved = [*architecture.lora.modules_to_save, *(["score"] if head == "value" else [])]
 
-    return {
+    config = {
         "peft_type": "LORA",
         "task_type": SEQUENCE_TASK if value_class == REWARD_CLASS else _TASKS[head],
         "base_model_name_or_path": base,
@@ -288,6 +267,7 @@ def peft_config(
         "use_dora": False,
         "inference_mode": True,
     }
+    write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
 def _target_modules(architecture: Architecture, head: Head) -> list[str]:

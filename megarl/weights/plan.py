@@ -20,8 +20,14 @@ from typing import NamedTuple
 from megarl.config.schema import Transport
 from megarl.machine.garbage import without_collections
 from megarl.machine.wording import counted
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slices
+from megarl.weights.tensors import (
+    Part,
+    PeerTransfers,
+    TensorSlice,
+    TransferSchedule,
+    WeightTransferError,
+    range_slices,
+)
 
 _MAX_NAMED = 8
 # IPC buffers of the transport `device`. With two, each side often waits for the other to wake up.
@@ -70,13 +76,6 @@ class TransferPlan:
         return PeerTransfers(
             {source: schedule for (source, own), schedule in self.schedules.items() if own == target}
         )
-
-    def __str__(self) -> str:
-        lines = [f"{self.num_rounds} rounds"]
-        for (source, target), schedule in sorted(self.schedules.items()):
-            lines.append(f"{source} -> {target}: {schedule.numel} elements in {len(schedule.parts)} slices")
-            lines += [f"  {part.name} {part.tensor_slice}" for part in schedule.parts]
-        return "\n".join(lines)
 
 
 @without_collections()  # a plan consists of a million small tuples that stay alive

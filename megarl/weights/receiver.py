@@ -15,9 +15,8 @@ from megarl.weights.plan import TensorSlices
 from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transfer import Transfer
 from megarl.weights.transports.delta import PatchFiles, PatchReceives
-from megarl.weights.transports.device import IPCReads
-from megarl.weights.transports.group import receive_from_group
 from megarl.weights.transports.interface import DestinationViews, EngineLink
+from megarl.weights.transports.messages import IPCReads, receive_from_group
 
 
 class WeightReceiver:
@@ -87,7 +86,7 @@ class WeightReceiver:
             assert folder is not None
             files = PatchFiles(Path(folder), link.rank)
             return PatchReceives(files, destinations, self._device, torch.device("cpu"))
-        if link.transport == "delta":
+        if link.sends_changes:
             return PatchReceives(self._connection, destinations, self._device, self._device)
         return receive_from_group(self._connection, destinations, self._device)
 

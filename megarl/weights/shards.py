@@ -13,9 +13,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 from megarl.weights.message_words import shape_in_words, slice_in_words, word_counts
 from megarl.weights.piece import Piece, in_shape, in_view
-from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import ShardLayout, held_weights, numbered_pieces
-from megarl.weights.tensors import TensorSlice, WeightTransferError, contiguous_blocks
+from megarl.weights.tensors import Part, TensorSlice, WeightTransferError, contiguous_blocks
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch
@@ -102,17 +101,21 @@ class _Geometry:
     """Caches where each part lies: its parameter, its piece, and slices of the parameter.
 
     Every weight sync asks for the same parts, so the cache outlives a sync.
-
-    Args:
-        shapes: The shapes of the whole Hugging Face tensors, in words.
-        homes: By Hugging Face name, the parameters of this rank and the pieces of the tensor in them.
     """
 
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], homes: Mapping[str, list[tuple[str, Piece]]]
-    ) -> None:
-        self._shapes = shapes
-        self._homes = homes
+    def __init__(self, architecture: Architecture, layout: ShardLayout, head: Head, word_bytes: int) -> None:
+        words = word_counts(architecture, word_bytes, head)
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the whole Hugging Face tensors, in words
+        # The parameters of this rank with pieces of a tensor, by Hugging Face name.
+        self._homes: dict[str, list[tuple[str, Piece]]] = {}
+
+        for weight in held_weights(architecture, layout, head):
+            for number, piece in numbered_pieces(weight, layout):
+                count = words.get(piece.hf_name, 1)
+                self._shapes[piece.hf_name] = shape_in_words(weight.tensors[number].shape, count)
+                home = weight.megatron_name, _in_words(piece, count)
+                self._homes.setdefault(piece.hf_name, []).append(home)
+
         self._found: dict[Part, tuple[str, Piece, list[tuple[slice, ...]]]] = {}
 
     def of(self, part: Part) -> tuple[str, Piece, list[tuple[slice, ...]]]:
@@ -138,19 +141,7 @@ class _Geometry:
         return self._found[part]
 
 
-@lru_cache(maxsize=8)
-def _geometry(architecture: Architecture, layout: ShardLayout, head: Head, word_bytes: int) -> _Geometry:
-    words = word_counts(architecture, word_bytes, head)
-    shapes: dict[str, tuple[int, ...]] = {}
-    homes: dict[str, list[tuple[str, Piece]]] = {}
-
-    for weight in held_weights(architecture, layout, head):
-        for number, piece in numbered_pieces(weight, layout):
-            count = words.get(piece.hf_name, 1)
-            shapes[piece.hf_name] = shape_in_words(weight.tensors[number].shape, count)
-            homes.setdefault(piece.hf_name, []).append((weight.megatron_name, _in_words(piece, count)))
-
-    return _Geometry(shapes, homes)
+_geometry = lru_cache(maxsize=8)(_Geometry)
 
 
 def held_slices(

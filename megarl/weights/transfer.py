@@ -19,8 +19,7 @@ import torch
 
 from megarl.machine.usage import PeakMemory, Stopwatch
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import WeightTransferError
+from megarl.weights.tensors import Part, PeerTransfers, TransferSchedule, WeightTransferError
 
 PATIENCE_S = 1.0  # the longest wait for a peer before returning to the caller
 # An engine rank returns to its caller this often, so that the caller notices if it hangs.
@@ -375,19 +374,15 @@ class PipelinedTransfer(Transfer):
     ) -> Iterator[torch.Tensor]:
         """Yield the segments of a message. Contiguous parts are sent in place, others packed into `flat`."""
         for parts in schedule.segments(number):
+            regions: Iterable[torch.Tensor] = self._regions_of(parts)
             # Computed regions are no views of the weights, so they cannot be sent in place.
-            if self._are_computed:
-                length = sum(part.tensor_slice.volume for part in parts)
-                self._pack(self._regions_of(parts), flat[:length])
-                yield flat[:length]
-                flat = flat[length:]
-                continue
-
-            regions = list(self._regions_of(parts))
-            if len(regions) == 1 and regions[0].is_contiguous():
-                yield regions[0].view(-1)
-                continue
-            length = sum(region.numel() for region in regions)
+            if not self._are_computed:
+                views = list(regions)
+                if len(views) == 1 and views[0].is_contiguous():
+                    yield views[0].view(-1)
+                    continue
+                regions = views
+            length = sum(part.tensor_slice.volume for part in parts)
             self._pack(regions, flat[:length])
             yield flat[:length]
             flat = flat[length:]

@@ -1,4 +1,4 @@
-"""Reads Megatron's classic checkpoint as a `ModelSource`.
+"""Reads Megatron's classic checkpoint as a `ModelSource`, without running its pickles.
 
 The checkpoint has one file per tensor- and pipeline-parallel rank:
 
@@ -9,6 +9,7 @@ mp_rank_01_002/model_optim_rng.pt      tensor-parallel rank 1 of pipeline stage 
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +19,15 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoints.convert.classic_file import RankFile, read_rank_file
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
+from megarl.checkpoints.torch_file import (
+    FileTensor,
+    Inert,
+    check_stored,
+    mapped,
+    read_outline_with_objects,
+    stored_tensor,
+)
 from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
@@ -147,7 +155,8 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     has_stages = any(path.parent.name.count("_") > 2 for path in paths.values())
 
     for tensor, stage in wanted:
-        path = paths.get((tensor, stage), folder / _folder_name(tensor, stage, has_stages) / _FILE_NAMES[0])
+        name = f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if has_stages else "")
+        path = paths.get((tensor, stage), folder / name / _FILE_NAMES[0])
         if not path.is_file():
             raise CheckpointError(
                 f"{path}: the file is missing; the checkpoint has "
@@ -157,10 +166,6 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     files = {rank: read_rank_file(path) for rank, path in sorted(paths.items())}
     _check_sizes(folder, files, sizes)
     return files
-
-
-def _folder_name(tensor: int, stage: int, has_stages: bool) -> str:
-    return f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if has_stages else "")
 
 
 def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes: Sequence[int]) -> None:
@@ -218,6 +223,10 @@ def _stages(
     ) is None:
         raise CheckpointError(f"{files[0, 0].path}: has no {_EMBEDDING}, which the first stage contains")
 
+    embedding = files[0, 0].chunks[0][prefix + _EMBEDDING].shape
+    if len(embedding) != 2:
+        raise CheckpointError(f"{files[0, 0].path}: {_EMBEDDING} has shape {embedding}")
+
     stages = []
     first_layer = 0
 
@@ -233,9 +242,7 @@ def _stages(
                 layers=tuple(range(first_layer, first_layer + count)),
                 holds_embedding=(chunk, stage) == (0, 0),
                 holds_output=(chunk, stage) == (num_chunks - 1, num_stages - 1),
-                padded_vocab_size=_padded_rows(
-                    file, files[0, 0].chunks[0][prefix + _EMBEDDING].shape, num_ranks
-                ),
+                padded_vocab_size=embedding[0] * num_ranks,
             )
             stages.append(
                 _Stage(file=file, chunk=chunk, layout=layout, names=_names(file, chunk, prefix, first_layer))
@@ -251,12 +258,6 @@ def _stages(
         )
 
     return stages
-
-
-def _padded_rows(file: RankFile, embedding: tuple[int, ...], num_ranks: int) -> int:
-    if len(embedding) != 2:
-        raise CheckpointError(f"{file.path}: {_EMBEDDING} has shape {embedding}")
-    return embedding[0] * num_ranks
 
 
 def _num_layers(file: RankFile, chunk: int, prefix: str) -> int:
@@ -398,3 +399,88 @@ def _check_arguments(file: RankFile, architecture: Architecture) -> None:
         raise CheckpointError(
             f"{file.path}: its args are from another model than config.json: {'; '.join(faults)}"
         )
+
+
+# State of Transformer Engine layers: scales for FP8 training, which are not weights.
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFile:
+    """The contents of a rank's file.
+
+    Attributes:
+        chunks: For each virtual stage, name -> tensor, with the stage's own layer numbers.
+        arguments: The arguments of the program that wrote the file; empty if they were not saved.
+    """
+
+    path: Path
+    chunks: tuple[Mapping[str, FileTensor], ...]
+    arguments: Mapping[str, Any]
+    iteration: int | None
+
+    def open(self, chunk: int, name: str) -> torch.Tensor:
+        """Return the tensor, memory-mapped from the file."""
+        stored = self.chunks[chunk][name]
+        return mapped(self.path, stored.position, stored.shape, stored.dtype)
+
+    def check(self) -> None:
+        """Compare the tensors with the CRC-32 checksums that torch.save computed.
+
+        Raises:
+            CheckpointError: Names a tensor whose bytes have changed.
+        """
+        for tensors in self.chunks:
+            check_stored(self.path, str(self.path), tensors)
+
+
+def read_rank_file(path: Path) -> RankFile:
+    """Read a rank's file. Raises CheckpointError for any other file, and for code in its pickle."""
+    content = read_outline_with_objects(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: contains no dictionary, so it is not a Megatron checkpoint")
+    arguments = content.get("args")
+    iteration = content.get("iteration")
+
+    return RankFile(
+        path=path,
+        chunks=tuple(_parameters(path, state) for state in _model_states(path, content)),
+        arguments=vars(arguments) if isinstance(arguments, Inert | Namespace) else {},
+        iteration=iteration if isinstance(iteration, int) else None,
+    )
+
+
+def _model_states(path: Path, content: dict[Any, Any]) -> list[dict[Any, Any]]:
+    """Return the model's state, or one state for each virtual pipeline stage."""
+    numbered = [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
+    names = ["model"] if "model" in content else numbered
+
+    if not names or (numbered and numbered != [f"model{number}" for number in range(len(numbered))]):
+        keys = ", ".join(sorted(map(str, content))) or "nothing"
+        raise CheckpointError(
+            f"{path}: has no 'model', and no 'model0', 'model1', ... without a gap; it has {keys}"
+        )
+
+    states = [content[name] for name in names]
+    for name, state in zip(names, states, strict=True):
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{path}: {name!r} is not a dictionary of tensors")
+        if "language_model" in state:
+            raise CheckpointError(
+                f"{path}: was written by Megatron's legacy models, before Megatron-Core ('language_model'); "
+                f"convert it with Megatron's own tools"
+            )
+
+    return states
+
+
+def _parameters(path: Path, state: dict[Any, Any]) -> dict[str, FileTensor]:
+    parameters = {}
+    for name, value in state.items():
+        if str(name).endswith(_EXTRA_STATE):
+            continue
+        if (stored := stored_tensor(value)) is None:
+            raise CheckpointError(f"{path}: {name} is not a contiguous tensor of a plain dtype")
+        parameters[str(name)] = stored
+
+    return parameters

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.checkpoints.convert.adapters import with_stored_adapters
+from megarl.checkpoints.convert.hugging_face import with_stored_adapters
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.checkpoints.role_folder import MANIFEST_FILE, Layout, check_folder, read_description
 from megarl.checkpoints.torch_dist import (
@@ -107,15 +107,6 @@ def _layout_in_words(sizes: Layout) -> str:
     return f"written by {', '.join([' x '.join(dimensions), *of_experts])}"
 
 
-def _without_training_state(index: TorchDistIndex) -> dict[str, DistributedTensor]:
-    """Return the model's tensors, without the optimizer's state and the random states."""
-    return {
-        key: tensor
-        for key, tensor in index.tensors.items()
-        if "optimizer" not in key and not key.startswith("rng_state")
-    }
-
-
 def open_distributed(
     folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True
 ) -> ModelSource:
@@ -140,7 +131,12 @@ def open_distributed(
         layout = _layout_in_words(description.layout)
 
     index = read_index(folder)
-    model = _without_training_state(index)
+    # The model's tensors, without the optimizer's state and the random states.
+    model = {
+        key: tensor
+        for key, tensor in index.tensors.items()
+        if "optimizer" not in key and not key.startswith("rng_state")
+    }
     prefix = next(
         (prefix for prefix in _PREFIXES if prefix + "embedding.word_embeddings.weight" in model), ""
     )

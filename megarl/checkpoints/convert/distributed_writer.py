@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -47,15 +47,13 @@ from megarl.weights.hf_folder import copy_companions
 from megarl.weights.manifest import dtype_of
 from megarl.weights.shard_layout import (
     ShardLayout,
-    check_coverage,
     held_weights,
     model_layouts,
     padding,
     pieces,
-    rank_pieces,
     shard_view,
 )
-from megarl.weights.tensors import TensorSlice, contiguous_blocks
+from megarl.weights.tensors import TensorSlice, contiguous_blocks, flat_index, row_major_strides
 
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
 MAX_ITEM_BYTES = 16 * 2**20
@@ -90,7 +88,7 @@ def write_distributed(
         layout = replace(layout, expert_tensor_parallel_size=layout.tensor_parallel_size)
     files = plan_distributed(source.architecture, source.head, layout, dtype, max_item_bytes)
     total = sum(
-        prod(item.chunk) * dtype_of(item.weight, dtype).itemsize for _, items, _ in files for item in items
+        place.volume * dtype_of(weight, dtype).itemsize for _, items, _ in files for weight, _, place in items
     )
     description = Description(head=source.head, dtype=str(dtype).removeprefix("torch."), layout=layout)
 
@@ -139,23 +137,24 @@ class _Writer:
     ) -> Iterator[ItemToWrite]:
         for item in items:
             self._workers.check()
-            elements = self._elements(item, room)
+            elements = self._elements(*item, room)
             # torch.save writes the whole storage of a tensor, even for a view of a part of it.
-            data = torch.frombuffer(bytes_of(elements), dtype=elements.dtype).view(item.chunk)
-            yield ItemToWrite(item.key, data, item.shape, item.offsets)
+            data = torch.frombuffer(bytes_of(elements), dtype=elements.dtype)
+            yield _chunk(self._source.architecture, *item, data)
         for key in objects:
             self._workers.check()
             # Megatron requires these entries, which may be empty.
             yield ItemToWrite(key, [None])
 
-    def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
+    def _elements(
+        self, weight: Weight, layout: ShardLayout, tensor_slice: TensorSlice, room: Room
+    ) -> torch.Tensor:
         """Return the slice of the rank's shard, contiguous. Padding rows of the vocabulary are zero."""
-        tensor_slice = item.tensor_slice
         tensors = self._source.tensors
-        dtype = dtype_of(item.weight, self._dtype)
+        dtype = dtype_of(weight, self._dtype)
         parts = [
             (piece, common)
-            for piece in pieces(item.weight, item.layout)
+            for piece in pieces(weight, layout)
             if (common := piece.shard.intersect(tensor_slice)) is not None
         ]
 
@@ -169,7 +168,7 @@ class _Writer:
 
         block = room.tensor(tensor_slice.shape, dtype)
         # The memory is reused for every block, so padding rows contain old values.
-        if padding(item.weight, item.layout) is not None:
+        if padding(weight, layout) is not None:
             block.zero_()
 
         for piece, common in parts:
@@ -177,30 +176,12 @@ class _Writer:
                 target = block[shard.relative_to(tensor_slice.starts).index]
                 tensors[piece.hf_name].fill(piece.in_hf_order(target, hf), hf)
 
-        refuse_nonfinite(block, item.weight.megatron_name)
+        refuse_nonfinite(block, weight.megatron_name)
         return block
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedItem:
-    """A slice of a rank's shard of a weight, which is stored as a chunk of a tensor.
-
-    Attributes:
-        key: The name of the tensor.
-        shape: The shape of the whole tensor.
-        offsets: The position of the chunk in the tensor.
-        tensor_slice: The slice of the shard, in the view of `shard_view`.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    chunk: tuple[int, ...]
-    weight: Weight
-    layout: ShardLayout
-    tensor_slice: TensorSlice
-
-
+# A slice of a rank's shard of a weight, in the view of `shard_view`. It becomes a chunk of a tensor.
+PlannedItem = tuple[Weight, ShardLayout, TensorSlice]
 # A file written by one thread: its name, its items, and the keys of the extra states that follow, which
 # Megatron stores with the tensors of a layer, and which are empty.
 PlannedFile = tuple[str, tuple[PlannedItem, ...], tuple[str, ...]]
@@ -224,21 +205,19 @@ def plan_distributed(
         virtual_pipeline_parallel_size=layout.virtual_pipeline_parallel_size,
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, layout.tensor_parallel_size),
     )
-    # Fail before anything is written if the plan does not cover all elements.
-    check_coverage(architecture, [rank_pieces(architecture, rank, head) for rank in ranks], head)
     files: list[PlannedFile] = []
 
     for number, rank in enumerate(ranks):
         objects = _objects(architecture, head, rank)
         for part, items in enumerate(
-            _fill_files(list(_items(architecture, head, rank, max_item_bytes, dtype)), dtype)
+            _fill_files(_items(architecture, head, rank, max_item_bytes, dtype), dtype)
         ):
             files.append((f"__{number}_{part}.distcp", tuple(items), () if part else objects))
 
     return tuple(files)
 
 
-def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[PlannedItem]]:
+def _fill_files(items: Iterable[PlannedItem], dtype: torch.dtype) -> list[list[PlannedItem]]:
     files: list[list[PlannedItem]] = [[]]
     nbytes = 0
 
@@ -247,7 +226,8 @@ def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[Plann
             files.append([])
             nbytes = 0
         files[-1].append(item)
-        nbytes += item.tensor_slice.volume * dtype.itemsize
+        _, _, tensor_slice = item
+        nbytes += tensor_slice.volume * dtype.itemsize
 
     return files
 
@@ -276,16 +256,7 @@ def _items(
             continue
         max_volume = max_item_bytes // dtype_of(weight, dtype).itemsize
         for tensor_slice in _slices(weight, layout, max_volume):
-            shape, offsets, chunk = _place(architecture, weight, layout, tensor_slice)
-            yield PlannedItem(
-                key=stored_slice(architecture, weight).key,
-                shape=shape,
-                offsets=offsets,
-                chunk=chunk,
-                weight=weight,
-                layout=layout,
-                tensor_slice=tensor_slice,
-            )
+            yield weight, layout, tensor_slice
 
 
 def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[TensorSlice]:
@@ -319,21 +290,21 @@ def _stacked_rows(weight: Weight, layout: ShardLayout) -> Iterator[tuple[int, in
         start += each
 
 
-def _place(
-    architecture: Architecture, weight: Weight, layout: ShardLayout, tensor_slice: TensorSlice
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the location of a slice in the whole tensor.
-
-    The result contains the shape of the whole tensor, the position of the slice's first element in it, and
-    the shape of the slice's chunk.
-    """
+def _chunk(
+    architecture: Architecture,
+    weight: Weight,
+    layout: ShardLayout,
+    tensor_slice: TensorSlice,
+    data: torch.Tensor,
+) -> ItemToWrite:
+    """Return the item of a slice, whose elements are `data`."""
     size, rank = layout.cut_of(weight)
     view = shard_view(weight, layout)
     num_leading = num_row_axes(weight.cut)
     leading = view[:num_leading]
     trailing = view[num_leading:]
     num_rows = prod(leading)
-    first_row = _row(leading, tensor_slice.starts[:num_leading])
+    first_row = flat_index(tensor_slice.starts[:num_leading], row_major_strides(leading))
     shape = [num_rows, *trailing]
     offsets = [first_row, *(0 for _ in trailing)]
 
@@ -355,14 +326,6 @@ def _place(
         shape[0] = size * num_rows
         offsets[0] = rank * num_rows + first_row
 
-    chunk = [prod(tensor_slice.shape[:num_leading]), *trailing]
-    _, numbers, sizes = stored_slice(architecture, weight)
-    return (*sizes, *shape), (*numbers, *offsets), (*(1 for _ in numbers), *chunk)
-
-
-def _row(leading: tuple[int, ...], index: tuple[int, ...]) -> int:
-    """Return the row number of an index into the dimensions that form the rows."""
-    row = 0
-    for size, at in zip(leading, index, strict=True):
-        row = row * size + at
-    return row
+    key, numbers, sizes = stored_slice(architecture, weight)
+    chunk = (*(1 for _ in numbers), prod(tensor_slice.shape[:num_leading]), *trailing)
+    return ItemToWrite(key, data.view(chunk), (*sizes, *shape), (*numbers, *offsets))

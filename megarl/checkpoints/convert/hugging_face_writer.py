@@ -97,23 +97,15 @@ def write_hugging_face(
         )
         # A class whose value head has a bias cannot load a folder without one.
         if source.head == "value" and has_bias(unfinished):
-            files = _with_bias(files, kept)
+            *others, last = files
+            bias = {VALUE_BIAS_TENSOR: TensorMeta((1,), kept)}
+            files = (*others, last._replace(manifest={**last.manifest, **bias}))
         _Writer(source, kept, quantized, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
         names = write_kept_tensors_and_index(unfinished, files, kept_tensors, max_shard_bytes)
         progress(of_kept_tensors, total)
         nbytes = sum((unfinished / name).stat().st_size for name in names)
 
     return len(names), nbytes
-
-
-def _with_bias(files: Sequence[FilePlan], dtype: torch.dtype) -> tuple[FilePlan, ...]:
-    *others, last = files
-    return (*others, last._replace(manifest={**last.manifest, VALUE_BIAS_TENSOR: TensorMeta((1,), dtype)}))
-
-
-def _rows_per_job(num_columns: int) -> int:
-    """Return a multiple of the block's rows."""
-    return max(1, _JOB_BYTES // (BLOCK * num_columns)) * BLOCK
 
 
 class _Writer:
@@ -155,7 +147,8 @@ class _Writer:
         """Return the jobs that write a tensor. Scales are written together with their values."""
         if name in self._quantized:
             tensor = self._source.tensors[name]
-            rows = range(0, meta.shape[0], _rows_per_job(meta.shape[1]))
+            num_blocks = max(1, _JOB_BYTES // (BLOCK * meta.shape[1]))  # rows of blocks of a job
+            rows = range(0, meta.shape[0], num_blocks * BLOCK)
             return [partial(self._write_quantized, output, tensor, start, rows.step) for start in rows]
         if name.removesuffix(SCALE_SUFFIX) in self._quantized:
             return []

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.checkpoints.convert.adapters import open_adapter_folder
 from megarl.checkpoints.convert.classic import is_classic, open_classic
 from megarl.checkpoints.convert.distributed import open_distributed
-from megarl.checkpoints.convert.hugging_face import open_hugging_face
+from megarl.checkpoints.convert.hugging_face import open_adapter_folder, open_hugging_face
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, MANIFEST_FILE
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, read_description

@@ -15,10 +15,9 @@ from megarl.machine.errors import CheckpointError
 from megarl.machine.files import parse_json
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head, HFTensor, hf_tensors
-from megarl.weights.block_scaling import Elements
 from megarl.weights.hf_folder import CONFIG_FILE
 from megarl.weights.message_words import word_counts
-from megarl.weights.safetensors_file import nonfinite_problem
+from megarl.weights.safetensors_file import Elements, nonfinite_problem
 from megarl.weights.tensors import TensorSlice, chunks_fault, range_slices
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

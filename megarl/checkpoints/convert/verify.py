@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
+from math import prod
 
 import torch
 
 from megarl.checkpoints.convert.source import ModelSource, SourceTensor
 from megarl.checkpoints.convert.streaming import BLOCK_BYTES, Progress, Room, Workers, no_progress
-from megarl.weights.tensors import TensorSlice, contiguous_blocks
+from megarl.weights.tensors import contiguous_blocks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -136,59 +137,41 @@ def _compare_tensor(
         )
         return TensorComparison(name=name, match=Match.different, reason=how)
 
-    tally = _Tally(one.dtype, other.dtype)
+    narrowed = _narrower(one.dtype, other.dtype)
+    num_different = dict.fromkeys(narrowed, 0)
+    max_difference = 0.0
     volume = BLOCK_BYTES // max(one.dtype.itemsize, other.dtype.itemsize)
 
     for _, place in contiguous_blocks(one.hf.view, volume):
         workers.check()
-        tally.add(one, other, place)
+        left = one.block(place, one.dtype)
+        right = other.block(place, other.dtype)
+        # Most blocks are identical, and need no pass over the differences.
+        if left.dtype != right.dtype or not torch.equal(_bits(left), _bits(right)):
+            for dtype in narrowed:
+                num_different[dtype] += int((_bits(left.to(dtype)) != _bits(right.to(dtype))).sum())
+            max_difference = max(max_difference, _max_difference(left, right))
         done(place.volume * one.dtype.itemsize)
 
-    return tally.result(name)
+    # The dtype in which the tensors agree best.
+    best = min(narrowed, key=lambda dtype: num_different[dtype])
+    same = Match.identical if one.dtype == other.dtype else Match.rounded
+    words = [str(each).removeprefix("torch.") for each in (one.dtype, other.dtype, best)]
+    return TensorComparison(
+        name=name,
+        match=Match.different if num_different[best] else same,
+        num_elements=prod(one.hf.shape),
+        num_different=num_different[best],
+        max_difference=max_difference,
+        reason="" if same is Match.identical else f"{words[0]} and {words[1]}, rounded to {words[2]}",
+    )
 
 
-class _Tally:
-    """The counts of one tensor's comparison."""
-
-    def __init__(self, left: torch.dtype, right: torch.dtype) -> None:
-        self._dtypes = left, right
-        self._narrowed = _narrower(left, right)
-        self._num_elements = 0
-        self._max_difference = 0.0
-        self._num_different = {dtype: 0 for dtype in self._narrowed}
-
-    def add(self, left: SourceTensor, right: SourceTensor, place: TensorSlice) -> None:
-        one = left.block(place, left.dtype)
-        other = right.block(place, right.dtype)
-        self._num_elements += place.volume
-
-        # Most blocks are identical and end here, without a pass over the differences.
-        if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
-            return
-
-        for dtype in self._narrowed:
-            self._num_different[dtype] += int((_bits(one.to(dtype)) != _bits(other.to(dtype))).sum())
-
-        # Equal infinities count as equal, although their difference is not a number.
-        is_same = (one == other) | (one.isnan() & other.isnan())
-        apart = (one.double() - other.double()).abs_().nan_to_num_(nan=float("inf"))
-        apart.masked_fill_(is_same, 0.0)
-        self._max_difference = max(self._max_difference, float(apart.max()))
-
-    def result(self, name: str) -> TensorComparison:
-        dtype = min(self._narrowed, key=lambda dtype: self._num_different[dtype])
-        num_different = self._num_different[dtype]
-        same = Match.identical if self._dtypes[0] == self._dtypes[1] else Match.rounded
-        words = [str(each).removeprefix("torch.") for each in (*self._dtypes, dtype)]
-
-        return TensorComparison(
-            name=name,
-            match=Match.different if num_different else same,
-            num_elements=self._num_elements,
-            num_different=num_different,
-            max_difference=self._max_difference,
-            reason="" if same is Match.identical else f"{words[0]} and {words[1]}, rounded to {words[2]}",
-        )
+def _max_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    # Equal infinities count as equal, although their difference is not a number.
+    is_same = (left == right) | (left.isnan() & right.isnan())
+    apart = (left.double() - right.double()).abs_().nan_to_num_(nan=float("inf"))
+    return float(apart.masked_fill_(is_same, 0.0).max())
 
 
 def _narrower(left: torch.dtype, right: torch.dtype) -> tuple[torch.dtype, ...]:

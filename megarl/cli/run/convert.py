@@ -28,9 +28,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from megarl.checkpoints.convert.adapters import merged_source, write_peft
 from megarl.checkpoints.convert.distributed_writer import write_distributed
-from megarl.checkpoints.convert.hugging_face import HUGGING_FACE, open_hugging_face
+from megarl.checkpoints.convert.hugging_face import HUGGING_FACE, merged_source, open_hugging_face, write_peft
 from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource, describe

@@ -104,11 +104,11 @@ def run(**options: Any) -> int:
 
     with (
         run_context_of(config) as context,
-        hugging_face_folder(model, dtype, output) as (folder, manifest),
+        hugging_face_folder(model, dtype, output) as folder,
         ray_processes(context, Console(quiet=True)) as processes,
     ):
         rules = token_rules(config, tokenizer)
-        weights = FolderWeights(folder, manifest)
+        weights = FolderWeights(folder)
         rollout, reward = start_evaluation(config, architectures, weights, rules, *processes)
         samples = _samples(config, data, rollout, reward, output / PARTIAL_FILE, console)
 

@@ -31,6 +31,7 @@ from megarl.rollout.interface import (
     check_request,
     plan_requests,
 )
+from megarl.weights.manifest import manifest_of_folder
 
 _Messages = list[dict[str, Any]]
 _MAX_TOKENS = 256  # default limit of an answer
@@ -161,8 +162,8 @@ class Writer:
         )
 
         # Convert a Megatron checkpoint to a temporary Hugging Face folder.
-        with hugging_face_folder(self._model, getattr(torch, dtype.value)) as (folder, manifest):
-            self._engine.begin_weight_update(manifest)
+        with hugging_face_folder(self._model, getattr(torch, dtype.value)) as folder:
+            self._engine.begin_weight_update(manifest_of_folder(folder))
             self._engine.load_folder(folder)
             self._engine.end_weight_update(1)
 

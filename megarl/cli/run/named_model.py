@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.adapters import base_of_adapter, with_merged_adapter
+from megarl.checkpoints.convert.hugging_face import base_of_adapter, with_merged_adapter
 from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
@@ -25,9 +25,8 @@ from megarl.config.sources import is_hub_name
 from megarl.data.hub import model_folder
 from megarl.machine.errors import CheckpointError
 from megarl.trainers.checkpoint import CONFIG_FILE
-from megarl.weights.checkpoint_index import TORCH_DTYPES, read_checkpoint_index
+from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.manifest import manifest_of
-from megarl.weights.tensors import Manifest, TensorMeta
 
 LATEST = "latest"
 BEST = "best"
@@ -157,8 +156,8 @@ def _run_config(file: Path) -> RunConfig:
 @contextmanager
 def hugging_face_folder(
     model: NamedModel, dtype: torch.dtype, scratch: Path | None = None
-) -> Generator[tuple[Path, Manifest]]:
-    """Yield a folder from which engines can load the model, and its manifest.
+) -> Generator[Path]:
+    """Yield a folder from which engines can load the model.
 
     It is the model's own folder if that contains every tensor exactly once and nothing else. Otherwise the
     model is converted to `dtype` in a temporary folder in `scratch`, which is removed after the block.
@@ -170,7 +169,7 @@ def hugging_face_folder(
     expected = manifest_of(source.architecture, dtype)
 
     if source.kind == "Hugging Face":
-        stored = read_checkpoint_index(source.folder).tensors
+        stored = read_checkpoint_index(source.folder)
         # Engines read every file of the folder, so extra files would be loaded too. Packed tensors are
         # converted.
         is_plain = all(each.scales is None for each in stored.values())
@@ -179,13 +178,10 @@ def hugging_face_folder(
             and stored.keys() == expected.keys()
             and {each.file for each in stored.values()} == set(source.folder.glob("*.safetensors"))
         ):
-            yield (
-                source.folder,
-                {name: TensorMeta(each.shape, TORCH_DTYPES[each.dtype]) for name, each in stored.items()},
-            )
+            yield source.folder
             return
 
     with tempfile.TemporaryDirectory(prefix=".model-", dir=scratch) as temporary:
         folder = Path(temporary) / "model"
         write_hugging_face(source, folder, dtype)
-        yield folder, expected
+        yield folder

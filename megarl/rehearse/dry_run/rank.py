@@ -53,10 +53,9 @@ from megarl.rehearse.dry_run.stand_ins import flash_linear_attention, te_signatu
 from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.load import check_parameters
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import shard_shapes
 from megarl.weights.shards import merged_shards
-from megarl.weights.tensors import WeightTransferError
+from megarl.weights.tensors import Part, PeerTransfers, WeightTransferError
 from megarl.weights.transfer import Channel, PipelinedTransfer
 
 if TYPE_CHECKING:  # imports Megatron, which requires an active platform

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.config.schema import RunConfig
-from megarl.weights.schedule import PeerTransfers
+from megarl.weights.tensors import PeerTransfers
 
 POINT_TO_POINT = ("send", "recv")
 

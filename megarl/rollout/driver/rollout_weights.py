@@ -12,8 +12,7 @@ from typing import Protocol
 
 from megarl.controller.group import RoleGroup, is_dead_or_failed_start, results_of
 from megarl.rollout.driver.replicas import Replicas
-from megarl.weights.sync.sync import FolderLoading, PushReport, WeightSync
-from megarl.weights.tensors import Manifest
+from megarl.weights.sync.sync import PushReport, WeightSync, load_folder
 
 
 class MemorySchedule(Protocol):
@@ -181,15 +180,10 @@ class RolloutWeights:
 
 
 class FolderWeights:
-    """Weights in a folder that all nodes of the replicas can read.
+    """Weights in a folder that all nodes of the replicas can read. All tensors of its files are loaded."""
 
-    Args:
-        manifest: The tensors in its files, all of which are loaded.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._loading = FolderLoading(manifest)
 
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int
@@ -199,7 +193,7 @@ class FolderWeights:
         There is no report, since no trainer sends anything.
         """
         lost: dict[int, Exception] = {}
-        results_of(self._loading.start(replicas, self._folder, version), lost, is_dead_or_failed_start)
+        results_of(load_folder(replicas, self._folder, version), lost, is_dead_or_failed_start)
 
         return None, lost
 

@@ -34,8 +34,7 @@ from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
 from megarl.weights.receiver import WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
-from megarl.weights.schedule import Part
-from megarl.weights.tensors import Manifest, WeightTransferError
+from megarl.weights.tensors import Manifest, Part, WeightTransferError
 from megarl.weights.transports.interface import EngineLink
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))

@@ -36,8 +36,7 @@ from megarl.rollout.sglang.adapters import with_adapters
 from megarl.weights.checksum import MODULUS, checksum
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import WeightReceiver
-from megarl.weights.schedule import Part
-from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError, tiling_fault
+from megarl.weights.tensors import Manifest, Part, TensorMeta, WeightTransferError, tiling_fault
 from megarl.weights.transports.interface import EngineLink, decode_slice, encode_slice
 
 EngineModel = Literal["target", "draft"]  # SGLang's names of the policy and of a draft model

@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Literal
 
 from megarl.config.schema import Transport
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
@@ -21,13 +20,11 @@ from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import plan_in_words
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, message_bytes
-from megarl.weights.schedule import PeerTransfers
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.worker import WeightExport, WeightImport
-from megarl.weights.tensors import WeightTransferError
-from megarl.weights.transports.device import device_transfers
-from megarl.weights.transports.group import group_transfers
+from megarl.weights.tensors import PeerTransfers, WeightTransferError
 from megarl.weights.transports.interface import EngineLink
+from megarl.weights.transports.messages import device_transfers, group_transfers
 
 # The links of an engine's ranks, and the calls in which the trainer ranks join.
 type _Connection = tuple[list[EngineLink], Sequence[WorkerFuture[None]]]
@@ -70,7 +67,7 @@ class TransferSession:
         self._needed: list[TensorSlices] = []  # by the ranks of a replica
         self._plan: TransferPlan | None = None
         self._joined: dict[int, RoleGroup] = {}
-        self._names: dict[int, str] = {}  # of each replica's connection
+        self.names: dict[int, str] = {}  # of each replica's connection
         self._acknowledged: dict[int, int] = {}  # the version of each replica's weights
 
     def make(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
@@ -97,12 +94,8 @@ class TransferSession:
         new = {number: replica for number, replica in new.items() if number not in lost}
 
         # A name is used once, so that a replica that joined another session in the meantime is recognized.
-        self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
-        connect = {
-            Transport.device: self._by_device,
-            Transport.group: self._by_group,
-            Transport.folder: self._by_files,
-        }[self._transport]
+        self.names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
+        connect = self._by_device if self._transport is Transport.device else self._by_messages
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, Sequence[WorkerFuture[None]]] = {}
 
@@ -110,7 +103,7 @@ class TransferSession:
         for number, replica in new.items():
             assert self._plan is not None
             links, meeting[number] = connect(self._plan, number)
-            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self._names[number])
+            joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self.names[number])
 
         # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
         results_of(joining, lost, is_lost)
@@ -133,10 +126,6 @@ class TransferSession:
         """The first round after those of a frozen model; 0 if all tensors change."""
         return 0 if self._plan is None else self._plan.first_repeated_round
 
-    def name(self, replica: int) -> str:
-        """Return the name under which the replica joined."""
-        return self._names[replica]
-
     def acknowledge(self, replicas: Collection[int], version: int) -> None:
         """Record that these replicas have the weights of a version."""
         self._acknowledged |= dict.fromkeys(replicas, version)
@@ -150,7 +139,7 @@ class TransferSession:
         Adds lost replicas to `lost`.
         """
         asking = {
-            number: replica.call_rank(0, WeightImport.acknowledged_version, self._names[number])
+            number: replica.call_rank(0, WeightImport.acknowledged_version, self.names[number])
             for number, replica in replicas.items()
         }
         up_to_date: dict[int, RoleGroup] = {}
@@ -289,67 +278,49 @@ class TransferSession:
             )
         )
         links = [
-            self._link("device", peers, address=addresses[trainer], device=device)
+            self._link(peers, addresses[trainer], device=device)
             for trainer, (device, peers) in served.items()
         ]
         return links, []
 
-    def _by_files(self, plan: TransferPlan, number: int) -> _Connection:
-        """Tell the ranks what they write, and the engine's ranks what they read, as in every replica."""
-        links = [
-            self._link("patch_folder", plan.of_target(rank), rank=rank) for rank in range(len(self._needed))
-        ]
-        calls = [
-            self._source.group.call_rank(
-                rank,
-                WeightExport.join_weight_group,
-                number,
-                EngineLink("patch_folder", plan.of_source(rank), self._source.message_dtype),
-            )
-            for rank in self._ranks
-        ]
-        return links, calls
-
-    def _by_group(self, plan: TransferPlan, number: int) -> _Connection:
+    def _by_messages(self, plan: TransferPlan, number: int) -> _Connection:
+        """Connect the engine and its trainer ranks by a process group, or by files, which need no address."""
         call = self._source.group.call_rank
-        transport: Literal["delta", "group"] = "delta" if self._sends_changes else "group"
-        dtype = self._source.message_dtype
+        address = None
+        num_senders = 0
 
-        # The first sender is rank 0 of the process group and reserves the port where all members meet.
-        sends, receives = group_transfers(plan, self._targets[number])
-        size = len(sends) + len(receives)
-        reserved = call(
-            next(iter(sends)), WeightExport.reserve_weight_group, self._names[number], size, self._limit_s
-        )
-        address = reserved.get()
-        links = [
-            self._link(transport, peers, address=address, rank=len(sends) + own)
-            for own, peers in enumerate(receives)
-        ]
+        if self._transport is Transport.folder:
+            # All replicas read the same files, each of their ranks those of its number.
+            sends = {rank: plan.of_source(rank) for rank in self._ranks}
+            receives = [plan.of_target(rank) for rank in range(len(self._needed))]
+        else:
+            # The first sender is rank 0 of the process group and reserves the port where all members meet.
+            sends, receives = group_transfers(plan, self._targets[number])
+            num_senders = len(sends)
+            reserved = call(
+                next(iter(sends)),
+                WeightExport.reserve_weight_group,
+                self.names[number],
+                num_senders + len(receives),
+                self._limit_s,
+            )
+            address = reserved.get()
+
+        links = [self._link(peers, address, num_senders + own) for own, peers in enumerate(receives)]
         # Do not wait here: joining blocks until all members have been called.
         calls = [
-            call(
-                rank,
-                WeightExport.join_weight_group,
-                number,
-                EngineLink(transport, peers, dtype, address, own),
-            )
+            call(rank, WeightExport.join_weight_group, number, self._link(peers, address, own))
             for own, (rank, peers) in enumerate(sends.items())
         ]
         return links, calls
 
     def _link(
-        self,
-        transport: Literal["device", "group", "delta", "patch_folder"],
-        peers: PeerTransfers,
-        *,
-        address: P2PAddress | IPCAddress | None = None,
-        rank: int = 0,
-        device: str = "",
+        self, peers: PeerTransfers, address: P2PAddress | IPCAddress | None, rank: int = 0, device: str = ""
     ) -> EngineLink:
-        """Return the link of an engine rank."""
         source = self._source
-        return EngineLink(transport, peers, source.message_dtype, address, rank, device, source.words)
+        return EngineLink(
+            peers, source.message_dtype, address, rank, device, source.words, self._sends_changes
+        )
 
 
 def is_lost(error: WorkerError | PhaseTimeoutError) -> bool:

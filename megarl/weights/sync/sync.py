@@ -34,12 +34,10 @@ from megarl.controller.futures import WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup, results_of
 from megarl.machine.errors import RunError
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
-from megarl.weights.manifest import manifest_name
 from megarl.weights.plan import RankLocation
 from megarl.weights.sync.session import TransferSession, is_lost
 from megarl.weights.sync.source import LIMITS_S, WeightSource, check_limits
 from megarl.weights.sync.worker import WeightExport, WeightImport
-from megarl.weights.tensors import Manifest
 from megarl.weights.transfer import SendReport
 
 PUSHED_FOLDERS = ".weights-*"  # the transport `folder` creates one while it works
@@ -80,34 +78,15 @@ class PushReport(NamedTuple):
         }
 
 
-class FolderLoading:
-    """Lets replicas load folders with the same tensors. Each replica gets the manifest once.
-
-    Args:
-        manifest: The tensors, which may be tens of thousands.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._name = manifest_name(manifest)
-        self._has_manifest = WeakSet[RoleGroup]()  # a restarted replica is another group
-
-    def start(
-        self, replicas: Mapping[int, RoleGroup], folder: Path, version: int
-    ) -> dict[int, WorkerFuture[None]]:
-        """Let replicas load a folder, and return their calls by number."""
-        calls = {
-            number: replica.call_rank(
-                0,
-                WeightImport.load_folder,
-                str(folder.absolute()),
-                self._name if replica in self._has_manifest else self._manifest,
-                version,
-            )
-            for number, replica in replicas.items()
-        }
-        self._has_manifest.update(replicas.values())
-        return calls
+def load_folder(
+    replicas: Mapping[int, RoleGroup], folder: Path, version: int
+) -> dict[int, WorkerFuture[None]]:
+    """Let replicas load a Hugging Face folder, and return their calls by number."""
+    path = str(folder.absolute())
+    return {
+        number: replica.call_rank(0, WeightImport.load_folder, path, version)
+        for number, replica in replicas.items()
+    }
 
 
 class WeightSync:
@@ -156,7 +135,6 @@ class WeightSync:
         self._sends_changes = sends_changes
 
         self._session = self._new_session(replica_places)
-        self._loading: FolderLoading | None = None
         self._verified = WeakSet[RoleGroup]()  # with Verify.first
 
     def push(
@@ -298,7 +276,7 @@ class WeightSync:
             sending = {}
         receiving = {
             number: replica.call_rank(
-                0, WeightImport.receive_weights, version, self._session.name(number), first_round, path
+                0, WeightImport.receive_weights, version, self._session.names[number], first_round, path
             )
             for number, replica in replicas.items()
         }
@@ -333,8 +311,7 @@ class WeightSync:
             # The trainers write a complete folder before any replica reads it.
             folder = scratch / "model"
             reports = self._source.write_hf(folder, self._config_dir)
-            self._loading = self._loading or FolderLoading(self._source.manifest)
-            results_of(self._loading.start(replicas, folder, version), lost, is_lost)
+            results_of(load_folder(replicas, folder, version), lost, is_lost)
             return reports
 
     # ---- verification

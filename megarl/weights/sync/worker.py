@@ -15,21 +15,18 @@ from megarl.controller.worker import Worker, register
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.checksum import shard_checksums
-from megarl.weights.export_plan import ExportPlan
 from megarl.weights.ipc import IPCAddress
-from megarl.weights.manifest import manifest_name
+from megarl.weights.manifest import manifest_of_folder
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import ReceivingEngine
-from megarl.weights.schedule import PeerTransfers
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import Manifest, WeightTransferError
+from megarl.weights.tensors import Manifest, PeerTransfers, WeightTransferError
 from megarl.weights.transfer import SendReport, Transfer
 from megarl.weights.transports.delta import DeltaSender
-from megarl.weights.transports.device import DeviceSender
-from megarl.weights.transports.folder import FolderTransfer
-from megarl.weights.transports.group import GroupSender
+from megarl.weights.transports.folder import ExportPlan, FolderTransfer
 from megarl.weights.transports.interface import EngineLink, Sender, SentShards
+from megarl.weights.transports.messages import DeviceSender, GroupSender
 
 
 class WeightExport(Worker):
@@ -231,8 +228,9 @@ class WeightExport(Worker):
         A link without an address leads to files, which `send_weights` writes.
         """
         if self._sender is None:
-            is_group = link.transport == "group"
-            self._sender = GroupSender() if is_group else DeltaSender(dist.get_rank(), self._sent_dtype)
+            self._sender = (
+                DeltaSender(dist.get_rank(), self._sent_dtype) if link.sends_changes else GroupSender()
+            )
         assert isinstance(self._sender, GroupSender)
         # A restarted replica has the number of the old one, whose group is unusable.
         self._sender.leave(replica)
@@ -266,7 +264,6 @@ class WeightImport(Worker):
         self._received = ""  # name of the source that the engine's weights were received from
         self._planned: Manifest = {}  # the tensors that `needed_slices` was asked for last
         self._joined_manifest: Manifest = {}  # the tensors of the joined source
-        self._kept: tuple[str, Manifest] = ("", {})  # the tensors of folders, with their name
 
     @property
     @abstractmethod
@@ -321,18 +318,10 @@ class WeightImport(Worker):
         self._received = name
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def load_folder(self, folder: str, manifest: Manifest | str, version: int) -> None:
-        """Load all weights from a Hugging Face folder.
-
-        Args:
-            manifest: The tensors, or the name (manifest_name) of those that an earlier call has brought.
-        """
-        if not isinstance(manifest, str):
-            self._kept = (manifest_name(manifest), manifest)
-        elif manifest != self._kept[0]:
-            raise WeightTransferError("the engine has loaded a folder of another source since")
+    def load_folder(self, folder: str, version: int) -> None:
+        """Load all weights from a Hugging Face folder, which must have the tensors of the engine's model."""
         self._received = ""
-        self._engine.begin_weight_update(self._kept[1])
+        self._engine.begin_weight_update(manifest_of_folder(Path(folder)))
         self._engine.load_folder(Path(folder))
         self._engine.end_weight_update(version)
 

@@ -17,18 +17,17 @@ from pathlib import Path
 import torch
 
 from megarl.machine.usage import PeakMemory
-from megarl.weights.acknowledged import (
+from megarl.weights.p2p import Message, P2PGroup, PendingMessages
+from megarl.weights.patch import (
     AcknowledgedWeights,
     most_message_bytes,
     patch_chunks,
     read_message,
 )
-from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.schedule import PeerTransfers, ScheduleKey
-from megarl.weights.tensors import WeightTransferError
+from megarl.weights.tensors import PeerTransfers, ScheduleKey, WeightTransferError
 from megarl.weights.transfer import Channel, Transfer
-from megarl.weights.transports.group import GroupSender
 from megarl.weights.transports.interface import DestinationViews, SentShards
+from megarl.weights.transports.messages import GroupSender
 
 _HEADER_BYTES = 16
 _CHECKSUM = struct.Struct("<I")  # CRC-32 of the message that follows in a file

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -22,9 +22,15 @@ from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import Places, WordCounts
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.patch import Change, apply_change
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
+from megarl.weights.tensors import (
+    Part,
+    PeerTransfers,
+    TensorSlice,
+    TransferSchedule,
+    WeightTransferError,
+    tiling_fault,
+)
 from megarl.weights.transfer import Transfer, copy_tensors
 
 _MAX_NAMED = 8
@@ -39,7 +45,6 @@ class EngineLink:
     It is sent as JSON to the ranks of engines in other processes than their worker.
 
     Attributes:
-        transport: How the messages travel. delta: only what changed since the engine's last weights.
         peers: What the rank sends or receives, by the numbers of its peers.
         dtype: The dtype of the messages.
         address: The group of the engine, or the IPC buffers of its rank. None: there are files.
@@ -47,15 +52,16 @@ class EngineLink:
             that reads files, its number within the engine.
         device: The name of an engine rank's device in the plan, if it reads IPC buffers.
         words: The numbers of words of tensors with a wider dtype (see message_words.py).
+        sends_changes: Whether only what changed since the engine's last weights is sent.
     """
 
-    transport: Literal["device", "group", "delta", "patch_folder"]
     peers: PeerTransfers
     dtype: torch.dtype
     address: P2PAddress | IPCAddress | None = None
     rank: int = 0
     device: str = ""
     words: WordCounts = field(default_factory=dict)
+    sends_changes: bool = False
 
     def encode(self) -> dict[str, Any]:
         peers = [
@@ -82,7 +88,7 @@ class EngineLink:
             "dtype": getattr(torch, encoded["dtype"]),
         }
         if fields["address"] is not None:
-            address_type = IPCAddress if fields["transport"] == "device" else P2PAddress
+            address_type = IPCAddress if fields["device"] else P2PAddress
             fields["address"] = address_type(*fields["address"])
         return cls(**fields)
 

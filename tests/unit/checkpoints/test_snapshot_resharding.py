@@ -14,8 +14,7 @@ def slice_of(start: int, stop: int) -> TensorSlice:
 
 
 def index(*tensors: tuple[str, TensorSlice, bool]) -> SnapshotIndex:
-    stored = (SnapshotTensor(key, place, is_main, "float32", nbytes=0) for key, place, is_main in tensors)
-    return SnapshotIndex(tuple(stored), (0, 0, ""))
+    return tuple(SnapshotTensor(key, place, is_main, "float32", nbytes=0) for key, place, is_main in tensors)
 
 
 WHOLE = slice_of(0, 8)

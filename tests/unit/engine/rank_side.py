@@ -220,8 +220,8 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     """
     from megarl.weights.manifest import manifest_of
     from megarl.weights.message_words import slice_in_words, word_counts
-    from megarl.weights.schedule import Part
     from megarl.weights.shards import Shards, held_slices
+    from megarl.weights.tensors import Part
 
     _check_copies(engine, named)
     spec = engine.spec

@@ -228,9 +228,7 @@ class Copied(NamedTuple):
 
 def contents(path: str) -> list[bytes]:
     snapshot = open_snapshot(path)
-    return [
-        snapshot.memory[each.position : each.position + each.nbytes] for each in snapshot.index.tensors
-    ] + [snapshot.record()]
+    return [snapshot.memory[each.position : each.position + each.nbytes] for each in snapshot.index]
 
 
 def copy_three_times(settings: Settings, folder: Path) -> Copied:

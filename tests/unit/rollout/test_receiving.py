@@ -11,8 +11,7 @@ import pytest
 
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import WeightTransferError
+from megarl.weights.tensors import Part, PeerTransfers, TransferSchedule, WeightTransferError
 from megarl.weights.transports.interface import EngineLink
 from tests.plain_trainer import PlainTrainer, joined
 from tests.unit.rollout.subjects import PROMPTS, Subject, greedy

@@ -12,19 +12,18 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import LoRA
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import hf_tensors
-from megarl.weights import acknowledged
-from megarl.weights.acknowledged import (
+from megarl.weights import patch
+from megarl.weights.block_scaling import QuantizedShards
+from megarl.weights.message_words import byte_counts, pushed_shapes, slices_in_words, with_all_scales
+from megarl.weights.patch import (
     AcknowledgedWeights,
     most_message_bytes,
     patch_chunks,
     read_message,
 )
-from megarl.weights.block_scaling import QuantizedShards
-from megarl.weights.message_words import byte_counts, pushed_shapes, slices_in_words, with_all_scales
-from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards, held_slices, merged_shards
-from megarl.weights.tensors import TensorSlice, WeightTransferError
+from megarl.weights.tensors import Part, TensorSlice, TransferSchedule, WeightTransferError
 from tests.families import example_architecture
 
 # 1,000 elements of a matrix and 40 of a vector, in rounds of 260 elements
@@ -85,7 +84,7 @@ def test_messages_have_the_size_of_rounds_and_few_changes_take_one() -> None:
 
 
 def test_many_chunks_are_spread_over_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acknowledged, "MOST_PATCHES", 3)
+    monkeypatch.setattr(patch, "MOST_PATCHES", 3)
     model = Model()
     model.transfer(0)
     assert model.transfer(0) == [3 * 8, 8]

@@ -20,8 +20,9 @@ from megarl.machine.errors import ConfigError
 from megarl.models.families import read_architecture
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
-from megarl.weights.block_scaling import ScaledMatrix
-from megarl.weights.load import check_headers, load_into_shards
+from megarl.weights.load import load_into_shards
+from megarl.weights.manifest import check_headers
+from megarl.weights.safetensors_file import LazyTensor, dequantize
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.tensors import TensorSlice, WeightTransferError
 from tests.families import example_fields
@@ -94,7 +95,7 @@ def test_any_slice_of_any_view_equals_that_of_the_whole() -> None:
         values = (torch.randn(300, 200, generator=generator) * 100).to(torch.float8_e4m3fn)
         scales = torch.rand(3, 2, generator=generator)
         whole = dequantized_by_hand(values, scales).view(view)
-        matrix = ScaledMatrix(values, scales, (300, 200), view)
+        matrix = LazyTensor(partial(dequantize, values, scales, torch.float32), (300, 200), view)
         for _ in range(30):
             bounds = [sorted(numbers.sample(range(size + 1), 2)) for size in view]
             index = tuple(slice(start, stop) for start, stop in bounds)
@@ -110,8 +111,8 @@ def test_reading_takes_a_few_million_elements_at_a_time() -> None:
             return torch.ones([each.stop - each.start for each in index]).to(torch.float8_e4m3fn)
 
     shape = (3000, 2000)
-    matrix = ScaledMatrix(Recording(), torch.ones(24, 16), shape, shape)
-    assert matrix.read(TensorSlice.whole(shape), torch.bfloat16).sum(dtype=torch.float64) == 6e6
+    matrix = dequantize(Recording(), torch.ones(24, 16), torch.bfloat16, TensorSlice.whole(shape))
+    assert matrix.sum(dtype=torch.float64) == 6e6
     assert sum(sizes) == 6_000_000
     assert max(sizes) <= 2**20
 
@@ -131,9 +132,9 @@ def test_engines_compute_in_the_dtype_of_the_run(tmp_path: Path) -> None:
     assert {value.dtype for value in engine.parameters.values()} == {torch.float32}
 
     # Engines that read a folder get a converted one.
-    with hugging_face_folder(find_model(tmp_path / "fp8"), torch.bfloat16, tmp_path) as (folder, manifest):
+    with hugging_face_folder(find_model(tmp_path / "fp8"), torch.bfloat16, tmp_path) as folder:
         read = stored(folder)
-        assert read.keys() == manifest.keys()
+        assert read.keys() == expected.keys()
         assert all(torch.equal(read[name], value.bfloat16()) for name, value in expected.items())
 
 

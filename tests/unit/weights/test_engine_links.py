@@ -11,8 +11,7 @@ import torch
 
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PAddress
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import Part, PeerTransfers, TensorSlice, TransferSchedule
 from megarl.weights.transports.interface import EngineLink
 
 P2P = P2PAddress("replica-0", "10.0.0.1", 29500, 6, "gloo", 45.5)
@@ -25,10 +24,10 @@ SCHEDULES = {3: TransferSchedule([MATRIX, VECTOR], 4), 11: TransferSchedule([VEC
 @pytest.mark.parametrize(
     "place",
     [
-        {"transport": "group", "address": P2P, "rank": 5},
-        {"transport": "delta", "address": P2P, "rank": 5},
-        {"transport": "device", "address": IPC, "device": "node:1"},
-        {"transport": "patch_folder", "rank": 2},
+        {"address": P2P, "rank": 5},
+        {"address": P2P, "rank": 5, "sends_changes": True},
+        {"address": IPC, "device": "node:1"},
+        {"rank": 2, "sends_changes": True},
     ],
     ids=["group", "changes", "device", "files"],
 )

@@ -9,10 +9,9 @@ from safetensors.torch import save_file
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
-from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import ShardLayout, model_layouts, shard_shapes
 from megarl.weights.shards import Shards, held_slices
-from megarl.weights.tensors import TensorSlice, tiling_fault
+from megarl.weights.tensors import Part, TensorSlice, tiling_fault
 from tests.unit.checkpoints.convert.test_source import everything
 from tests.unit.weights.models import (
     PADDED_VOCAB,

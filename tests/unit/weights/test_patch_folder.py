@@ -42,7 +42,7 @@ class Ranks:
 
     def new_engine(self, rank: int) -> EngineRank:
         engine = EngineRank(CASE, rank)
-        engine.link(EngineLink("patch_folder", self.plan.of_target(rank), torch.float32, rank=rank))
+        engine.link(EngineLink(self.plan.of_target(rank), torch.float32, rank=rank, sends_changes=True))
         return engine
 
     def write(self, folder: Path, seed: int, *replicas: int) -> list[SendReport]:

@@ -21,10 +21,9 @@ from megarl.weights.plan import (
     plan_transfer,
     whole_slices,
 )
-from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.shard_layout import model_layouts
 from megarl.weights.shards import slices_by_rank
-from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
+from megarl.weights.tensors import Part, TensorSlice, TransferSchedule, WeightTransferError, tiling_fault
 from tests.unit.weights.models import architecture_of
 from tests.unit.weights.transfers import numel_of
 
@@ -150,11 +149,6 @@ def test_what_cannot_be_planned_is_named() -> None:
         r"resharding\.bucket_mb",
     ):
         plan_transfer(SHAPES, by_rows, [rank(20, WHOLE)], 7)
-
-
-def test_a_plan_can_be_read() -> None:
-    text = str(plan_transfer({"b": (4,)}, [rank(0, {"b": WHOLE["b"]})], [rank(1, {"b": WHOLE["b"]})], 100))
-    assert text == "1 rounds\n0 -> 0: 4 elements in 1 slices\n  b [0:4]"
 
 
 # ---- whole models

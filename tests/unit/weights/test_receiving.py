@@ -3,8 +3,7 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import Part, PeerTransfers, TensorSlice, TransferSchedule
 from megarl.weights.transports.interface import DestinationViews
 
 

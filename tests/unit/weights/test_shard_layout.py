@@ -8,15 +8,14 @@ from megarl.models.tensor_table import weights_of
 from megarl.roles.megatron_worker import megatron_mesh
 from megarl.weights.shard_layout import (
     ShardLayout,
-    check_coverage,
     layouts_of,
     model_layouts,
     padding,
     pieces,
-    rank_pieces,
     shard_shapes,
 )
 from megarl.weights.tensors import TensorSlice, WeightTransferError
+from tests.unit.weights.coverage import check_coverage, rank_pieces
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of
 
 LAYOUTS = [

@@ -14,10 +14,9 @@ from megarl.models.tensor_table import hf_tensors
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
 from megarl.weights.load import fill_trained, load_into_shards, split_adapters
 from megarl.weights.piece import Piece
-from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import MergedAdapters, Shards, held_slices, merged_shards
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import Part, TensorSlice
 from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, save_adapted
 from tests.unit.engine.models import load_lm
 

@@ -35,11 +35,12 @@ from megarl.weights.checksum import add_checksums, checksum, shard_checksums
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import RankLocation, plan_transfer
-from megarl.weights.shard_layout import ShardLayout, check_coverage, layouts_of, rank_pieces, shard_shapes
+from megarl.weights.shard_layout import ShardLayout, layouts_of, shard_shapes
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
 from tests.families import example_architecture, example_fields
 from tests.unit.checkpoints.convert.test_source import everything
+from tests.unit.weights.coverage import check_coverage, rank_pieces
 
 NUM_EXPERTS = 4
 GROUPS = 4

@@ -19,12 +19,10 @@ import pytest
 import torch
 
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.schedule import Part, PeerTransfers
-from megarl.weights.tensors import WeightTransferError
+from megarl.weights.tensors import Part, PeerTransfers, WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.device import device_transfers
-from megarl.weights.transports.group import group_transfers
 from megarl.weights.transports.interface import EngineLink
+from megarl.weights.transports.messages import device_transfers, group_transfers
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
@@ -175,7 +173,7 @@ class World(NamedTuple):
             address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, size, case.backend, LIMIT_S)
             for number, sender in enumerate(sends):
                 self.trainers[sender].tell(("join_group", replica, address, number))
-            link = EngineLink("group", receives[0], torch.float32, address, rank=len(sends))
+            link = EngineLink(receives[0], torch.float32, address, rank=len(sends))
             engine.tell(("link", link))
             assert [self.trainers[sender].hear() for sender in sends] == [None] * len(sends)
         else:
@@ -184,7 +182,7 @@ class World(NamedTuple):
             address = addresses[local_trainers[0]]
             peers = plan.of_target(targets[0])
             device = case.device(targets[0])
-            engine.tell(("link", EngineLink("device", peers, torch.float32, address, device=device)))
+            engine.tell(("link", EngineLink(peers, torch.float32, address, device=device)))
 
         assert engine.hear() is None
 

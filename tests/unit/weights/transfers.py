@@ -18,15 +18,13 @@ from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, plan_transfer
 from megarl.weights.receiver import WeightReceiver
-from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import Part, PeerTransfers, TensorSlice
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.delta import DeltaSender
-from megarl.weights.transports.device import DeviceSender, device_transfers
-from megarl.weights.transports.group import GroupSender, group_transfers
 from megarl.weights.transports.interface import EngineLink
+from megarl.weights.transports.messages import DeviceSender, GroupSender, device_transfers, group_transfers
 from tests.nccl_semantics import NcclSemantics
 from tests.ranks import gather
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
@@ -265,7 +263,11 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
                 peers = receives[number]
-                own.link(EngineLink(case.transport, peers, torch.float32, address, rank=len(sends) + number))
+                sends_changes = case.transport == "delta"
+                link = EngineLink(
+                    peers, torch.float32, address, len(sends) + number, sends_changes=sends_changes
+                )
+                own.link(link)
     else:
         devices = [f"device-{trainer}" for trainer in range(num_trainers)]
         local_trainers, relays = device_transfers(
@@ -283,6 +285,6 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
                 assert isinstance(own, EngineRank)
                 address = addresses[local_trainers[number]]
                 peers = plan.of_target(target)
-                own.link(EngineLink("device", peers, torch.float32, address, device=case.device(target)))
+                own.link(EngineLink(peers, torch.float32, address, device=case.device(target)))
 
     dist.barrier()

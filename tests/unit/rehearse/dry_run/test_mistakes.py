@@ -10,8 +10,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.rehearse.dry_run.processes import rehearse_ranks
 from megarl.rehearse.dry_run.ranks import hangs, rounded_sums
 from megarl.rehearse.dry_run.record import RankRecord
-from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import Part, PeerTransfers, TensorSlice, TransferSchedule
 from tests.unit.rehearse.dry_run import planted
 from tests.unit.rehearse.dry_run.runs import SMALL, TINY, ppo, requests, save_config
 

@@ -31,15 +31,15 @@ from megarl.rollout.engines import build_engine
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.rollout.worker.rollout_worker import RolloutWorker
-from megarl.weights import acknowledged
+from megarl.weights import patch
 from megarl.weights.checksum import WeightMismatchError, checksum
 from megarl.weights.patch import Patch, make_patch
-from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
 from megarl.weights.sync.worker import WeightExport
+from megarl.weights.tensors import Part
 from megarl.weights.transfer import SendReport
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
@@ -187,25 +187,6 @@ def test_every_transport_gives_all_replicas_the_weights(
             assert min(report.extra_bytes for report, _ in pushed) <= 4 * BUCKET_BYTES + 2**20
 
     assert list((tmp_path / "scratch").iterdir()) == []
-
-
-def test_an_engine_that_has_loaded_a_folder_of_another_source_since_is_lost(
-    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path
-) -> None:
-    """Otherwise it would load the tensors of the other folder's manifest."""
-    replicas = replicas_of(good_engine(folders), 1)
-    sync = trainer.sync(Transport.folder, tmp_path / "scratch", num_replicas=1)
-    sync.push(replicas.all, 1)
-    (group,) = replicas.groups
-    fewer = dict(list(trainer.source().manifest.items())[:-1])
-    with pytest.raises(WorkerError):
-        group.call_rank(0, RolloutWorker.load_folder, str(folders.initial), fewer, 9).get()
-    report, lost = sync.push(replicas.all, 2)
-    assert report is None
-    assert "has loaded a folder of another source since" in str(lost[0])
-    again = trainer.sync(Transport.folder, tmp_path / "scratch", num_replicas=1)
-    assert again.push(replicas.all, 3)[1] == {}
-    assert group.call(RolloutWorker.checksums) == true_checksums(folders.trained)
 
 
 def test_two_trainers_cannot_have_an_engine_at_once(
@@ -370,7 +351,7 @@ class StubTrainer(WeightExport):
             wrong[0] += 1
             return make_patch(old, wrong)
 
-        acknowledged.make_patch = wrong_patch
+        patch.make_patch = wrong_patch
 
     def send_weights(
         self, replicas: Sequence[int], first_round: int = 0, folder: str | None = None
@@ -435,8 +416,7 @@ def test_only_what_changed_is_sent_to_those_that_have_the_rest(
         replicas.groups[0].call_all(RolloutWorker.sleep).get()
         replicas.groups[0].call_all(RolloutWorker.wake).get()
         assert [round(share, 1) for share in shares(8, 9)] == [0.5, 0.0]
-        manifest = source.manifest
-        replicas.groups[1].call_rank(0, RolloutWorker.load_folder, str(folders.initial), manifest, 9).get()
+        replicas.groups[1].call_rank(0, RolloutWorker.load_folder, str(folders.initial), 9).get()
         assert [round(share, 1) for share in shares(10, 11)] == [0.5, 0.0]
 
         # So does one that was restarted, before the next version or for it.

@@ -9,7 +9,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-import torch
 
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.config.shipped import CONFIGS_DIR
@@ -17,12 +16,11 @@ from megarl.controller.futures import DerivedFuture
 from megarl.models.families import read_architecture
 from megarl.roles.megatron_worker import megatron_mesh
 from megarl.weights.ipc import IPCAddress
-from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation, TensorSlices
 from megarl.weights.sync.forecast import engine_slices
 from megarl.weights.sync.source import WeightSource
-from megarl.weights.sync.sync import FolderLoading, WeightSync
+from megarl.weights.sync.sync import WeightSync
 from megarl.weights.transfer import SendReport
 
 TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=2)
@@ -105,22 +103,3 @@ def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -
         for group in (trainers, *replicas):
             group.calls.clear()
             group.nbytes = 0
-
-
-def test_a_manifest_is_sent_to_each_replica_once(tmp_path: Path) -> None:
-    """That of DeepSeek-V3.2 has 45,395 tensors. A restarted replica gets it again, alone."""
-    model = read_architecture(str(CONFIGS_DIR / "models" / "DeepSeek-V3.2-BF16"))
-    loading = FolderLoading(manifest_of(model, torch.bfloat16))
-    replicas: Any = {number: CountingGroup(ParallelConfig()) for number in range(3)}
-    sent = []
-    for version in range(3):
-        if version == 2:
-            replicas[1] = CountingGroup(ParallelConfig())
-        loading.start(replicas, tmp_path, version)
-        sent.append([replica.nbytes > LARGE_BYTES for replica in replicas.values()])
-        assert all(
-            replica.nbytes > LARGE_BYTES or replica.nbytes < SMALL_BYTES for replica in replicas.values()
-        )
-        for replica in replicas.values():
-            replica.nbytes = 0
-    assert sent == [[True, True, True], [False, False, False], [False, True, False]]
