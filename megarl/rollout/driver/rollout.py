@@ -6,24 +6,21 @@ Generation survives the death of replicas.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from megarl.agents.trajectory import Sample
 from megarl.batch.data_proto import DataProto
-from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import IMAGE_BYTES, with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
 from megarl.data.images import row_files
-from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
 from megarl.rollout.driver.replicas import ExclusiveAccess
 from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.driver.sample_rows import RolloutOutput, sample_rows, with_prompts
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import EngineFaultError, GenerationRequest, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
@@ -59,8 +56,6 @@ class Rollout:
         scheduler: Runs the requests on the replicas.
         runner: Runs what becomes a sample: the scheduler, or the runner of episodes on top of it.
     """
-
-    kind: type[RolloutOutput] = Sample
 
     def __init__(
         self,
@@ -155,8 +150,8 @@ class Rollout:
                 # After a failure, the rest of the samples is not needed.
                 self.runner.cancel(numbers)
 
-        rows = prompts.repeat(sampling.n)
-        return self.assemble(rows, [samples[request.request_id] for request in requests], version)
+        rows = sample_rows([samples[request.request_id] for request in requests])
+        return self.assemble(prompts, rows, version)
 
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
@@ -188,12 +183,9 @@ class Rollout:
             with_routes=sampling == self._routes_of,
         )
 
-    def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
-        """Build the batch that `generate` returns, from prompts and samples in matching rows.
-
-        `version` is that of the last weight sync.
-        """
-        return batch_of_samples(prompts, cast("Sequence[Sample]", samples), version, self._rules.pad_token_id)
+    def assemble(self, prompts: DataProto, rows: DataProto, version: int) -> DataProto:
+        """Build the batch that `generate` returns, see with_prompts."""
+        return with_prompts(prompts, rows, version, self._rules.pad_token_id)
 
     # ---- observation
 
@@ -232,42 +224,3 @@ def check_versions(replica: int, sample: RolloutOutput, *, oldest: int, newest: 
             f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was begun "
             f"with version {oldest}, and the current weights are version {newest}"
         )
-
-
-def batch_of_samples(
-    prompts: DataProto, samples: Sequence[Sample], version: int, pad_token_id: int
-) -> DataProto:
-    """Builds the batch that Rollout.generate returns. `prompts` has one row per sample."""
-    assert len(samples) == len(prompts)
-
-    # All token columns of samples have the same rows, so one computes the lengths for all.
-    responses = RaggedTensor.of_rows(
-        [sample.token_ids for sample in samples], torch.int32, padding=pad_token_id
-    )
-    tensors = {
-        **prompts.columns,
-        "responses": responses,
-        "response_mask": RaggedTensor.constant(True, responses.lengths, torch.bool),
-        "rollout_log_probs": RaggedTensor.of_rows([sample.log_probs for sample in samples], torch.float32),
-        "token_versions": _token_versions(samples, responses.lengths),
-        **route_column(samples),
-    }
-    arrays: dict[str, list] = {
-        "weight_version": [min(sample.weight_versions) for sample in samples],
-        "finish_reason": [sample.finish_reason for sample in samples],
-    }
-
-    return DataProto.from_dict(
-        tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version}
-    )
-
-
-def _token_versions(samples: Sequence[Sample], lengths: torch.Tensor) -> RaggedTensor:
-    versions = {sample.weight_versions for sample in samples}
-
-    # Usually a single version sampled all tokens; then no array per sample is needed.
-    if len(versions) == 1 and len(only := next(iter(versions))) == 1:
-        rows = RaggedTensor.constant(only[0], lengths, torch.int32)
-    else:
-        rows = RaggedTensor.of_rows([sample.token_versions for sample in samples], torch.int32)
-    return replace(rows, padding=-1)

@@ -7,7 +7,7 @@ or, ahead of training, a generation thread also fills it (`async_rollout.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,16 +18,14 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import RowLoader
 from megarl.rollout.driver.async_rollout import GenerationThread
-from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer, Scoring
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.sample_groups import GREEDY, GroupRules, StepGroups
+from megarl.rollout.driver.sample_rows import FinishedGroup, select_samples
 from megarl.rollout.staleness import StalenessController
 
 _WAIT_S = 0.005  # between two polls for the scores that decide whether a group is trained
-_TURN_S = 0.02  # the longest time for which the generation thread waits for engines
-_END_S = 30.0
 
 
 class StepRollout:
@@ -73,7 +71,7 @@ class StepRollout:
         self._scores: dict[int, dict[str, list[float]]] = {}
 
         # The groups that were returned last.
-        self.taken = StepGroups(DataProto(), [], [], [])
+        self.taken = StepGroups(DataProto(), DataProto(), [], [])
 
     # ---- for the trainer
 
@@ -85,11 +83,11 @@ class StepRollout:
 
     def samples_of(self, groups: StepGroups) -> DataProto:
         """Return the samples of groups without their greedy responses, as Rollout.generate does."""
-        return self._assemble(groups.prompts, groups.samples, range(self._rules.sampling.n))
+        return self._assemble(groups, range(self._rules.sampling.n))
 
     def greedy_of(self, groups: StepGroups) -> DataProto:
         """Return the greedy responses of groups, which the rules must request."""
-        return self._assemble(groups.prompts, groups.samples, range(self._rules.sampling.n, self._rules.size))
+        return self._assemble(groups, range(self._rules.sampling.n, self._rules.size))
 
     def __next__(self) -> DataProto:
         """Wait as `next_step` does and return the prompts of the step, for a loop that calls `generate`."""
@@ -114,9 +112,8 @@ class StepRollout:
         if not places or None in of_prompts:
             return self._rollout.generate(prompts, sampling, step, generation)
 
-        return self._assemble(
-            prompts, [self.taken.samples[row] for row in of_prompts if row is not None], places
-        )
+        groups = self.taken.select([row for row in of_prompts if row is not None])
+        return self._assemble(groups._replace(prompts=prompts), places)
 
     def take(self, count: int) -> DataProto:
         """Return additional prompts, without samples. A resumed run does not serve them again."""
@@ -212,12 +209,14 @@ class StepRollout:
 
     # ---- internals
 
-    def _assemble(
-        self, prompts: DataProto, samples: Sequence[Sequence[RolloutOutput]], places: range
-    ) -> DataProto:
-        """Return the samples at these places of each prompt's group, in consecutive rows."""
-        rows = [of_prompt[place] for of_prompt in samples for place in places]
-        return self._rollout.assemble(prompts.repeat(len(places)), rows, self._weights.actor_version)
+    def _assemble(self, groups: StepGroups, places: range) -> DataProto:
+        """Return the samples at these places of each group, in consecutive rows."""
+        rows = groups.rows
+        size = self._rules.size
+        if len(places) < size:
+            numbers = [size * group + place for group in range(len(groups.prompts)) for place in places]
+            rows = select_samples(rows, numbers)
+        return self._rollout.assemble(groups.prompts, rows, self._weights.actor_version)
 
     def _started(self) -> RolloutBuffer:
         if self._buffer is None:

@@ -54,10 +54,11 @@ from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import unshared
 from megarl.rollout.driver.rollout import Rollout, TokenRules
+from megarl.rollout.driver.sample_rows import sample_rows, with_prompts
 from megarl.rollout.driver.scheduler import Deliver, RequestScheduler
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
-from megarl.rollout.episodes.episodes import EpisodeRollout, batch_of_trajectories
+from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.worker.environment import EnvironmentServer, EnvironmentWorker, TurnReport
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
@@ -103,7 +104,7 @@ def batch() -> DataProto:
         {"uid": ["a", "a", "b"]},
         {"some": "thing"},
     )
-    return batch_of_trajectories(prompts, ROWS, 4, pad_token_id=0)
+    return with_prompts(prompts, sample_rows(ROWS), 4, pad_token_id=0)
 
 
 def test_rows_of_a_batch() -> None:
@@ -329,7 +330,7 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
     prompts = DataProto.from_dict(
         {"prompts": RaggedTensor.of_rows([prompt], torch.int32, on_left=True)}, {"uid": ["a"]}, {}
     )
-    row = batch_of_trajectories(prompts, [episode.trajectory], 4, pad_token_id=0)
+    row = with_prompts(prompts, sample_rows([episode.trajectory]), 4, pad_token_id=0)
     assert row.tensors["responses"][0].tolist() == [*drawn[0], *bridge, *drawn[1]]
     assert row.tensors["response_mask"][0].tolist() == [True] * len(drawn[0]) + [False] * len(bridge) + [
         True
