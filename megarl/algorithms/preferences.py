@@ -75,9 +75,16 @@ def bradley_terry_losses(scores: PairValues, margins: Tensor, center_coefficient
     return losses
 
 
-def _is_counted(mask: Tensor) -> Tensor:
-    """Return which pairs count, (n,) bool. A pair that only pads a micro-batch has no valid token."""
-    return mask.any(dim=1)[0::2]
+def _share(name: str, values: Mapping[str, Tensor], mask: Tensor, num_pairs: int) -> LossShare:
+    """Return the share of some pairs in means over the `num_pairs` of the whole mini-batch.
+
+    Args:
+        values: The values (n,) of the pairs by metric, with `loss`.
+    """
+    # A pair that only pads a micro-batch has no valid token.
+    is_counted = mask.any(dim=1)[0::2]
+    means = {key: masked(each, is_counted).sum() / num_pairs for key, each in values.items()}
+    return LossShare(means["loss"], {f"{name}/{key}": Metric.sum(mean) for key, mean in means.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +108,10 @@ class DPOLoss:
     """
 
     name: ClassVar[str] = "dpo"
+    extras: ClassVar[tuple[()]] = ()
     columns: ClassVar[tuple[str, ...]] = (REFERENCE_LOG_PROBS,)
     config: DPOLossConfig
     num_pairs: int
-
-    @property
-    def extras(self) -> tuple[()]:
-        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
@@ -119,12 +123,7 @@ class DPOLoss:
         if self.config.kind is not DPOLossKind.sigmoid:
             of_loss = log_ratios / mask.sum(dim=1).clamp(min=1)
         losses = dpo_losses(PairValues.of_rows(of_loss), self.config.kind, self.config.beta)
-        is_counted = _is_counted(mask)
 
-        def mean(values: Tensor) -> Tensor:
-            return masked(values, is_counted).sum() / self.num_pairs
-
-        loss = mean(losses)
         # The implicit reward of DPO is beta times the log-ratio.
         rewards = PairValues.of_rows(self.config.beta * log_ratios.detach())
         of_policy = PairValues.of_rows(log_probs.detach())
@@ -137,7 +136,7 @@ class DPOLoss:
             "chosen_log_prob": of_policy.chosen,
             "rejected_log_prob": of_policy.rejected,
         }
-        return LossShare(loss, {f"dpo/{name}": Metric.sum(mean(each)) for name, each in values.items()})
+        return _share(self.name, values, mask, self.num_pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +159,10 @@ class RewardModelLoss:
     """
 
     name: ClassVar[str] = "reward_model"
+    extras: ClassVar[tuple[()]] = ()
     columns: ClassVar[tuple[str, ...]] = (MARGINS,)
     config: RewardModelLossConfig
     num_pairs: int
-
-    @property
-    def extras(self) -> tuple[()]:
-        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
@@ -174,12 +170,6 @@ class RewardModelLoss:
         # Chosen and rejected rows alternate. The chosen row has the margin of its pair.
         margins = masked(rows[MARGINS], mask).sum(dim=1)[0::2]
         losses = bradley_terry_losses(scores, margins, self.config.center_coefficient)
-        is_counted = _is_counted(mask)
-
-        # The shares of micro-batches are added up, so each one divides by the pairs of the whole mini-batch.
-        def mean(values: Tensor) -> Tensor:
-            return masked(values, is_counted).sum() / self.num_pairs
-
         values = {
             "loss": losses,
             "accuracy": (scores.difference > 0).to(losses.dtype),
@@ -187,8 +177,7 @@ class RewardModelLoss:
             "chosen_score": scores.chosen,
             "rejected_score": scores.rejected,
         }
-        metrics = {f"reward_model/{name}": Metric.sum(mean(each)) for name, each in values.items()}
-        return LossShare(mean(losses), metrics)
+        return _share(self.name, values, mask, self.num_pairs)
 
 
 PairLoss = DPOLoss | RewardModelLoss

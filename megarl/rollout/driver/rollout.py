@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.agents.protocol import Task
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import IMAGE_BYTES, with_prompt_rows
 from megarl.config.schema import SamplingConfig
@@ -52,9 +53,16 @@ class Rollout:
     A replica that dies or hangs is restarted with the current weights. Its unfinished requests are sent again
     with the same seeds, so that they give the same samples.
 
+    In a run with an agent, a sample is an episode whose turns engines generate and environments answer. They
+    work concurrently, on different episodes. `response_mask` is True for tokens that the model generated. A
+    batch then also has the token columns `answer_mask`, True in the last turn, and `environment_rewards`,
+    each on the last token of its turn; and the arrays `num_turns`, `num_calls`, `call_errors` (kind ->
+    number), `tool_s` and `episode_end` (B,). Generation also raises ProcessLimitError, RunError for an
+    episode that was started too often, and WorkerError if a user's environment failed.
+
     Attributes:
         scheduler: Runs the requests on the replicas.
-        runner: Runs what becomes a sample: the scheduler, or the runner of episodes on top of it.
+        episodes: Runs episodes on top of it; None without an agent.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class Rollout:
         rules: TokenRules,
         seed: int,
         routes_of: SamplingConfig | None = None,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
         """Create the rollout.
 
@@ -79,7 +88,12 @@ class Rollout:
         self._rules = rules
         self._seed = seed
         self.scheduler = scheduler
-        self.runner: RequestScheduler | EpisodeRunner = scheduler
+        self.episodes = episodes
+
+    @property
+    def runner(self) -> RequestScheduler | EpisodeRunner:
+        """What runs the requests that become samples."""
+        return self.episodes or self.scheduler
 
     @property
     def replicas(self) -> Sequence[RoleGroup]:
@@ -156,18 +170,29 @@ class Rollout:
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]:
-        """Plan one request per sample, with those of a prompt consecutive.
+        """Plan one request per sample, with those of a prompt consecutive, and the task if it is an episode.
 
         The seeds are those of `generate` for a batch in which `first` other prompts come before these.
         """
         ids = [row.tolist() for row in prompts.ragged["prompts"].each()]
-        return plan_requests(
+        arrays = prompts.non_tensor_batch
+        planned = plan_requests(
             ids,
             self._parameters(sampling, step, generation),
-            prompts.non_tensor_batch.get("uid"),
+            arrays.get("uid"),
             first=first,
             images=row_files(prompts.ragged) if IMAGE_BYTES in prompts.ragged else None,
         )
+        if self.episodes is None:
+            return planned
+
+        columns = {name: arrays[name] for name in ("messages", "reward_model", "extra_info")}
+
+        def with_task(place: int, request: GenerationRequest) -> GenerationRequest:
+            of_row = {name: column[place // sampling.n] for name, column in columns.items()}
+            return request._replace(task=Task(seed=request.sampling.seed, **of_row))
+
+        return [with_task(place, request) for place, request in enumerate(planned)]
 
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
         # The seed does not depend on the replica, so any number of replicas gives the same samples.
@@ -200,13 +225,16 @@ class Rollout:
         return self._replicas.num_restarts
 
     def drain_spans(self) -> list[Span]:
-        """Return the spans of all replicas; see Replicas.drain_spans."""
+        """Return the spans of all replicas and environments; see Replicas.drain_spans."""
         with self._replicas.exclusive():
-            return self._replicas.drain_spans()
+            spans = self._replicas.drain_spans()
+            return spans if self.episodes is None else spans + self.episodes.environments.drain_spans()
 
     def shutdown(self) -> None:
-        """End the replicas immediately."""
+        """End the replicas and environments immediately."""
         self._replicas.shutdown()
+        if self.episodes is not None:
+            self.episodes.environments.shutdown()
 
 
 def check_versions(replica: int, sample: RolloutOutput, *, oldest: int, newest: int) -> None:

@@ -58,7 +58,6 @@ from megarl.rollout.driver.sample_rows import sample_rows, with_prompts
 from megarl.rollout.driver.scheduler import Deliver, RequestScheduler
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
-from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.worker.environment import EnvironmentServer, EnvironmentWorker, TurnReport
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
@@ -446,7 +445,7 @@ def episode_rollout(
     deaths: Sequence[int] = (),
     max_turns: int = 3,
     agent: AgentConfig | None = None,
-) -> tuple[EpisodeRollout, Writing]:
+) -> tuple[Rollout, Writing]:
     """Build the rollout.
 
     Args:
@@ -482,7 +481,8 @@ def episode_rollout(
     runner = SessionRunner if agent.harness.is_used else TurnRunner
     episodes = runner(writing, environments, of_episodes)
 
-    return EpisodeRollout(episodes, weights, rules, seed=0), writing  # type: ignore[arg-type]
+    made = Rollout(episodes.scheduler, weights, rules, seed=0, episodes=episodes)  # type: ignore[arg-type]
+    return made, writing
 
 
 PROGRAM = """
@@ -519,7 +519,7 @@ def test_programs_of_a_process_that_dies_start_again(tmp_path: Path) -> None:
         [0, 0], [0, 0], [0, 1], [0, 2], [0, 0], [0, 3], [0], [0, 0], [0, 5], [0, 6], [0, 0], [0, 7],
     ]  # fmt: skip
     assert len({tuple(row.tolist()) for row in made.ragged["prompts"].each()}) == 3
-    assert rollout.environments.num_restarts == 1
+    assert rollout.episodes.environments.num_restarts == 1
     assert set(notes.read_text().split()) == set("01234567")
     metrics = agent_metrics(merge_branches(made).non_tensor_batch)
     assert (metrics["agent/branches/mean"], metrics["agent/failures/raised"]) == (1.5, 1 / 8)
@@ -576,7 +576,7 @@ def test_episodes_of_a_process_that_is_lost_begin_again_with_their_seeds(tmp_pat
     undisturbed, _ = episode_rollout(whole)
     rollout, writing = episode_rollout(lossy, deaths=[2])
     rows = [each.generate(prompts(7), SamplingConfig(n=1), step=1) for each in (undisturbed, rollout)]
-    assert rollout.environments.num_restarts == 1
+    assert rollout.episodes.environments.num_restarts == 1
     for key in ("responses", "response_mask", "environment_rewards"):
         assert rows[0].tensors[key].tolist() == rows[1].tensors[key].tolist()
     first = Counter(request.sampling.seed for request in writing.seen if len(request.prompt) == len(PROMPT))
@@ -592,7 +592,7 @@ def test_a_task_is_sent_once_to_each_process_of_its_episode(tmp_path: Path, deat
     for size in (0, 1_000_000):
         rollout, writing = episode_rollout(tmp_path / str(size), deaths=deaths)
         made = rollout.generate(prompts(4, "n" * size), SamplingConfig(n=2), step=1)
-        assert rollout.environments.num_restarts == len(deaths)
+        assert rollout.episodes.environments.num_restarts == len(deaths)
         assert made.non_tensor_batch["num_turns"].tolist() == [1, 1, 2, 2, 3, 3, 3, 3]
         # The first turn of each attempt has the task, and no other turn has it.
         assert {order.place[1] == 0 for order in writing.orders if order.task} == {True}
