@@ -229,7 +229,7 @@ class CriticLoss:
     """
 
     name: ClassVar[str] = "critic"
-    extras: ClassVar[tuple[()]] = ()
+    extras = ()
     value_loss: ValueLossConfig
     counts: MiniBatchCounts
 
@@ -256,7 +256,7 @@ class SFTLoss:
     """
 
     name: ClassVar[str] = "sft"
-    extras: ClassVar[tuple[()]] = ()
+    extras = ()
     counts: MiniBatchCounts
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:

@@ -102,7 +102,7 @@ class DPOLoss:
     """
 
     name: ClassVar[str] = "dpo"
-    extras: ClassVar[tuple[()]] = ()
+    extras = ()
     columns: ClassVar[tuple[str, ...]] = (REFERENCE_LOG_PROBS,)
     config: DPOLossConfig
     num_pairs: int
@@ -153,7 +153,7 @@ class RewardModelLoss:
     """
 
     name: ClassVar[str] = "reward_model"
-    extras: ClassVar[tuple[()]] = ()
+    extras = ()
     columns: ClassVar[tuple[str, ...]] = (MARGINS,)
     config: RewardModelLossConfig
     num_pairs: int
