@@ -33,6 +33,8 @@ _NAMES = {
     "environment_rewards": "rewards",
     "prompts": "prompt",
 }
+# The oldest version of the weights that wrote a row, None for a failed episode. It is no column of the file.
+_OLDEST = "weight_version"
 _OF_ROWS = ("token_ids", "log_probs", "token_versions", "version", "is_dropped", "uid")
 _OF_EPISODES = ("is_model", "rewards", "episode_end", "num_calls", "call_errors", "tool_s")
 
@@ -66,13 +68,16 @@ def sample_rows(samples: Sequence[RolloutOutput]) -> DataProto:
         "token_versions": _token_versions(written, responses.lengths),
     }
 
+    # The oldest version is known here; to find it in the rows takes a pass over all tokens.
+    oldest = [min(row.weight_versions, default=None) for row in written]
+
     # A sample is a single response of an engine; an episode also needs its turns and tool calls.
     branches = [row for row in written if isinstance(row, Trajectory)]
     if not branches:
         of_engines = [sample for sample in samples if isinstance(sample, Sample)]
         return DataProto.from_dict(
             {**tensors, **_route_column(of_engines)},
-            {"finish_reason": [sample.finish_reason for sample in of_engines]},
+            {"finish_reason": [sample.finish_reason for sample in of_engines], _OLDEST: oldest},
         )
     tensors["response_mask"] = RaggedTensor.of_rows([row.mask for row in branches], torch.bool)
     tensors["environment_rewards"] = RaggedTensor.of_rows([row.rewards for row in branches], torch.float32)
@@ -84,6 +89,7 @@ def sample_rows(samples: Sequence[RolloutOutput]) -> DataProto:
         "num_calls": [each.num_calls for each in episodes],
         "call_errors": [{kind.value: count for kind, count in each.call_errors.items()} for each in episodes],
         "tool_s": [each.tool_s for each in episodes],
+        _OLDEST: oldest,
     }
     if any(episode.branches or episode.failure for episode in episodes):
         tensors["prompts"] = RaggedTensor.of_rows([row.prompt for row in branches], torch.int32)
@@ -138,13 +144,10 @@ def with_prompts(prompts: DataProto, rows: DataProto, version: int, pad_token_id
     numbers = episode_numbers(rows)
     of_prompts = prompts.select_idxs(numbers // (num_samples(rows) // max(1, len(prompts))))
     columns = dict(rows.ragged)
-    versions = columns["token_versions"]
-    columns["token_versions"] = replace(versions, padding=-1)
+    columns["token_versions"] = replace(columns["token_versions"], padding=-1)
     columns["responses"] = replace(columns["responses"], padding=pad_token_id)
-
-    # Tokens of the environment have version -1, and a failed episode has no others.
-    drawn = [row[row >= 0] for row in versions.each()]
-    arrays: dict[str, Any] = {"weight_version": [int(row.min()) if len(row) else version for row in drawn]}
+    oldest = rows.non_tensor_batch[_OLDEST]
+    arrays: dict[str, Any] = {_OLDEST: [version if each is None else each for each in oldest]}
     if "episode_end" in rows.non_tensor_batch:
         mask = columns["response_mask"]
         arrays |= _of_episodes(rows, mask, numbers)
@@ -153,7 +156,7 @@ def with_prompts(prompts: DataProto, rows: DataProto, version: int, pad_token_id
             [row.int().flip(0).cumprod(0).flip(0).numpy() for row in mask.each()], torch.bool
         )
     else:
-        columns["response_mask"] = RaggedTensor.constant(True, versions.lengths, torch.bool)
+        columns["response_mask"] = RaggedTensor.constant(True, columns["responses"].lengths, torch.bool)
     if "prompts" in columns:
         columns["prompts"] = replace(columns["prompts"], on_left=True)
 
@@ -183,6 +186,7 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
     tensors["version"] = torch.tensor([group.version for group in of_rows])
     tensors["is_dropped"] = torch.tensor([group.is_dropped for group in of_rows])
     arrays: dict[str, Any] = {**rows.non_tensor_batch, "uid": [group.uid for group in of_rows]}
+    del arrays[_OLDEST]
     if FAILURE in arrays:
         places = zip(arrays[BRANCH], arrays[FAILURE], strict=True)
         arrays[BRANCH] = [place if failure is None else None for place, failure in places]
@@ -202,6 +206,8 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     names = {name: key for key, name in _NAMES.items()}
     versions, are_dropped = (read.tensors[key].tolist() for key in ("version", "is_dropped"))
     uids = arrays.pop("uid").tolist()
+    drawn = [row[row >= 0] for row in read.ragged["token_versions"].each()]
+    arrays[_OLDEST] = [int(row.min()) if len(row) else None for row in drawn]
     if BRANCH in arrays:
         arrays[BRANCH] = [place or 0 for place in arrays[BRANCH]]
     rows = DataProto.from_dict({names.get(key, key): column for key, column in read.ragged.items()}, arrays)
