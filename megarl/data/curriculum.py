@@ -206,7 +206,7 @@ class CurriculumLoader(RowLoader):
         self._settings = dict(settings or {})
         self._num_before = 0  # rows served before the run was resumed
         self._served = array("q")  # the rows that were served since, in order, of 8 bytes each
-        self._again: deque[int] = deque()  # rows of before the run was resumed, to be served again
+        self._again: deque[int] = deque()  # rows of the interrupted run, to be served again
         self._sampler_state()  # a state that cannot be saved is refused before the first step
 
     def take(self, num_wanted: int) -> DataProto:

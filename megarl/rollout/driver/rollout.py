@@ -92,7 +92,7 @@ class Rollout:
 
     @property
     def runner(self) -> RequestScheduler | EpisodeRunner:
-        """What runs the requests that become samples."""
+        """The scheduler, or the runner of episodes: it runs the requests that become samples."""
         return self.episodes or self.scheduler
 
     @property
