@@ -58,8 +58,8 @@ from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
 from megarl.roles.start import PPORoles
-from megarl.rollout.driver.rollout import batch_of_samples
 from megarl.rollout.driver.sample_groups import StepGroups
+from megarl.rollout.driver.sample_rows import sample_rows, with_prompts
 from megarl.rollout.driver.scheduler import SchedulerTotals
 from megarl.trainers.monitor import Position
 from megarl.trainers.ppo import PPOTrainer
@@ -204,8 +204,8 @@ class Generating:
             log_probs[:] = -0.6
             self.samples.append(Sample(ids, log_probs, "stop", (VersionSpan(1, length),)))
 
-    def assemble(self, prompts: DataProto, samples: Sequence[Sample], version: int) -> DataProto:
-        return batch_of_samples(prompts, samples, version, pad_token_id=0)
+    def assemble(self, prompts: DataProto, rows: DataProto, version: int) -> DataProto:
+        return with_prompts(prompts, rows, version, pad_token_id=0)
 
     def drain_metrics(self) -> dict[str, float]:
         return {}
@@ -350,7 +350,7 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
     samples: Any = trainer.roles.rollout
     groups = StepGroups(
         make_prompts(num_prompts),
-        [list(group) for group in batched(samples.samples, NUM_SAMPLES)],
+        DataProto.concat([sample_rows(group) for group in batched(samples.samples, NUM_SAMPLES)]),
         [1] * num_prompts,
         [True] * num_prompts,
     )

@@ -93,7 +93,7 @@ class Groups:
         return self.maximum(x) + self.maximum(-x)
 
 
-def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> Tensor:
+def rows_with_signal(scores: Tensor, uid: np.ndarray) -> Tensor:
     """Return whether the scores of the samples of each row's prompt differ, (B,) bool.
 
     This is the filter of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.2).
@@ -104,25 +104,17 @@ def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None =
     Args:
         scores: (B,) float.
         uid: (B,), the uid of each row's prompt.
-        is_scored: (B,) bool, False for samples whose scoring failed. Their score of 0 is not compared with
-            other scores. None: all samples are scored.
 
     Raises:
         ValueError: A score is NaN or infinite; the message contains its uid.
     """
-    groups = _groups_of(scores, uid)
-    if is_scored is None:
-        return groups.spread(scores) > 0
-    # Samples without a score are never the maximum or the minimum.
-    largest, smallest = (torch.where(is_scored, sign * scores, -torch.inf) for sign in (1, -1))
-
-    return groups.maximum(largest) + groups.maximum(smallest) > 0
+    return _groups_of(scores, uid).spread(scores) > 0
 
 
 def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> dict[str, float]:
     """Return the fractions of prompts whose samples all have the same score.
 
-    Samples whose scoring failed are excluded, see rows_with_signal.
+    Samples whose scoring failed (`is_scored` is False) are excluded.
 
     - `groups/without_signal`: all samples of the prompt have the same score.
     - `groups/at_best`, `groups/at_worst`: all samples have the largest, or smallest, score of the batch. Both

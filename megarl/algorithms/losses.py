@@ -229,12 +229,9 @@ class CriticLoss:
     """
 
     name: ClassVar[str] = "critic"
+    extras = ()
     value_loss: ValueLossConfig
     counts: MiniBatchCounts
-
-    @property
-    def extras(self) -> tuple[()]:
-        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
@@ -259,11 +256,8 @@ class SFTLoss:
     """
 
     name: ClassVar[str] = "sft"
+    extras = ()
     counts: MiniBatchCounts
-
-    @property
-    def extras(self) -> tuple[()]:
-        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         loss = aggregate(

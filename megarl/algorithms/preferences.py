@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -29,55 +29,56 @@ from megarl.config.schema import (
 )
 
 
-class PairValues(NamedTuple):
-    """A value of each answer of n pairs, (n,) each."""
-
-    chosen: Tensor
-    rejected: Tensor
-
-    @classmethod
-    def of_rows(cls, values: Tensor) -> PairValues:
-        """Split values (b,) of rows."""
-        return cls(values[0::2], values[1::2])
-
-    @property
-    def difference(self) -> Tensor:
-        return self.chosen - self.rejected
+def of_pairs(values: Tensor) -> Tensor:
+    """Return values (b,) of rows by pair, (n, 2): of the preferred and the rejected answer."""
+    return values.view(-1, 2)
 
 
-def dpo_losses(log_ratios: PairValues, kind: DPOLossKind, beta: float) -> Tensor:
+def _difference(pairs: Tensor) -> Tensor:
+    """Return the value of the preferred answer minus that of the rejected one, (n,)."""
+    return pairs[:, 0] - pairs[:, 1]
+
+
+def dpo_losses(log_ratios: Tensor, kind: DPOLossKind, beta: float) -> Tensor:
     """Return the loss of each pair, (n,).
 
     Args:
-        log_ratios: log policy - log reference of each answer: the sum over its tokens for `sigmoid`, the mean
-            for the other kinds.
+        log_ratios: (n, 2), log policy - log reference of each answer: the sum over its tokens for `sigmoid`,
+            the mean for the other kinds. The preferred answer comes first.
         beta: Its coefficient.
     """
     if kind is DPOLossKind.ipo:
-        return (log_ratios.difference - 1 / (2 * beta)).square()
-    return -logsigmoid(beta * log_ratios.difference)
+        return (_difference(log_ratios) - 1 / (2 * beta)).square()
+    return -logsigmoid(beta * _difference(log_ratios))
 
 
-def bradley_terry_losses(scores: PairValues, margins: Tensor, center_coefficient: float) -> Tensor:
+def bradley_terry_losses(scores: Tensor, margins: Tensor, center_coefficient: float) -> Tensor:
     """Return the loss of each pair, (n,).
 
     It is -log sigmoid(chosen - rejected - margin) + center_coefficient * (chosen + rejected)^2: Bradley-Terry
     with a margin (Touvron et al. 2023, Llama 2) and centering (Eisenstein et al. 2023).
 
     Args:
-        scores: The score of each conversation.
+        scores: (n, 2), the score of each conversation. The preferred one comes first.
         margins: (n,)
         center_coefficient: The weight of the squared sum.
     """
-    losses = -logsigmoid(scores.difference - margins)
+    losses = -logsigmoid(_difference(scores) - margins)
     if center_coefficient:
-        losses = losses + center_coefficient * (scores.chosen + scores.rejected).square()
+        losses = losses + center_coefficient * scores.sum(dim=1).square()
     return losses
 
 
-def _is_counted(mask: Tensor) -> Tensor:
-    """Return which pairs count, (n,) bool. A pair that only pads a micro-batch has no valid token."""
-    return mask.any(dim=1)[0::2]
+def _share(name: str, values: Mapping[str, Tensor], mask: Tensor, num_pairs: int) -> LossShare:
+    """Return the share of some pairs in means over the `num_pairs` of the whole mini-batch.
+
+    Args:
+        values: The values (n,) of the pairs by metric, with `loss`.
+    """
+    # A pair that only pads a micro-batch has no valid token.
+    is_counted = mask.any(dim=1)[0::2]
+    means = {key: masked(each, is_counted).sum() / num_pairs for key, each in values.items()}
+    return LossShare(means["loss"], {f"{name}/{key}": Metric.sum(mean) for key, mean in means.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +102,10 @@ class DPOLoss:
     """
 
     name: ClassVar[str] = "dpo"
+    extras = ()
     columns: ClassVar[tuple[str, ...]] = (REFERENCE_LOG_PROBS,)
     config: DPOLossConfig
     num_pairs: int
-
-    @property
-    def extras(self) -> tuple[()]:
-        return ()
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
@@ -118,26 +116,21 @@ class DPOLoss:
         of_loss = log_ratios
         if self.config.kind is not DPOLossKind.sigmoid:
             of_loss = log_ratios / mask.sum(dim=1).clamp(min=1)
-        losses = dpo_losses(PairValues.of_rows(of_loss), self.config.kind, self.config.beta)
-        is_counted = _is_counted(mask)
+        losses = dpo_losses(of_pairs(of_loss), self.config.kind, self.config.beta)
 
-        def mean(values: Tensor) -> Tensor:
-            return masked(values, is_counted).sum() / self.num_pairs
-
-        loss = mean(losses)
         # The implicit reward of DPO is beta times the log-ratio.
-        rewards = PairValues.of_rows(self.config.beta * log_ratios.detach())
-        of_policy = PairValues.of_rows(log_probs.detach())
+        rewards = of_pairs(self.config.beta * log_ratios.detach())
+        of_policy = of_pairs(log_probs.detach())
         values = {
             "loss": losses,
-            "accuracy": (rewards.difference > 0).to(losses.dtype),
-            "margin": rewards.difference,
-            "chosen_reward": rewards.chosen,
-            "rejected_reward": rewards.rejected,
-            "chosen_log_prob": of_policy.chosen,
-            "rejected_log_prob": of_policy.rejected,
+            "accuracy": (_difference(rewards) > 0).to(losses.dtype),
+            "margin": _difference(rewards),
+            "chosen_reward": rewards[:, 0],
+            "rejected_reward": rewards[:, 1],
+            "chosen_log_prob": of_policy[:, 0],
+            "rejected_log_prob": of_policy[:, 1],
         }
-        return LossShare(loss, {f"dpo/{name}": Metric.sum(mean(each)) for name, each in values.items()})
+        return _share(self.name, values, mask, self.num_pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,35 +153,25 @@ class RewardModelLoss:
     """
 
     name: ClassVar[str] = "reward_model"
+    extras = ()
     columns: ClassVar[tuple[str, ...]] = (MARGINS,)
     config: RewardModelLossConfig
     num_pairs: int
 
-    @property
-    def extras(self) -> tuple[()]:
-        return ()
-
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
-        scores = PairValues.of_rows(masked(outputs["values"], mask).sum(dim=1))
+        scores = of_pairs(masked(outputs["values"], mask).sum(dim=1))
         # Chosen and rejected rows alternate. The chosen row has the margin of its pair.
         margins = masked(rows[MARGINS], mask).sum(dim=1)[0::2]
         losses = bradley_terry_losses(scores, margins, self.config.center_coefficient)
-        is_counted = _is_counted(mask)
-
-        # The shares of micro-batches are added up, so each one divides by the pairs of the whole mini-batch.
-        def mean(values: Tensor) -> Tensor:
-            return masked(values, is_counted).sum() / self.num_pairs
-
         values = {
             "loss": losses,
-            "accuracy": (scores.difference > 0).to(losses.dtype),
-            "margin": scores.difference,
-            "chosen_score": scores.chosen,
-            "rejected_score": scores.rejected,
+            "accuracy": (_difference(scores) > 0).to(losses.dtype),
+            "margin": _difference(scores),
+            "chosen_score": scores[:, 0],
+            "rejected_score": scores[:, 1],
         }
-        metrics = {f"reward_model/{name}": Metric.sum(mean(each)) for name, each in values.items()}
-        return LossShare(mean(losses), metrics)
+        return _share(self.name, values, mask, self.num_pairs)
 
 
 PairLoss = DPOLoss | RewardModelLoss

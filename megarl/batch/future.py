@@ -4,25 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Future(Protocol[T_co]):
-    """A result that can be awaited with `.get()`."""
-
-    def get(self, timeout: float | None = None) -> T_co:
-        """Wait for the result and return it.
-
-        Args:
-            timeout: In seconds. None: no limit.
-
-        Raises:
-            TimeoutError: The result did not arrive in time.
-            Exception: The exception of the call.
-        """
-        ...
+from typing import Any
 
 
 class DataProtoFuture(ABC):
@@ -34,7 +16,15 @@ class DataProtoFuture(ABC):
 
     @abstractmethod
     def get(self, timeout: float | None = None) -> Any:
-        """Wait for the batch, see `Future.get`."""
+        """Wait for the batch.
+
+        Args:
+            timeout: In seconds. None: no limit.
+
+        Raises:
+            TimeoutError: The batch did not arrive in time.
+            Exception: The exception of the call.
+        """
 
     @classmethod
     @abstractmethod

@@ -84,9 +84,7 @@ class ConversationEncoder:
         except ValueError as error:
             raise ConversationError(f"sample {uid}, by the reward model's tokenizer: {error}") from error
 
-        # Trailing padding would shift the position that is scored.
-        while token_ids and token_ids[-1] == self._pad_token_id:
-            token_ids.pop()
+        token_ids = without_padding(token_ids, self._pad_token_id)
         if not token_ids:
             raise ConversationError(
                 f"sample {uid}: the reward model's chat template renders the conversation to padding only"
@@ -114,6 +112,14 @@ class ConversationEncoder:
             length > self._max_length,
             spelled(self._tokenizer, [answer]) is not None,
         )
+
+
+def without_padding(token_ids: list[int], pad_token_id: int | None) -> list[int]:
+    """Return the tokens of a conversation without trailing padding, which would shift the scored position."""
+    end = len(token_ids)
+    while end and token_ids[end - 1] == pad_token_id:
+        end -= 1
+    return token_ids[:end]
 
 
 def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None:

@@ -11,9 +11,9 @@ import inspect
 import json
 import math
 import operator
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any, Protocol
@@ -178,22 +178,6 @@ class LearnabilitySampler:
         return self._epoch[1][place]
 
 
-@dataclass
-class _Draw:
-    """Rows that were served together, and the draw after them.
-
-    The link keeps the later draws only as long as an earlier one is needed.
-
-    Attributes:
-        serial: The number of rows served before.
-        following: The next draw; None if these rows are not served yet.
-    """
-
-    serial: int
-    rows: list[int] = field(default_factory=list)
-    following: _Draw | None = None
-
-
 class CurriculumLoader(RowLoader):
     """Serves the rows that a sampler chooses.
 
@@ -220,8 +204,9 @@ class CurriculumLoader(RowLoader):
         self._sampler = sampler
         self.order = order
         self._settings = dict(settings or {})
-        self._next = _Draw(0)
-        self._again: deque[int] = deque()  # rows that were served before the run was resumed
+        self._num_before = 0  # rows served before the run was resumed
+        self._served = array("q")  # the rows that were served since, in order, of 8 bytes each
+        self._again: deque[int] = deque()  # rows of the interrupted run, to be served again
         self._sampler_state()  # a state that cannot be saved is refused before the first step
 
     def take(self, num_wanted: int) -> DataProto:
@@ -229,11 +214,9 @@ class CurriculumLoader(RowLoader):
         if len(rows) < num_wanted:
             rows += self._sample(num_wanted - len(rows))
 
-        # Draws are linked, so that `state_at` finds the rows that were served after a position.
-        draw = self._next
-        draw.rows = rows
-        draw.following = self._next = _Draw(draw.serial + num_wanted)
-        return self._dataset.batch(rows, [f"{draw.serial + place}-{row}" for place, row in enumerate(rows)])
+        serial = self.num_served
+        self._served.extend(rows)
+        return self._dataset.batch(rows, [f"{serial + place}-{row}" for place, row in enumerate(rows)])
 
     def check_uids(self, uids: Iterable[str]) -> None:
         for uid in uids:
@@ -264,23 +247,17 @@ class CurriculumLoader(RowLoader):
 
     @property
     def num_served(self) -> int:
-        return self._next.serial
+        return self._num_before + len(self._served)
 
     @property
-    def position(self) -> _Draw:
-        return self._next
+    def position(self) -> int:
+        return self.num_served
 
-    def state_at(self, position: _Draw, num_rows: int = 0) -> dict[str, Any]:
-        served: list[int] = []
-        draw = position
-
-        while draw.following is not None:
-            served += draw.rows
-            draw = draw.following
-
+    def state_at(self, position: int, num_rows: int = 0) -> dict[str, Any]:
+        num_served = position + num_rows
         return {
-            "num_served": position.serial + num_rows,
-            "served": [*served[num_rows:], *self._again],
+            "num_served": num_served,
+            "served": [*self._served[num_served - self._num_before :], *self._again],
             "sampler": self._sampler_state(),
             "order": self.order,
             **self._identity(),
@@ -291,7 +268,8 @@ class CurriculumLoader(RowLoader):
         return {**super()._identity(), **self._settings}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self._next = _Draw(state["num_served"])
+        self._num_before = state["num_served"]
+        self._served = array("q")
         self._again = deque(state["served"])
         self._sampler.load_state_dict(dict(state["sampler"]))
 

@@ -20,9 +20,10 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import MARGINS, REFERENCE_LOG_PROBS
 from megarl.config.schema import PreferenceConfig, PreferenceDataConfig, RunKind
+from megarl.data.conversations import without_padding
 from megarl.data.preferences import Pair, read_pair, read_pair_rows
 from megarl.data.sft import encode_answer
-from megarl.data.tables import DataRow, Fingerprint, RowIdentity, read_within, warn_of_escapes
+from megarl.data.tables import DataRow, Fingerprint, RowDataset, RowIdentity, warn_of_escapes
 from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
 from megarl.models.families import read_fields
@@ -144,19 +145,14 @@ class ConversationPairEncoder(PairEncoder):
 
     def token_ids(self, pair: Pair) -> tuple[list[int], list[int], list[int]]:
         chosen, rejected = (
-            self._conversation([*pair.prompt, answer], pair) for answer in (pair.chosen, pair.rejected)
+            without_padding(self.render([*pair.prompt, answer], pair), self._pad_token_id)
+            for answer in (pair.chosen, pair.rejected)
         )
         # All tokens before the first difference are common, wherever the template's answer begins.
         common = sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], zip(chosen, rejected, strict=False)))
         if common == 0:
             raise ValueError("the two conversations have no first token in common, so no prompt is shared")
         return chosen[:common], [*chosen[common:], _AFTER], [*rejected[common:], _AFTER]
-
-    def _conversation(self, chat: list[dict[str, Any]], pair: Pair) -> list[int]:
-        ids = self.render(chat, pair)
-        while ids and ids[-1] == self._pad_token_id:
-            ids.pop()
-        return ids
 
     def is_read(self, num_tokens: int) -> np.ndarray:
         return np.arange(num_tokens) == num_tokens - 1
@@ -170,10 +166,8 @@ def pair_encoder(config: PreferenceConfig, tokenizer: PreTrainedTokenizerBase) -
     return ConversationPairEncoder(tokenizer, config.data, model.get("pad_token_id"))
 
 
-class PairDataset:
+class PairDataset(RowDataset[EncodedPair]):
     """The pairs of `files`.
-
-    `num_filtered` is the number of pairs dropped because they are too long.
 
     Attributes:
         reference: The reference's log-probs of both answers of each pair, float32, by the pair's number.
@@ -185,7 +179,7 @@ class PairDataset:
 
     def __init__(self, files: Sequence[str], encoder: PairEncoder) -> None:
         data = encoder.data
-        self._pairs, self.row_files, self.num_filtered = read_within(
+        super().__init__(
             read_pair_rows(files, data.columns),
             encoder.encode,
             lambda pair: pair.length,
@@ -193,29 +187,23 @@ class PairDataset:
             "data.max_length",
             data.overlong,
         )
-        warn_of_escapes([pair.escaped for pair in self._pairs])
+        warn_of_escapes([pair.escaped for pair in self._items])
         self._encoder = encoder
         self.identity = self._identity()
         self.reference: Mapping[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def _identity(self) -> RowIdentity:
         rows = Fingerprint()
-        for pair in self._pairs:
+        for pair in self._items:
             rows.add(values=pair.fingerprint)
         return RowIdentity(rows.hex(), *rendering_identity(self._encoder.tokenizer, self.token_fingerprint()))
 
     def token_fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the tokens of all pairs."""
         tokens = Fingerprint()
-        for pair in self._pairs:
+        for pair in self._items:
             tokens.add(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)
         return tokens
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: int) -> EncodedPair:
-        return self._pairs[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """Return the rows of some pairs, with `prompts`, `responses` and `response_mask` as rows of tokens.
@@ -223,7 +211,7 @@ class PairDataset:
         The mask is True for the tokens that the loss reads. `margins` has the pair's margin, and
         `ref_log_prob` the reference's log-probs if there are any, at every token. There is one array, `uid`.
         """
-        pairs = [self._pairs[index] for index in indices]
+        pairs = [self._items[index] for index in indices]
         answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
         pad_id = self._encoder.tokenizer.pad_token_id
         prompts = RaggedTensor.of_rows(

@@ -27,10 +27,10 @@ from megarl.data.images import (
 from megarl.data.tables import (
     DataRow,
     Fingerprint,
+    RowDataset,
     RowIdentity,
     chat_messages,
     read_rows,
-    read_within,
     typed_value,
     warn_of_escapes,
 )
@@ -57,7 +57,7 @@ class Prompt:
     images: tuple[bytes, ...] = ()  # encoded files
 
 
-class PromptDataset:
+class PromptDataset(RowDataset[Prompt]):
     """The prompts of `files`, read according to `data`.
 
     Columns: `prompt` (chat messages, or a text), `data_source` (str), `reward_model` ({style, ground_truth};
@@ -65,8 +65,6 @@ class PromptDataset:
     chat is rendered with the tokenizer's template, with the `tools` shown to the model, up to the start of
     the assistant's answer. A model of images also reads `images` (see `read_images`), whose places in the
     prompt are marked by `<image>`; the tokens of images count for the limit.
-
-    `num_filtered` is the number of rows dropped because they are too long.
 
     Raises:
         DataError: A row cannot be used.
@@ -82,7 +80,7 @@ class PromptDataset:
         harness: HarnessConfig | None = None,
     ) -> None:
         self._pad_id = tokenizer.pad_token_id
-        self._prompts, self.row_files, self.num_filtered = read_within(
+        super().__init__(
             read_prompt_rows(files, data.columns),
             lambda row: read_prompt(row, tokenizer, data, tools, images, harness),
             lambda prompt: len(prompt.token_ids),
@@ -90,8 +88,8 @@ class PromptDataset:
             "data.max_prompt_length",
             data.overlong,
         )
-        warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in self._prompts])
-        self._has_images = any(prompt.images for prompt in self._prompts)
+        warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in self._items])
+        self._has_images = any(prompt.images for prompt in self._items)
         self.identity = self._identity(tokenizer)
 
     def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
@@ -99,19 +97,13 @@ class PromptDataset:
         tokens = Fingerprint()
 
         # Fingerprint rows and tokens separately, because another chat template changes only the tokens.
-        for prompt in self._prompts:
+        for prompt in self._items:
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
             # Rows without images keep the fingerprint that they had before there were images.
             rows.add(values=[prompt.messages, *values, *digests(prompt.images)])
             tokens.add(prompt.token_ids, values=values)
 
         return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """Return a batch with `prompts` as rows of tokens, padded on the left.
@@ -120,7 +112,7 @@ class PromptDataset:
         `messages` (the rendered chat), `data_source`, `reward_model` and `extra_info`.
         Every row has its own dicts.
         """
-        rows = [self._prompts[index] for index in indices]
+        rows = [self._items[index] for index in indices]
         prompts = RaggedTensor.of_rows(
             [row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True
         )

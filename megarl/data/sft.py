@@ -21,10 +21,10 @@ from megarl.config.schema import ChatColumnsConfig, SFTDataConfig
 from megarl.data.tables import (
     DataRow,
     Fingerprint,
+    RowDataset,
     RowIdentity,
     chat_messages,
     read_rows,
-    read_within,
     tool_schemas,
     typed_value,
     warn_of_escapes,
@@ -66,13 +66,11 @@ class Example(NamedTuple):
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-class SFTDataset:
+class SFTDataset(RowDataset[Example]):
     """The chats of `files`, read according to `data`.
 
     The last message is the assistant's. All of the assistant's text is trained, except messages with a
     `weight` of 0. `max_length` limits prompt and response together.
-
-    `num_filtered` is the number of rows dropped because they are too long.
 
     Raises:
         DataError: A row cannot be used.
@@ -80,7 +78,7 @@ class SFTDataset:
 
     def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> None:
         self._pad_id = tokenizer.pad_token_id
-        self._examples, self.row_files, self.num_filtered = read_within(
+        super().__init__(
             read_chat_rows(files, data.columns),
             lambda row: read_example(row, tokenizer, data),
             lambda example: example.length,
@@ -88,16 +86,16 @@ class SFTDataset:
             "data.max_length",
             data.overlong,
         )
-        warn_of_escapes([example.escaped for example in self._examples])
+        warn_of_escapes([example.escaped for example in self._items])
 
         # Train on what the model sees during generation, not on a rendering of the whole chat.
-        if others := sum(not example.is_as_rendered for example in self._examples):
+        if others := sum(not example.is_as_rendered for example in self._items):
             _log.warning(
                 "%d of %d chats would be rendered differently as a whole, because the chat template "
                 "changes earlier answers once other messages follow them. They are trained turn by turn, "
                 "as a model sees them during generation",
                 others,
-                len(self._examples),
+                len(self._items),
             )
 
         self.identity = self._identity(tokenizer)
@@ -106,7 +104,7 @@ class SFTDataset:
         rows = Fingerprint()
         tokens = Fingerprint()
 
-        for example in self._examples:
+        for example in self._items:
             rows.add(values=example.fingerprint)
             tokens.add(
                 example.prompt_ids,
@@ -116,18 +114,12 @@ class SFTDataset:
 
         return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Example:
-        return self._examples[index]
-
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """Return a batch with `prompts`, `responses` and `response_mask` as rows of tokens.
 
         The mask is True for trained tokens. There is one array, `uid`.
         """
-        rows = [self._examples[index] for index in indices]
+        rows = [self._items[index] for index in indices]
         tensors = {
             "prompts": RaggedTensor.of_rows(
                 [row.prompt_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True

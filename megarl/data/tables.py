@@ -62,23 +62,18 @@ def read_rows(
             row = DataRow(file, number, values)
             if absent := [name for name in required if name not in values]:
                 raise row.error(absent[0], f"is missing; the row has {list(values)}")
-            _refuse_surrogates(row, (*required, *optional))
-            _refuse_deep(row, (*required, *optional))
+            _refuse_unusable(row, (*required, *optional))
             yield row
         if number < 0:
             raise DataError(f"{file}: the file has no rows; remove it from the list or write it again")
 
 
-def _refuse_surrogates(row: DataRow, columns: Sequence[str]) -> None:
-    """Refuse text that cannot be encoded, at any depth of any column that is read."""
+def _refuse_unusable(row: DataRow, columns: Sequence[str]) -> None:
+    """Refuse text that cannot be encoded, and values nested too deep for pickle and recursive functions."""
     for name in columns:
         place = lone_surrogate(row.values.get(name))
         if place is not None:
             raise row.error(name, f"{place or 'its text'} has {UNENCODABLE}; remove it")
-
-
-def _refuse_deep(row: DataRow, columns: Sequence[str]) -> None:
-    """Refuse values that are nested too deep for pickle and recursive functions."""
     for name in columns:
         if is_too_deep(row.values.get(name)):
             raise row.error(
@@ -241,43 +236,53 @@ class Measured(NamedTuple):
         return f"at least {self.length}" if self.is_bound else str(self.length)
 
 
-def read_within[Item](
-    rows: Iterable[DataRow],
-    read: Callable[[DataRow], Item],
-    length_of: Callable[[Item], int],
-    limit: int,
-    option: str,
-    overlong: Overlong,
-) -> tuple[list[Item], list[str], int]:
-    """Read the rows of at most `limit` tokens.
+class RowDataset[Item]:
+    """The rows of at most `limit` tokens of a data set, as they are read.
 
     Args:
         read: Reads a row. It may raise TooManyTokensError.
         option: The configuration key of the limit.
 
-    Returns:
-        The rows that are used, the file of each of them, and the number of rows that were dropped.
+    Attributes:
+        row_files: The file of each row that is used.
+        num_filtered: The number of rows that were dropped because they are too long.
 
     Raises:
         DataError: A row cannot be used, or is longer and `overlong` is `refuse`; or `filter` would drop all
             rows.
     """
-    items: list[Item] = []
-    measured: list[Measured] = []
-    for row in rows:
-        try:
-            item = read(row)
-        except TooManyTokensError as error:
-            measured.append(Measured(row.file, row.number, error.at_least, is_bound=True))
-            continue
-        measured.append(Measured(row.file, row.number, length_of(item)))
-        if measured[-1].length <= limit:
-            items.append(item)
 
-    # All rows are measured first, so that a message can report how many exceed the limit.
-    _judge_lengths(measured, limit, option, overlong)
-    files = [row.file for row in measured if row.length <= limit]
-    return items, files, len(measured) - len(items)
+    def __init__(
+        self,
+        rows: Iterable[DataRow],
+        read: Callable[[DataRow], Item],
+        length_of: Callable[[Item], int],
+        limit: int,
+        option: str,
+        overlong: Overlong,
+    ) -> None:
+        self._items: list[Item] = []
+        measured: list[Measured] = []
+        for row in rows:
+            try:
+                item = read(row)
+            except TooManyTokensError as error:
+                measured.append(Measured(row.file, row.number, error.at_least, is_bound=True))
+                continue
+            measured.append(Measured(row.file, row.number, length_of(item)))
+            if measured[-1].length <= limit:
+                self._items.append(item)
+
+        # All rows are measured first, so that a message can report how many exceed the limit.
+        _judge_lengths(measured, limit, option, overlong)
+        self.row_files = [row.file for row in measured if row.length <= limit]
+        self.num_filtered = len(measured) - len(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Item:
+        return self._items[index]
 
 
 def _judge_lengths(measured: Sequence[Measured], limit: int, option: str, overlong: Overlong) -> None:

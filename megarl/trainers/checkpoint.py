@@ -40,9 +40,10 @@ from megarl.machine.processors import threads_setting
 from megarl.roles.saved_models import SavedModels
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import BestSoFar, patience_is_over
-from megarl.trainers.driver_states import STATE_FILE, DriverStates
+from megarl.trainers.driver_states import DriverStates
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery
+from megarl.trainers.resume import STATE_FILE
 
 _log = logging.getLogger(__name__)
 

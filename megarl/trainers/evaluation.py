@@ -291,10 +291,13 @@ def results_of(samples: Sequence[ScoredSample], pass_score: float | None) -> dic
     Args:
         pass_score: See `prompt_values`.
     """
+    return {source: _of_source(part, pass_score) for source, part in _parts(samples).items()}
+
+
+def _parts(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSample]]:
+    """Return the samples by data source, and all of them if there are several sources."""
     parts = by_data_source(samples)
-    if len(parts) > 1:
-        parts[ALL] = list(samples)
-    return {source: _of_source(part, pass_score) for source, part in parts.items()}
+    return parts if len(parts) == 1 else {**parts, ALL: list(samples)}
 
 
 def _of_source(samples: Sequence[ScoredSample], pass_score: float | None) -> SourceResult:
@@ -312,15 +315,9 @@ def compare(
 ) -> dict[str, SourceComparison]:
     """Compare two evaluations by data source. Both must have the same prompts in the same order."""
     found: dict[str, SourceComparison] = {}
-    parts = by_data_source(samples)
-    of_others = by_data_source(others)
+    of_others = _parts(others)
 
-    # With a single source, a total would be redundant.
-    if len(parts) > 1:
-        parts[ALL] = list(samples)
-        of_others[ALL] = list(others)
-
-    for source, part in parts.items():
+    for source, part in _parts(samples).items():
         values = prompt_values(part, pass_score)
         other_values = prompt_values(of_others[source], pass_score)
         # Compare prompt by prompt, since the standard error of paired differences is smaller.

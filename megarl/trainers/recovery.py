@@ -100,48 +100,6 @@ class RecordedStep[T]:
         return pickle.load(self._file)  # written by this process
 
 
-class RecordedSteps:
-    """Steps in order. Those that a snapshot contains are in files, because only a checkpoint precedes them.
-
-    Args:
-        folder: The folder of these files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._steps: deque[RecordedStep[Any]] = deque()
-        self._last_dropped = 0
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def add(self, step: RecordedStep[Any]) -> None:
-        self._steps.append(step)
-
-    def after(self, number: int) -> list[RecordedStep[Any]]:
-        return [step for step in self._steps if step.number > number]
-
-    def reach_back_to(self, number: int) -> bool:
-        """Return whether all steps after `number` are recorded."""
-        return self._last_dropped <= number
-
-    def settle(self, snapshot: int | None, checkpoint: int | None) -> None:
-        """Drop the steps that the checkpoint contains, and move those that the snapshot contains to files.
-
-        Args:
-            snapshot: The newest complete snapshot. Without a checkpoint, the steps before it are dropped.
-            checkpoint: The newest checkpoint, at most as new as the last step.
-        """
-        if snapshot is None:
-            return
-        covered = snapshot if checkpoint is None else min(snapshot, checkpoint)
-        while self._steps and self._steps[0].number <= covered:
-            self._last_dropped = self._steps.popleft().number
-        for step in self._steps:
-            if step.number <= snapshot:
-                step.move_to_file(self._folder)
-
-
 class StepRecovery:
     """Runs steps, and repeats those that a lost process interrupted.
 
@@ -169,7 +127,10 @@ class StepRecovery:
         self._first_step = last_step  # the samples of steps up to this one are not recorded
         self._step = last_step
         self._newest_checkpoint = newest_checkpoint
-        self._steps = RecordedSteps(folder)
+        # Completed steps in order. Those that a snapshot contains are in files of the folder, because only a
+        # checkpoint precedes them.
+        self._steps: deque[RecordedStep[Any]] = deque()
+        self._last_dropped = 0  # of these steps
         self._folder = folder
         self._drops: list[Callable[[], None]] = []
 
@@ -219,10 +180,9 @@ class StepRecovery:
         self._step = step
         current = RecordedStep(step, train, inputs)
         metrics = self.retry(current.train)
-        self._steps.add(current)
+        self._steps.append(current)
         self.retry(lambda: self._begin_snapshot(step))
-        saved = self._newest_checkpoint()
-        self._steps.settle(self._models.secured_snapshot(), None if saved is None else step_of(saved))
+        self._settle()
 
         of_recovery = {
             "recovery/num_recoveries": float(self._num_recoveries),
@@ -243,6 +203,22 @@ class StepRecovery:
                 lost: RunError = error
             self._recover(lost, start_s)
             self._monitor.rewind(depth)
+
+    def _settle(self) -> None:
+        """Drop steps that the newest checkpoint contains, and move those that a snapshot contains to files.
+
+        Without a checkpoint, the steps before the snapshot are dropped.
+        """
+        snapshot = self._models.secured_snapshot()
+        checkpoint = self._newest_checkpoint()
+        if snapshot is None:
+            return
+        covered = snapshot if checkpoint is None else min(snapshot, step_of(checkpoint))
+        while self._steps and self._steps[0].number <= covered:
+            self._last_dropped = self._steps.popleft().number
+        for step in self._steps:
+            if step.number <= snapshot:
+                step.move_to_file(self._folder)
 
     def _begin_snapshot(self, step: int) -> None:
         if step % self._config.snapshot_every_steps == 0:
@@ -320,7 +296,7 @@ class StepRecovery:
 
     def _repeat(self, restarted: Restarted) -> list[int]:
         """Train the completed steps after the restored one again, and return their numbers."""
-        steps = self._steps.after(restarted.step)
+        steps = [step for step in self._steps if step.number > restarted.step]
         if restarted.source is not Source.snapshot:
             _log.warning(
                 "no snapshot in memory is complete: loaded %s, and repeat %s",
@@ -344,7 +320,8 @@ class StepRecovery:
         """
         folder = self._newest_checkpoint()
         step = 0 if folder is None else step_of(folder)
-        if not self._first_step <= step <= self._step or not self._steps.reach_back_to(step):
+        # All steps after it must be recorded.
+        if not self._first_step <= step <= self._step or self._last_dropped > step:
             return None
         if folder is None:
             return SavedStep(step, folder)

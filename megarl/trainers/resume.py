@@ -32,8 +32,9 @@ from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
 from megarl.roles.model_snapshots import TakenSnapshot
 from megarl.tracking.run_files import CONFIG_FILE
-from megarl.trainers.driver_states import STATE_FILE
 from megarl.weights.peft_folder import adapter_tensors, has_adapter, read_lora
+
+STATE_FILE = "trainer.json"  # of a checkpoint, and of the driver's part of a snapshot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import load_tokenizer, rendered_chat
 from megarl.roles.start import PPORoles
-from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 from megarl.tracking.samples import read_samples, sample_files
 from tests.integration.tiny_run import run_ppo
@@ -97,9 +96,9 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
         turn."""
         if step > 1:
             return
-        assert isinstance(roles.rollout, EpisodeRollout)
+        assert roles.rollout.episodes is not None
         scheduler = roles.rollout.scheduler
-        environments = roles.rollout.environments
+        environments = roles.rollout.episodes.environments
         turn = environments.poll
         begin = scheduler.begin
         (replica,) = roles.rollout.replicas[0].call(RolloutWorker.process_ids)

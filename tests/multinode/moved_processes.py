@@ -41,7 +41,6 @@ from megarl.rewards import judge_servers
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_servers import JudgeWorker
 from megarl.roles.start import PPORoles
-from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import RolloutEngineSpec
 from tests.integration.run_outcome import Outcome
 from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config
@@ -166,9 +165,9 @@ def main() -> None:
 
 def nodes_of(roles: PPORoles) -> dict[str, str]:
     """Return the address of the node of each role's process."""
-    assert isinstance(roles.rollout, EpisodeRollout)
+    assert roles.rollout.episodes is not None
     groups = {group.role: group for group in roles.groups if isinstance(group, RoleGroup)}
-    groups |= {group.role: group for group in roles.rollout.environments.groups}
+    groups |= {group.role: group for group in roles.rollout.episodes.environments.groups}
     return {role: group.reports()[0].node for role, group in groups.items()}
 
 

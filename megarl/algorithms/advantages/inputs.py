@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -82,11 +82,7 @@ class AdvantageInputs:
         return replace(self, **dense)
 
 
-@overload
-def needed(value: Tensor | None, estimator: str, name: str, hint: str) -> Tensor: ...
-@overload
-def needed(value: Column | None, estimator: str, name: str, hint: str) -> Column: ...
-def needed(value: Column | None, estimator: str, name: str, hint: str) -> Column:
+def needed[Input: Column](value: Input | None, estimator: str, name: str, hint: str) -> Input:
     """Return `value`, or raise a ValueError that names the input that the estimator needs."""
     if value is None:
         raise ValueError(

@@ -30,7 +30,7 @@ from megarl.roles.preferences import PairModel, PairPolicy, PairReference
 from megarl.roles.saved_models import pair_models, sft_models
 from megarl.roles.start import start_pair_reference, start_preferences, start_sft
 from megarl.tracking.run_files import writing
-from megarl.trainers.memory_resume import find_newest
+from megarl.trainers.driver_states import find_newest
 from megarl.trainers.preferences import REFERENCE_FILES, PreferenceTrainer, compute_reference, read_reference
 from megarl.trainers.recovery import step_recovery
 from megarl.trainers.sft import SFTTrainer

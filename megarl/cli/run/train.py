@@ -37,8 +37,8 @@ from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.run_files import writing
+from megarl.trainers.driver_states import find_newest
 from megarl.trainers.evaluation import Evaluation
-from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.recovery import NoRecovery, step_recovery
 from megarl.trainers.resume import Resume

@@ -19,15 +19,14 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from megarl.agents.trajectory import Sample
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import Late, OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
-from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer
 from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
+from megarl.rollout.driver.sample_rows import FinishedGroup
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.rollout.staleness import StalenessController
@@ -144,8 +143,6 @@ class Simulation:
         on_event: Called for each event; it may kill an engine, or end the run by raising.
     """
 
-    kind: type[RolloutOutput] = Sample
-
     def __init__(
         self,
         script: Script,
@@ -242,7 +239,7 @@ class Simulation:
     def runner(self) -> RequestScheduler:
         return self.scheduler
 
-    def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
+    def assemble(self, prompts: DataProto, rows: DataProto, version: int) -> DataProto:
         """Return the prompts, since scoring reads only their uids."""
         return prompts
 
@@ -294,20 +291,19 @@ class Simulation:
 
     def _record(self, number: int, taken: StepGroups, waiting_s: float) -> None:
         # Dropped groups are taken with the step, but not trained.
-        trained = [index for index, is_trained in enumerate(taken.is_trained) if is_trained]
-        uids = taken.prompts.non_tensor_batch["uid"]
-        samples = [sample for index in trained for sample in taken.samples[index]]
+        trained = taken.trained
+        rows = trained.rows.ragged
 
         self.steps.append(
             Step(
                 number=number,
-                uids=[str(uids[index]) for index in trained],
-                versions=[taken.versions[index] for index in trained],
+                uids=[str(uid) for uid in trained.prompts.non_tensor_batch["uid"]],
+                versions=trained.versions,
                 trained_version=self.version,
-                lengths=[len(sample.token_ids) for sample in samples],
+                lengths=rows["responses"].lengths.tolist(),
                 start_s=self.clock.now_s,
                 waiting_s=waiting_s,
-                age=self.version - min(sample.weight_versions[0] for sample in samples),
+                age=self.version - int(rows["token_versions"].flat().min()),
             )
         )
 
@@ -353,11 +349,10 @@ class _Scoring:
         return min((end_s for end_s, *_ in self._under_way), default=math.inf)
 
     def begin(self, groups: DataProto) -> None:
-        # The rows of a prompt are consecutive, so every n-th row names the next prompt.
         n = len(self._script.lengths[0])
         end_s = self._clock.now_s + self._script.scoring_s
 
-        for uid in map(str, groups.non_tensor_batch["uid"][::n]):
+        for uid in map(str, groups.non_tensor_batch["uid"]):
             scores = [
                 0.0 if _number_of(uid) in self._script.without_signal else float(place) for place in range(n)
             ]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms.groups import rows_with_signal
+from megarl.batch.branches import episode_numbers
 from megarl.batch.data_proto import DataProto
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.sample_groups import StepGroups
@@ -97,6 +98,7 @@ def select_trained(batch: DataProto, groups: StepGroups, n: int) -> tuple[DataPr
         "score_mean": batch.non_tensor_batch["score"].astype(np.float64).mean(),
     }
 
-    return batch.select_idxs(np.repeat(groups.is_trained, n)), {
+    is_trained = np.repeat(groups.is_trained, n)[episode_numbers(batch)]
+    return batch.select_idxs(is_trained), {
         f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()
     }

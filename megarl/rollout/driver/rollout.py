@@ -6,24 +6,22 @@ Generation survives the death of replicas.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from megarl.agents.trajectory import Sample
+from megarl.agents.protocol import Task
 from megarl.batch.data_proto import DataProto
-from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import IMAGE_BYTES, with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
 from megarl.data.images import row_files
-from megarl.rollout.driver.finished_groups import RolloutOutput, route_column
 from megarl.rollout.driver.replicas import ExclusiveAccess
 from megarl.rollout.driver.rollout_weights import RolloutWeights
+from megarl.rollout.driver.sample_rows import RolloutOutput, sample_rows, with_prompts
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import EngineFaultError, GenerationRequest, SamplingParameters, plan_requests
 from megarl.tracking.timeline import Span
@@ -55,12 +53,17 @@ class Rollout:
     A replica that dies or hangs is restarted with the current weights. Its unfinished requests are sent again
     with the same seeds, so that they give the same samples.
 
+    In a run with an agent, a sample is an episode whose turns engines generate and environments answer. They
+    work concurrently, on different episodes. `response_mask` is True for tokens that the model generated. A
+    batch then also has the token columns `answer_mask`, True in the last turn, and `environment_rewards`,
+    each on the last token of its turn; and the arrays `num_turns`, `num_calls`, `call_errors` (kind ->
+    number), `tool_s` and `episode_end` (B,). Generation also raises ProcessLimitError, RunError for an
+    episode that was started too often, and WorkerError if a user's environment failed.
+
     Attributes:
         scheduler: Runs the requests on the replicas.
-        runner: Runs what becomes a sample: the scheduler, or the runner of episodes on top of it.
+        episodes: Runs episodes on top of it; None without an agent.
     """
-
-    kind: type[RolloutOutput] = Sample
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class Rollout:
         rules: TokenRules,
         seed: int,
         routes_of: SamplingConfig | None = None,
+        episodes: EpisodeRunner | None = None,
     ) -> None:
         """Create the rollout.
 
@@ -84,7 +88,12 @@ class Rollout:
         self._rules = rules
         self._seed = seed
         self.scheduler = scheduler
-        self.runner: RequestScheduler | EpisodeRunner = scheduler
+        self.episodes = episodes
+
+    @property
+    def runner(self) -> RequestScheduler | EpisodeRunner:
+        """The scheduler, or the runner of episodes: it runs the requests that become samples."""
+        return self.episodes or self.scheduler
 
     @property
     def replicas(self) -> Sequence[RoleGroup]:
@@ -155,24 +164,35 @@ class Rollout:
                 # After a failure, the rest of the samples is not needed.
                 self.runner.cancel(numbers)
 
-        rows = prompts.repeat(sampling.n)
-        return self.assemble(rows, [samples[request.request_id] for request in requests], version)
+        rows = sample_rows([samples[request.request_id] for request in requests])
+        return self.assemble(prompts, rows, version)
 
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]:
-        """Plan one request per sample, with those of a prompt consecutive.
+        """Plan one request per sample, with those of a prompt consecutive, and the task if it is an episode.
 
         The seeds are those of `generate` for a batch in which `first` other prompts come before these.
         """
         ids = [row.tolist() for row in prompts.ragged["prompts"].each()]
-        return plan_requests(
+        arrays = prompts.non_tensor_batch
+        planned = plan_requests(
             ids,
             self._parameters(sampling, step, generation),
-            prompts.non_tensor_batch.get("uid"),
+            arrays.get("uid"),
             first=first,
             images=row_files(prompts.ragged) if IMAGE_BYTES in prompts.ragged else None,
         )
+        if self.episodes is None:
+            return planned
+
+        columns = {name: arrays[name] for name in ("messages", "reward_model", "extra_info")}
+
+        def with_task(place: int, request: GenerationRequest) -> GenerationRequest:
+            of_row = {name: column[place // sampling.n] for name, column in columns.items()}
+            return request._replace(task=Task(seed=request.sampling.seed, **of_row))
+
+        return [with_task(place, request) for place, request in enumerate(planned)]
 
     def _parameters(self, sampling: SamplingConfig, step: int, generation: int) -> SamplingParameters:
         # The seed does not depend on the replica, so any number of replicas gives the same samples.
@@ -188,12 +208,9 @@ class Rollout:
             with_routes=sampling == self._routes_of,
         )
 
-    def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
-        """Build the batch that `generate` returns, from prompts and samples in matching rows.
-
-        `version` is that of the last weight sync.
-        """
-        return batch_of_samples(prompts, cast("Sequence[Sample]", samples), version, self._rules.pad_token_id)
+    def assemble(self, prompts: DataProto, rows: DataProto, version: int) -> DataProto:
+        """Build the batch that `generate` returns, see with_prompts."""
+        return with_prompts(prompts, rows, version, self._rules.pad_token_id)
 
     # ---- observation
 
@@ -208,13 +225,16 @@ class Rollout:
         return self._replicas.num_restarts
 
     def drain_spans(self) -> list[Span]:
-        """Return the spans of all replicas; see Replicas.drain_spans."""
+        """Return the spans of all replicas and environments; see Replicas.drain_spans."""
         with self._replicas.exclusive():
-            return self._replicas.drain_spans()
+            spans = self._replicas.drain_spans()
+            return spans if self.episodes is None else spans + self.episodes.environments.drain_spans()
 
     def shutdown(self) -> None:
-        """End the replicas immediately."""
+        """End the replicas and environments immediately."""
         self._replicas.shutdown()
+        if self.episodes is not None:
+            self.episodes.environments.shutdown()
 
 
 def check_versions(replica: int, sample: RolloutOutput, *, oldest: int, newest: int) -> None:
@@ -232,42 +252,3 @@ def check_versions(replica: int, sample: RolloutOutput, *, oldest: int, newest: 
             f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was begun "
             f"with version {oldest}, and the current weights are version {newest}"
         )
-
-
-def batch_of_samples(
-    prompts: DataProto, samples: Sequence[Sample], version: int, pad_token_id: int
-) -> DataProto:
-    """Builds the batch that Rollout.generate returns. `prompts` has one row per sample."""
-    assert len(samples) == len(prompts)
-
-    # All token columns of samples have the same rows, so one computes the lengths for all.
-    responses = RaggedTensor.of_rows(
-        [sample.token_ids for sample in samples], torch.int32, padding=pad_token_id
-    )
-    tensors = {
-        **prompts.columns,
-        "responses": responses,
-        "response_mask": RaggedTensor.constant(True, responses.lengths, torch.bool),
-        "rollout_log_probs": RaggedTensor.of_rows([sample.log_probs for sample in samples], torch.float32),
-        "token_versions": _token_versions(samples, responses.lengths),
-        **route_column(samples),
-    }
-    arrays: dict[str, list] = {
-        "weight_version": [min(sample.weight_versions) for sample in samples],
-        "finish_reason": [sample.finish_reason for sample in samples],
-    }
-
-    return DataProto.from_dict(
-        tensors, {**prompts.non_tensor_batch, **arrays}, {**prompts.meta_info, "weight_version": version}
-    )
-
-
-def _token_versions(samples: Sequence[Sample], lengths: torch.Tensor) -> RaggedTensor:
-    versions = {sample.weight_versions for sample in samples}
-
-    # Usually a single version sampled all tokens; then no array per sample is needed.
-    if len(versions) == 1 and len(only := next(iter(versions))) == 1:
-        rows = RaggedTensor.constant(only[0], lengths, torch.int32)
-    else:
-        rows = RaggedTensor.of_rows([sample.token_versions for sample in samples], torch.int32)
-    return replace(rows, padding=-1)

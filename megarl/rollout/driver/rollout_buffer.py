@@ -26,7 +26,6 @@ from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError
 from megarl.machine.wording import counted
 from megarl.rollout.driver.dynamic_sampling import DynamicSampling
-from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout import check_versions
 from megarl.rollout.driver.sample_groups import (
     GREEDY,
@@ -35,6 +34,13 @@ from megarl.rollout.driver.sample_groups import (
     GroupState,
     StepGroups,
     rows_of,
+)
+from megarl.rollout.driver.sample_rows import (
+    FinishedGroup,
+    RolloutOutput,
+    num_samples,
+    sample_rows,
+    select_samples,
 )
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest
@@ -57,8 +63,6 @@ class FailedPromptsError(RunError):
 class Requests(Protocol):
     """The part of Rollout that the buffer uses."""
 
-    kind: type[RolloutOutput]
-
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]: ...
@@ -69,7 +73,7 @@ class Requests(Protocol):
     @property
     def version(self) -> int: ...
 
-    def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto: ...
+    def assemble(self, prompts: DataProto, rows: DataProto, version: int) -> DataProto: ...
 
 
 class Scoring(Protocol):
@@ -167,11 +171,10 @@ class RolloutBuffer:
             if uid in self._trained:
                 self._trained[uid] = group.serial
                 continue
-            # A stored group keeps its age; if it is too old for its step, it is generated again.
             stored = self._stored.pop(uid, None)
-            if stored is not None and (staleness.may_admit(stored.version) or not staleness.in_order):
-                group.samples = dict(enumerate(stored.samples))
+            if stored is not None and self._is_usable(stored, group):
                 staleness.admit(group, stored.version)
+                group.rows = stored.rows
                 if stored.is_dropped:
                     staleness.drop(group)
                 else:
@@ -241,11 +244,11 @@ class RolloutBuffer:
             self._filter.end_step()
 
         # A group that failed or was cancelled has missing samples and cannot become rows.
-        whole = [group for group in groups if self._is_whole(group)]
+        whole = [group for group in groups if group.rows is not None]
         decided = (GroupState.taken, GroupState.dropped)
         return StepGroups(
             rows_of(whole),
-            [group.first_samples(self._rules.size) for group in whole],
+            DataProto.concat([group.rows for group in whole if group.rows is not None]),
             [group.version for group in whole],
             [group.state is GroupState.taken for group in whole],
             num_surplus=sum(group.state not in decided for group in whole),
@@ -263,7 +266,7 @@ class RolloutBuffer:
 
     def num_finished(self) -> int:
         """Return the number of finished groups that wait for their step. Thread-safe."""
-        return sum(map(self._is_whole, self._groups()))
+        return sum(group.rows is not None for group in self._groups())
 
     # ---- for checkpoints
 
@@ -285,14 +288,9 @@ class RolloutBuffer:
     def finished(self) -> list[FinishedGroup]:
         """Returns the finished groups that wait for their step."""
         return [
-            FinishedGroup(
-                group.uid,
-                group.version,
-                group.first_samples(self._rules.size),
-                group.state is GroupState.dropped,
-            )
+            FinishedGroup(group.uid, group.version, group.rows, group.state is GroupState.dropped)
             for group in self._groups()
-            if self._is_whole(group)
+            if group.rows is not None
         ]
 
     def restore(self, groups: Mapping[str, FinishedGroup], trained: Sequence[str]) -> None:
@@ -303,15 +301,7 @@ class RolloutBuffer:
         """
         # Their positions are unknown until the loader serves them again.
         self._trained = dict.fromkeys(trained, math.inf)
-
-        # A group of another size or kind belongs to another configuration, and is generated again.
-        kind = self._rollout.kind
-        size = self._rules.size
-        self._stored = {
-            uid: group
-            for uid, group in groups.items()
-            if len(group.samples) == size and all(isinstance(sample, kind) for sample in group.samples)
-        }
+        self._stored = dict(groups)
 
     # ---- internals
 
@@ -320,8 +310,15 @@ class RolloutBuffer:
         groups = [*self.staleness.live, *self.staleness.dropped]
         return sorted(groups, key=lambda group: group.number)
 
-    def _is_whole(self, group: Group) -> bool:
-        return len(group.samples) == self._rules.size
+    def _is_usable(self, stored: FinishedGroup, group: Group) -> bool:
+        """Return whether samples of a checkpoint can take the place of those of a group."""
+        # Groups of another size or kind belong to another configuration.
+        are_episodes = "episode_end" in stored.rows.non_tensor_batch
+        wants_episodes = group.requests[0].task is not None
+        if num_samples(stored.rows) != self._rules.size or are_episodes != wants_episodes:
+            return False
+        # A stored group keeps its age, and may be too old for its step.
+        return self.staleness.may_admit(stored.version) or not self.staleness.in_order
 
     def _first_open(self) -> Group | None:
         """Return the group of the first drawn prompt whose step was not taken."""
@@ -367,7 +364,10 @@ class RolloutBuffer:
         check_versions(replica, sample, oldest=group.version, newest=self._rollout.version)
 
         group.samples[index] = sample
-        if self._is_whole(group):
+        if len(group.samples) == self._rules.size:
+            # Only the rows are kept, because the samples would take the same memory again.
+            group.rows = sample_rows([group.samples[place] for place in range(self._rules.size)])
+            group.samples = {}
             self._finish(group)
 
     def _fail(self, group: Group, why: str) -> None:
@@ -409,5 +409,7 @@ class RolloutBuffer:
 
     def _training_rows(self, groups: Sequence[Group]) -> DataProto:
         n = self._rules.sampling.n
-        samples = [sample for group in groups for sample in group.first_samples(n)]
-        return self._rollout.assemble(rows_of(groups).repeat(n), samples, self._rollout.version)
+        rows = DataProto.concat([group.rows for group in groups if group.rows is not None])
+        if self._rules.greedy:
+            rows = select_samples(rows, [place for place in range(num_samples(rows)) if place % (n + 1) < n])
+        return self._rollout.assemble(rows_of(groups), rows, self._rollout.version)

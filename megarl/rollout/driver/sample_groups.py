@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
-from megarl.rollout.driver.finished_groups import RolloutOutput
+from megarl.rollout.driver.sample_rows import RolloutOutput, num_samples, select_samples
 from megarl.rollout.interface import GenerationRequest
 
 GREEDY = SamplingConfig(n=1, temperature=0.0)
@@ -45,7 +45,7 @@ class StepGroups(NamedTuple):
 
     Attributes:
         prompts: The prompts, one row per group.
-        samples: The samples of each prompt; the greedy one comes last.
+        rows: The rows of their samples, equally many of each prompt; the greedy one comes last.
         versions: Version of the weights that started each group.
         is_trained: Whether each group is trained. The others were dropped, or are not needed.
         num_surplus: Number of groups that are not needed.
@@ -54,7 +54,7 @@ class StepGroups(NamedTuple):
     """
 
     prompts: DataProto
-    samples: list[list[RolloutOutput]]
+    rows: DataProto
     versions: list[int]
     is_trained: list[bool]
     num_surplus: int = 0
@@ -66,12 +66,17 @@ class StepGroups(NamedTuple):
         """The groups that are trained."""
         if all(self.is_trained):
             return self
-        rows = [row for row, trained in enumerate(self.is_trained) if trained]
+        return self.select([number for number, trained in enumerate(self.is_trained) if trained])
+
+    def select(self, numbers: Sequence[int]) -> StepGroups:
+        """Return the groups with these numbers, in this order."""
+        size = num_samples(self.rows) // len(self.prompts)
+        samples = [size * number + place for number in numbers for place in range(size)]
         return self._replace(
-            prompts=self.prompts.select_idxs(rows),
-            samples=[self.samples[row] for row in rows],
-            versions=[self.versions[row] for row in rows],
-            is_trained=[True] * len(rows),
+            prompts=self.prompts.select_idxs(numbers),
+            rows=select_samples(self.rows, samples),
+            versions=[self.versions[number] for number in numbers],
+            is_trained=[self.is_trained[number] for number in numbers],
         )
 
 
@@ -105,7 +110,8 @@ class Group:
         requests: The requests of its samples.
         number: Its position among the admitted groups; -1 before it is admitted.
         version: Version of the weights that started it; -1 before it is started.
-        samples: Its samples by their index in the group.
+        samples: Its samples by their index in the group, until there are all.
+        rows: The rows of all its samples; None as long as samples are missing.
         is_unscored: Whether it has all its samples, and must still be sent for scoring.
         request_numbers: The numbers of its requests at their runner.
     """
@@ -118,6 +124,7 @@ class Group:
     number: int = -1
     version: int = -1
     samples: dict[int, RolloutOutput] = field(default_factory=dict)
+    rows: DataProto | None = None
     state: GroupState = GroupState.generating
     is_unscored: bool = False
     request_numbers: Sequence[int] = ()
@@ -125,10 +132,6 @@ class Group:
     @property
     def uid(self) -> str:
         return str(self.prompts.non_tensor_batch["uid"][self.place])
-
-    def first_samples(self, count: int) -> list[RolloutOutput]:
-        """Return the samples at indices 0 to `count` - 1, which must exist."""
-        return [self.samples[place] for place in range(count)]
 
 
 def rows_of(groups: Sequence[Group]) -> DataProto:

@@ -24,7 +24,6 @@ from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.engines import build_engine
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
-from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.worker.environment import EnvironmentWorker
 from megarl.weights.sync.forecast import rank_places
@@ -205,4 +204,5 @@ def start_rollout(
     # The requests of agent programs name the tokens themselves.
     runner = SessionRunner if agent.harness.is_used else TurnRunner
 
-    return EpisodeRollout(runner(scheduler, environments, of_episodes), weights, rules, seed)
+    episodes = runner(scheduler, environments, of_episodes)
+    return Rollout(scheduler, weights, rules, seed, episodes=episodes)

@@ -1,14 +1,19 @@
 """Rollout for the training loop.
 
 Synchronous and asynchronous generation use the same rollout buffer. The trainer's thread fills it on demand,
-or, ahead of training, a generation thread also fills it (`async_rollout.py`).
+or, ahead of training, a generation thread also fills it. The thread that has the turn uses the buffer and the
+replicas alone:
+
+    trainer's thread:    take | trains ... | exclusive: syncs weights | trains ... | take
+    generation thread:        | generates  |                          | generates  |
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,12 +22,11 @@ from megarl.batch.branches import last_rows
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import RowLoader
-from megarl.rollout.driver.async_rollout import GenerationThread
-from megarl.rollout.driver.finished_groups import FinishedGroup, RolloutOutput
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer, Scoring
 from megarl.rollout.driver.rollout_weights import RolloutWeights
 from megarl.rollout.driver.sample_groups import GREEDY, GroupRules, StepGroups
+from megarl.rollout.driver.sample_rows import FinishedGroup, select_samples
 from megarl.rollout.staleness import StalenessController
 
 _WAIT_S = 0.005  # between two polls for the scores that decide whether a group is trained
@@ -73,7 +77,7 @@ class StepRollout:
         self._scores: dict[int, dict[str, list[float]]] = {}
 
         # The groups that were returned last.
-        self.taken = StepGroups(DataProto(), [], [], [])
+        self.taken = StepGroups(DataProto(), DataProto(), [], [])
 
     # ---- for the trainer
 
@@ -85,11 +89,11 @@ class StepRollout:
 
     def samples_of(self, groups: StepGroups) -> DataProto:
         """Return the samples of groups without their greedy responses, as Rollout.generate does."""
-        return self._assemble(groups.prompts, groups.samples, range(self._rules.sampling.n))
+        return self._assemble(groups, range(self._rules.sampling.n))
 
     def greedy_of(self, groups: StepGroups) -> DataProto:
         """Return the greedy responses of groups, which the rules must request."""
-        return self._assemble(groups.prompts, groups.samples, range(self._rules.sampling.n, self._rules.size))
+        return self._assemble(groups, range(self._rules.sampling.n, self._rules.size))
 
     def __next__(self) -> DataProto:
         """Wait as `next_step` does and return the prompts of the step, for a loop that calls `generate`."""
@@ -114,9 +118,8 @@ class StepRollout:
         if not places or None in of_prompts:
             return self._rollout.generate(prompts, sampling, step, generation)
 
-        return self._assemble(
-            prompts, [self.taken.samples[row] for row in of_prompts if row is not None], places
-        )
+        groups = self.taken.select([row for row in of_prompts if row is not None])
+        return self._assemble(groups._replace(prompts=prompts), places)
 
     def take(self, count: int) -> DataProto:
         """Return additional prompts, without samples. A resumed run does not serve them again."""
@@ -212,12 +215,14 @@ class StepRollout:
 
     # ---- internals
 
-    def _assemble(
-        self, prompts: DataProto, samples: Sequence[Sequence[RolloutOutput]], places: range
-    ) -> DataProto:
-        """Return the samples at these places of each prompt's group, in consecutive rows."""
-        rows = [of_prompt[place] for of_prompt in samples for place in places]
-        return self._rollout.assemble(prompts.repeat(len(places)), rows, self._weights.actor_version)
+    def _assemble(self, groups: StepGroups, places: range) -> DataProto:
+        """Return the samples at these places of each group, in consecutive rows."""
+        rows = groups.rows
+        size = self._rules.size
+        if len(places) < size:
+            numbers = [size * group + place for group in range(len(groups.prompts)) for place in places]
+            rows = select_samples(rows, numbers)
+        return self._rollout.assemble(groups.prompts, rows, self._weights.actor_version)
 
     def _started(self) -> RolloutBuffer:
         if self._buffer is None:
@@ -249,3 +254,156 @@ class StepRollout:
 
     def _exclusive(self) -> AbstractContextManager[None]:
         return nullcontext() if self._thread is None else self._thread.exclusive()
+
+
+class GenerationThread:
+    """Drives the rollout buffer and the replicas whenever the trainer's thread does not.
+
+    Args:
+        on_update: What happens to requests in flight at a weight sync.
+    """
+
+    def __init__(self, rollout: Rollout, buffer: RolloutBuffer, on_update: OnUpdate) -> None:
+        self._scheduler = rollout.scheduler
+        self._runner = rollout.runner
+        self._buffer = buffer
+        self._on_update = on_update
+        self._turns = threading.Condition()  # its lock is held during an iteration
+        self._is_taken = False  # whether the trainer's thread has the turn, or waits for it
+        self._num_uses = 0  # nested uses of the turn by the trainer's thread
+        self._is_held = False  # whether a failed weight sync keeps the turn with the trainer's thread
+        self._failure: BaseException | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._thread.start()
+
+    # ---- for the trainer's thread
+
+    def take(self) -> StepGroups:
+        """Wait for the groups of the next step and return them.
+
+        Raises the errors of generation, and that which ended this thread, if any. An error in this call does
+        not end the thread: a step that is repeated after a recovery takes its groups again.
+        """
+        with self._turn():
+            if self._failure is not None:
+                raise self._failure
+            self._buffer.expect_step()
+            self._generate_until(lambda: self._buffer.is_ready, may_readmit=True)
+            groups = self._buffer.take()
+            # The slots of the taken groups are free now.
+            self._buffer.begin()
+            return groups._replace(num_ahead=len(self._buffer.staleness.live))
+
+    @contextmanager
+    def exclusive(self, for_weights: bool = False) -> Generator[None]:
+        """Give the calling thread exclusive access to the replicas, with no call in progress at any of them.
+
+        After a failure of this thread, access is free. After a failed weight sync, engines may have a mixture
+        of weights, so this thread stays paused until the next sync succeeds.
+
+        Args:
+            for_weights: Whether the caller syncs weights. With `drain`, requests in flight finish first.
+        """
+        is_first = self._num_uses == 0
+        with self._turn():
+            if is_first and self._generates:
+                self._pause(drains=for_weights and self._on_update is OnUpdate.drain and not self._is_held)
+            self._is_held = self._is_held or for_weights
+            yield
+            # A failed sync raises above, and leaves the thread paused.
+            if for_weights:
+                self._is_held = False
+
+    def stop(self) -> None:
+        """Stop the thread. Requests in flight end with the replicas."""
+        self._stopped.set()
+        self._is_taken = False  # a failed weight sync may still hold the turn
+        # An iteration that hangs must not keep the run from ending.
+        if self._turns.acquire(timeout=_END_S):
+            self._turns.notify()
+            self._turns.release()
+            self._thread.join(_END_S)
+
+    @contextmanager
+    def _turn(self) -> Generator[None]:
+        """Give the turn to the trainer's thread, between two iterations of the other one."""
+        if self._num_uses == 0 and not self._is_held:
+            self._is_taken = True
+            with self._turns:  # the end of the iteration in progress
+                pass
+        self._num_uses += 1
+        try:
+            yield
+        finally:
+            self._num_uses -= 1
+            if self._num_uses == 0 and not self._is_held:
+                self._is_taken = False
+                with self._turns:
+                    self._turns.notify()
+
+    def _pause(self, *, drains: bool) -> None:
+        """End all calls to replicas. An error ends generation: the next `take` raises it."""
+        try:
+            # All that may start has started, so that timing does not decide which rows are drawn before the
+            # update of a curriculum, or are in a checkpoint.
+            if not self._is_held:
+                self._start_groups()
+            if drains:
+                self._generate_until(self._is_drained, may_readmit=False)
+            self._scheduler.pause()
+            # The trainer may poll the scheduler itself, and must then be able to readmit replicas.
+            self._scheduler.may_readmit = True
+        except Exception as error:  # noqa: BLE001
+            self._failure = error
+
+    def _generate_until(self, is_enough: Callable[[], bool], *, may_readmit: bool) -> None:
+        while not self._iterate(is_enough, may_readmit=may_readmit):
+            if not self._runner.is_at_work:
+                time.sleep(_TURN_S)
+
+    def _is_drained(self) -> bool:
+        return not (self._runner.is_at_work or self._buffer.awaits_scores)
+
+    # ---- for both threads
+
+    def _iterate(self, is_enough: Callable[[], bool], *, may_readmit: bool) -> bool:
+        """Generate for a short time, unless it is enough. Return whether it is.
+
+        Args:
+            may_readmit: Whether restarted replicas may get the actor's weights, which are the engines'
+                version only while the trainer waits for samples.
+        """
+        self._start_groups()
+        if is_enough():
+            return True
+        self._scheduler.may_readmit = may_readmit
+        self._runner.poll(_TURN_S)
+        return False
+
+    def _start_groups(self) -> None:
+        """Start what groups taken, groups dropped or weights synced since the last time allow."""
+        self._buffer.score()
+        self._buffer.begin()
+
+    # ---- the generation thread
+
+    @property
+    def _generates(self) -> bool:
+        """Whether this thread has neither failed nor been stopped."""
+        return self._failure is None and not self._stopped.is_set()
+
+    def _run(self) -> None:
+        is_idle = True
+        while not self._stopped.wait(_TURN_S if is_idle else 0):
+            with self._turns:
+                self._turns.wait_for(lambda: not self._is_taken)
+                if not self._generates:
+                    return
+                try:
+                    is_idle = self._iterate(lambda: not self._runner.is_at_work, may_readmit=False)
+                except BaseException as error:  # noqa: BLE001
+                    # Boundary of the thread: the next `take` raises the error. Whoever gets the turn after
+                    # this iteration must see it.
+                    self._failure = error
+                    return

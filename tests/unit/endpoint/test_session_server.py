@@ -42,7 +42,7 @@ from megarl.endpoint.session import (
 from megarl.endpoint.session_server import SessionServer
 from megarl.machine.reaper import descendants, name_of
 from megarl.machine.user_functions import UserFunctionError
-from megarl.rollout.driver.finished_groups import FinishedGroup, from_bytes, to_bytes
+from megarl.rollout.driver.sample_rows import FinishedGroup, from_bytes, sample_rows, to_bytes
 from megarl.rollout.tool_calls import call_format
 from tests.unit.data.chats import TEMPLATE, character_tokenizer
 
@@ -423,14 +423,11 @@ def test_external_agents_claim_and_end_episodes(monkeypatch: pytest.MonkeyPatch)
 def test_episodes_in_a_checkpoint() -> None:
     two, _ = played(command('ask(); ask("other"); print(json.dumps({"reward": 2}))'))
     failed, _ = played(command("sys.exit(1)"))
-    group = FinishedGroup("a", 9, [two.trajectory, failed.trajectory])
+    group = FinishedGroup("a", 9, sample_rows([two.trajectory, failed.trajectory]))
     (read,) = from_bytes(to_bytes([group])).values()
     assert (read.uid, read.version) == ("a", 9)
-    for before, after in zip(group.samples, read.samples, strict=True):
-        assert before.failure == after.failure  # type: ignore[union-attr]
-        assert before.end == after.end  # type: ignore[union-attr]
-        for row, again in zip(before.rows, after.rows, strict=True):  # type: ignore[union-attr]
-            assert list(row.prompt) == list(again.prompt)
-            assert row.token_ids.tolist() == again.token_ids.tolist()
-            assert row.mask.tolist() == again.mask.tolist()
-            assert row.rewards.tolist() == again.rewards.tolist()
+    assert len(read.rows) == len(group.rows) == len(two.trajectory.rows) + 1
+    assert read.rows.ragged == group.rows.ragged
+    assert read.rows.non_tensor_batch.keys() == group.rows.non_tensor_batch.keys()
+    for name, column in group.rows.non_tensor_batch.items():
+        assert read.rows.non_tensor_batch[name].tolist() == column.tolist(), name

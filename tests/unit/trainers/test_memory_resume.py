@@ -14,9 +14,8 @@ from megarl.config.load import dump_config
 from megarl.config.schema import CheckpointConfig, PPOConfig, RecoveryConfig
 from megarl.machine.errors import ConfigError
 from megarl.roles.model_snapshots import TakenSnapshot
-from megarl.trainers import memory_resume
-from megarl.trainers.driver_states import driver_states
-from megarl.trainers.memory_resume import find_newest
+from megarl.trainers import driver_states as module
+from megarl.trainers.driver_states import driver_states, find_newest
 from tests.unit.trainers.test_resume import config, save  # noqa: F401  (a fixture)
 
 SIZES = {"actor": 4, "critic": 2}  # ranks
@@ -33,7 +32,7 @@ FILES["critic-1of2-1"] = {3}
 @pytest.fixture
 def run(config: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:  # noqa: F811
     """A run whose driver died after step 5."""
-    monkeypatch.setattr(memory_resume, "steps_left", lambda name: FILES)
+    monkeypatch.setattr(module, "steps_left", lambda name: FILES)
     config = replace(config, recovery=RecoveryConfig(enabled=True))
     for step in (4, 5):
         write_state(config, step)
@@ -91,7 +90,7 @@ def test_it_is_not_used_if(change: Callable[[PPOConfig], PPOConfig], run: PPOCon
 def test_after_the_last_step_the_snapshot_before_it_is_used(
     run: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {**FILES, "critic-1of2-1": {5}})
+    monkeypatch.setattr(module, "steps_left", lambda name: {**FILES, "critic-1of2-1": {5}})
     found = find_newest(replace(run, trainer=replace(run.trainer, total_steps=5)))
     assert found is not None
     assert found.step == 4
@@ -114,7 +113,7 @@ def test_a_key_that_must_not_change_is_refused(run: PPOConfig) -> None:
 def test_without_files_in_memory_the_run_starts_from_the_disk(
     run: PPOConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {})
+    monkeypatch.setattr(module, "steps_left", lambda name: {})
     assert find_newest(run) is None
     save(run, 2)
     found = find_newest(run)
@@ -171,7 +170,7 @@ def test_a_state_of_another_version_is_not_used(run: PPOConfig, caplog: pytest.L
 def test_an_older_state_is_used_if_a_newer_one_cannot_be_read(
     run: PPOConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {**FILES, "critic-1of2-1": {5}})
+    monkeypatch.setattr(module, "steps_left", lambda name: {**FILES, "critic-1of2-1": {5}})
     (driver_states(run).path / "step_00000005" / "trainer.json").write_text("")
     found = find_newest(run)
     assert found is not None
@@ -180,7 +179,7 @@ def test_an_older_state_is_used_if_a_newer_one_cannot_be_read(
 
 
 def test_a_state_without_files_in_memory_is_not_read(run: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {})
+    monkeypatch.setattr(module, "steps_left", lambda name: {})
     for step in (4, 5):
         write_state(run, step, further="no_such_key: 1\n")
     assert find_newest(run) is None

@@ -15,8 +15,8 @@ from megarl.controller.messages import CONSTRUCTION
 from megarl.machine.errors import CheckpointError, RunError
 from megarl.roles.model_recovery import Restarted, SavedStep, Source
 from megarl.roles.model_snapshots import SnapshotLostError
-from megarl.trainers.driver_states import STATE_FILE
 from megarl.trainers.recovery import RecoveryLimitError, RecoveryTotals, StepRecovery
+from megarl.trainers.resume import STATE_FILE
 
 
 class LostRankError(RunError):

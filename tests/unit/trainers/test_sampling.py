@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.agents.trajectory import Sample
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
@@ -19,9 +18,8 @@ from megarl.controller.futures import DerivedFuture, RemoteFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rollout.driver.dynamic_sampling import NoSignalError
-from megarl.rollout.driver.finished_groups import RolloutOutput
-from megarl.rollout.driver.rollout import batch_of_samples
 from megarl.rollout.driver.sample_groups import GroupRules
+from megarl.rollout.driver.sample_rows import RolloutOutput, with_prompts
 from megarl.rollout.driver.scheduler import Deliver
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.interface import GenerationRequest, SamplingParameters, plan_requests
@@ -52,7 +50,6 @@ class Rows:
 class FakeRollout:
     """Rollout whose responses have one token more than the number of earlier rounds in the step."""
 
-    kind: type[RolloutOutput] = Sample
     version = 1
 
     def __init__(self) -> None:
@@ -94,8 +91,8 @@ class FakeRollout:
             length = request.sampling.max_new_tokens
             deliver(0, plain_sample([7] * length, [-0.5] * length, "length", 1))
 
-    def assemble(self, prompts: DataProto, samples: Sequence[Any], version: int) -> DataProto:
-        return batch_of_samples(prompts, samples, version, pad_token_id=0)
+    def assemble(self, prompts: DataProto, rows: DataProto, version: int) -> DataProto:
+        return with_prompts(prompts, rows, version, pad_token_id=0)
 
 
 class FakeReward:

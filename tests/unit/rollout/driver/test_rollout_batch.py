@@ -12,7 +12,8 @@ from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.controller.worker import RemoteMethod
 from megarl.rollout.driver.replicas import unshared
-from megarl.rollout.driver.rollout import Rollout, TokenRules, batch_of_samples
+from megarl.rollout.driver.rollout import Rollout, TokenRules
+from megarl.rollout.driver.sample_rows import sample_rows, with_prompts
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import EndedRequest, GenerationRequest
 from megarl.rollout.worker.rollout_worker import RolloutWorker
@@ -44,7 +45,7 @@ SAMPLES = [
 
 
 def test_samples_become_a_batch() -> None:
-    batch = batch_of_samples(prompts().repeat(2), SAMPLES, version=5, pad_token_id=PAD)
+    batch = with_prompts(prompts(), sample_rows(SAMPLES), version=5, pad_token_id=PAD)
     expected = {
         "prompts": [[0, 0, 7], [0, 0, 7], [8, 9, 0], [8, 9, 0]],
         "prompt_attention_mask": [[0, 0, 1], [0, 0, 1], [1, 1, 1], [1, 1, 1]],
@@ -91,7 +92,7 @@ def test_samples_become_a_batch() -> None:
     assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop", "stop", "length"]
     routes = [np.full(2 * place, place, np.uint8) for place in range(1, 5)]
     routed = [each._replace(routed_experts=row) for each, row in zip(SAMPLES, routes, strict=True)]
-    with_routes = batch_of_samples(prompts().repeat(2), routed, version=5, pad_token_id=PAD)
+    with_routes = with_prompts(prompts(), sample_rows(routed), version=5, pad_token_id=PAD)
     assert with_routes.ragged[ROUTED_EXPERTS] == RaggedTensor.of_rows(routes, torch.uint8)
 
 

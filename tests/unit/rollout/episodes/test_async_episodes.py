@@ -23,13 +23,12 @@ from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
-from megarl.rollout.driver.finished_groups import from_bytes, to_bytes
-from megarl.rollout.driver.rollout import TokenRules
+from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.sample_groups import GroupRules
+from megarl.rollout.driver.sample_rows import from_bytes, to_bytes
 from megarl.rollout.driver.scheduler import RequestScheduler, RequestState
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.episodes.episode_runner import TurnRunner
-from megarl.rollout.episodes.episodes import EpisodeRollout
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 from megarl.rollout.worker.environment import TurnReport
@@ -149,7 +148,7 @@ class RunnerInNoTime(TurnRunner):
 
 
 class Stage(NamedTuple):
-    rollout: EpisodeRollout
+    rollout: Rollout
     engines: ScriptedEngines
     environments: ScriptedEnvironments
     weights: MadeUpWeights
@@ -179,7 +178,7 @@ def stage(
     )  # type: ignore[arg-type]
     runner = RunnerInNoTime(scheduler, environments, limits, lambda: clock.now_s)  # type: ignore[arg-type]
     runner.on_update = on_update
-    rollout = EpisodeRollout(runner, weights, tokens, seed=0)  # type: ignore[arg-type]
+    rollout = Rollout(scheduler, weights, tokens, seed=0, episodes=runner)  # type: ignore[arg-type]
     loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
 
     for step in range(total_steps + max_staleness + 9):  # the prompt to which an episode's seed belongs

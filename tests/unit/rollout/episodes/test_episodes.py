@@ -54,10 +54,10 @@ from megarl.data.turns import TurnTemplate
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.replicas import unshared
 from megarl.rollout.driver.rollout import Rollout, TokenRules
+from megarl.rollout.driver.sample_rows import sample_rows, with_prompts
 from megarl.rollout.driver.scheduler import Deliver, RequestScheduler
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
-from megarl.rollout.episodes.episodes import EpisodeRollout, batch_of_trajectories
 from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.worker.environment import EnvironmentServer, EnvironmentWorker, TurnReport
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
@@ -103,7 +103,7 @@ def batch() -> DataProto:
         {"uid": ["a", "a", "b"]},
         {"some": "thing"},
     )
-    return batch_of_trajectories(prompts, ROWS, 4, pad_token_id=0)
+    return with_prompts(prompts, sample_rows(ROWS), 4, pad_token_id=0)
 
 
 def test_rows_of_a_batch() -> None:
@@ -329,7 +329,7 @@ def test_each_failure_is_a_line_a_counter_and_a_trained_sample_and_what_is_sent_
     prompts = DataProto.from_dict(
         {"prompts": RaggedTensor.of_rows([prompt], torch.int32, on_left=True)}, {"uid": ["a"]}, {}
     )
-    row = batch_of_trajectories(prompts, [episode.trajectory], 4, pad_token_id=0)
+    row = with_prompts(prompts, sample_rows([episode.trajectory]), 4, pad_token_id=0)
     assert row.tensors["responses"][0].tolist() == [*drawn[0], *bridge, *drawn[1]]
     assert row.tensors["response_mask"][0].tolist() == [True] * len(drawn[0]) + [False] * len(bridge) + [
         True
@@ -445,7 +445,7 @@ def episode_rollout(
     deaths: Sequence[int] = (),
     max_turns: int = 3,
     agent: AgentConfig | None = None,
-) -> tuple[EpisodeRollout, Writing]:
+) -> tuple[Rollout, Writing]:
     """Build the rollout.
 
     Args:
@@ -481,7 +481,8 @@ def episode_rollout(
     runner = SessionRunner if agent.harness.is_used else TurnRunner
     episodes = runner(writing, environments, of_episodes)
 
-    return EpisodeRollout(episodes, weights, rules, seed=0), writing  # type: ignore[arg-type]
+    made = Rollout(episodes.scheduler, weights, rules, seed=0, episodes=episodes)  # type: ignore[arg-type]
+    return made, writing
 
 
 PROGRAM = """
@@ -518,7 +519,7 @@ def test_programs_of_a_process_that_dies_start_again(tmp_path: Path) -> None:
         [0, 0], [0, 0], [0, 1], [0, 2], [0, 0], [0, 3], [0], [0, 0], [0, 5], [0, 6], [0, 0], [0, 7],
     ]  # fmt: skip
     assert len({tuple(row.tolist()) for row in made.ragged["prompts"].each()}) == 3
-    assert rollout.environments.num_restarts == 1
+    assert rollout.episodes.environments.num_restarts == 1
     assert set(notes.read_text().split()) == set("01234567")
     metrics = agent_metrics(merge_branches(made).non_tensor_batch)
     assert (metrics["agent/branches/mean"], metrics["agent/failures/raised"]) == (1.5, 1 / 8)
@@ -575,7 +576,7 @@ def test_episodes_of_a_process_that_is_lost_begin_again_with_their_seeds(tmp_pat
     undisturbed, _ = episode_rollout(whole)
     rollout, writing = episode_rollout(lossy, deaths=[2])
     rows = [each.generate(prompts(7), SamplingConfig(n=1), step=1) for each in (undisturbed, rollout)]
-    assert rollout.environments.num_restarts == 1
+    assert rollout.episodes.environments.num_restarts == 1
     for key in ("responses", "response_mask", "environment_rewards"):
         assert rows[0].tensors[key].tolist() == rows[1].tensors[key].tolist()
     first = Counter(request.sampling.seed for request in writing.seen if len(request.prompt) == len(PROMPT))
@@ -591,7 +592,7 @@ def test_a_task_is_sent_once_to_each_process_of_its_episode(tmp_path: Path, deat
     for size in (0, 1_000_000):
         rollout, writing = episode_rollout(tmp_path / str(size), deaths=deaths)
         made = rollout.generate(prompts(4, "n" * size), SamplingConfig(n=2), step=1)
-        assert rollout.environments.num_restarts == len(deaths)
+        assert rollout.episodes.environments.num_restarts == len(deaths)
         assert made.non_tensor_batch["num_turns"].tolist() == [1, 1, 2, 2, 3, 3, 3, 3]
         # The first turn of each attempt has the task, and no other turn has it.
         assert {order.place[1] == 0 for order in writing.orders if order.task} == {True}
@@ -655,5 +656,6 @@ def test_an_episode_that_ends_while_its_turn_waits_gets_no_environment() -> None
 def test_of_one_turn_the_requests_are_those_without_an_environment(tmp_path: Path) -> None:
     rollout, writing = episode_rollout(tmp_path, max_turns=1)
     made = rollout.generate(prompts(3), SamplingConfig(n=2), step=4)
-    assert writing.seen == Rollout.requests(rollout, prompts(3), SamplingConfig(n=2), 4)
+    planned = rollout.requests(prompts(3), SamplingConfig(n=2), 4)
+    assert writing.seen == [request._replace(task=None) for request in planned]
     assert made.tensors["response_mask"].all()
