@@ -28,7 +28,6 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.garbage import collect_rarely
 from megarl.machine.reaper import end_processes_of, owned_processes
 
-GOOD = 0
 READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE ended
 FAILED = 1
 USER_ERROR = 2

@@ -42,7 +42,6 @@ from megarl.rehearse.calibration.measurements import (
 from megarl.rehearse.calibration.processes import measure_decoding, measure_devices
 from megarl.rehearse.calibration.profile import Calibration, calibrate, describes
 
-GOOD = 0
 _CPU = "cpu"
 _CPU_CONFIG = "configs/quickstart.yaml"
 _CUDA_CONFIG = "configs/qwen2.5_7b_grpo.yaml"
@@ -62,7 +61,7 @@ _TFLOPS = "peak_tflops."
 
 def run(
     config_path: str | None, overrides: Sequence[str], device_file: str, device: str | None = None
-) -> int:
+) -> None:
     """Measure this machine, write the device file, and print all values.
 
     Args:
@@ -122,8 +121,6 @@ def run(
     measured = f"{len(found.measured)} of {len(found.profile.sources)} values measured"
     print_line(console, f"{device_file}: {measured}")
 
-    return GOOD
-
 
 def _checked(path: str, overrides: Sequence[str]) -> RunConfig:
     """Load the run. Of its inputs only the `config.json` of its model is needed."""
@@ -165,42 +162,39 @@ def _request(config: RunConfig, is_cuda: bool, num_ranks: int, folder: str) -> C
 
 def profile_table(found: Calibration, base: DeviceProfile, base_name: str) -> Table:
     """Return all values of the profile, compared with those of the nearest device file."""
-    drawn = table(f"Device: {found.profile.name}", "key", "value", "unit", base_name, "from")
-    for key in sourced_keys(found.profile):
-        value = attrgetter(key)(found.profile)
-        drawn.add_row(
+    rows = [
+        (
             key,
-            _shown(value),
+            _shown(attrgetter(key)(found.profile)),
             _unit(key),
             _shown(attrgetter(key)(base)),
             "measured" if key in found.measured else _reason(found, key, base_name),
         )
-    return drawn
+        for key in sourced_keys(found.profile)
+    ]
+    return table(f"Device: {found.profile.name}", ("key", "value", "unit", base_name, "from"), rows)
 
 
 def products_table(rank: RankMeasurements) -> Table:
     """Return the rates of a layer's products by their rows: few rows reach less of the peak."""
-    shapes = list(dict.fromkeys((time.shape.inner, time.shape.columns) for time in rank.products))
-    columns = [f"{inner:,} x {columns:,}" for inner, columns in shapes]
-    drawn = table("Matrix products of a layer, TFLOP/s", "rows", *columns)
+    columns = dict.fromkeys(f"{time.shape.inner:,} x {time.shape.columns:,}" for time in rank.products)
     rates = {time.shape: time.tflops for time in rank.products}
+    by_rows: dict[int, list[str]] = {}
+    for shape, rate in rates.items():
+        by_rows.setdefault(shape.rows, []).append(f"{rate:.3g}")
 
-    for rows in dict.fromkeys(shape.rows for shape in rates):
-        of_rows = [rate for shape, rate in rates.items() if shape.rows == rows]
-        drawn.add_row(f"{rows:,}", *(f"{rate:.3g}" for rate in of_rows))
-    return drawn
+    rows = [(f"{number:,}", *of_rows) for number, of_rows in by_rows.items()]
+    return table("Matrix products of a layer, TFLOP/s", ("rows", *columns), rows)
 
 
 def decode_table(sweep: DecodeSweep) -> Table:
     """Return the decode steps by batch size."""
-    drawn = table(f"Decode steps of {counted(sweep.num_layers, 'layer')}", "batch", "ms a step", "tokens/s")
-    for time_of_batch in sweep.times:
-        drawn.add_row(
-            f"{time_of_batch.batch:,}",
-            f"{1e3 * time_of_batch.seconds:.3g}",
-            f"{time_of_batch.batch / time_of_batch.seconds:,.0f}",
-        )
-    return drawn
+    rows = [
+        (f"{time.batch:,}", f"{1e3 * time.seconds:.3g}", f"{time.batch / time.seconds:,.0f}")
+        for time in sweep.times
+    ]
+    title = f"Decode steps of {counted(sweep.num_layers, 'layer')}"
+    return table(title, ("batch", "ms a step", "tokens/s"), rows)
 
 
 def _reason(found: Calibration, key: str, base_name: str) -> str:

@@ -25,8 +25,8 @@ _MORE = (
 )
 
 
-def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_all: bool = False) -> int:
-    """Print the verdict on a valid configuration and what the run needs, and return 0.
+def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_all: bool = False) -> None:
+    """Print the verdict on a valid configuration and what the run needs.
 
     Args:
         fast: Read no input files except the models' `config.json`, and plan no weight sync.
@@ -55,8 +55,6 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_al
         print_line(console, f"warning: {warning}", style="yellow")
     print_absent(loaded.absent, console)
     print_line(console, verdict if shows_all else _MORE)
-
-    return 0
 
 
 def print_judge_prompts(config: PPOConfig, console: Console) -> None:

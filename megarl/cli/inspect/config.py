@@ -15,8 +15,8 @@ from megarl.config.schema.keys import default_of
 from megarl.config.values import contents_of
 
 
-def run(config_path: str | None, overrides: Sequence[str], changed: bool = False) -> int:
-    """Print the configuration as YAML, which `megarl train` reads back to the same run, and return 0.
+def run(config_path: str | None, overrides: Sequence[str], changed: bool = False) -> None:
+    """Print the configuration as YAML, which `megarl train` reads back to the same run.
 
     Values that depend on the machine, such as `device: auto`, stay as they are.
 
@@ -36,13 +36,11 @@ def run(config_path: str | None, overrides: Sequence[str], changed: bool = False
     # Without its kind, a file is read as a reinforcement learning run.
     values = {"kind": config.kind.value} | values
     print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=1000), end="")
-    return 0
 
 
-def schema(kind: str) -> int:
-    """Print the JSON Schema of one of `json_schema.KINDS`, and return 0."""
+def schema(kind: str) -> None:
+    """Print the JSON Schema of one of `json_schema.KINDS`."""
     print(json.dumps(json_schema(kind), indent=2))
-    return 0
 
 
 def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

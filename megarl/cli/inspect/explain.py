@@ -26,8 +26,8 @@ _INDEX = re.compile(r"\[\d*\]$")
 _Path = list[tuple[type, Field[Any]]]  # the sections on the way to a key, each with its field
 
 
-def run(key: str, config_path: str | None, overrides: Sequence[str]) -> int:
-    """Print the description of a key or a section, and its value in a run if one is given, and return 0.
+def run(key: str, config_path: str | None, overrides: Sequence[str]) -> None:
+    """Print the description of a key or a section, and its value in a run if one is given.
 
     Raises:
         ConfigError: No kind of run has the key, or the configuration has errors.
@@ -54,7 +54,6 @@ def run(key: str, config_path: str | None, overrides: Sequence[str]) -> int:
         print(f"    value: {', '.join(values)}")
         for line in _sources(read_layers(str(config_path), overrides), key):
             print(f"    {line}")
-    return 0
 
 
 def _path_to(schema: type, key: str) -> _Path:

@@ -35,7 +35,7 @@ def check_drawing(output: str | None, option: str = "--output") -> None:
         raise ValueError(f"{option} {output}: the file name must end in {' or '.join(_FORMATS)}")
 
 
-def run(config_path: str, overrides: Sequence[str], output: str | None = None) -> int:
+def run(config_path: str, overrides: Sequence[str], output: str | None = None) -> None:
     """Print the placement of a valid configuration, and draw it to `output`.
 
     Raises:
@@ -67,8 +67,6 @@ def run(config_path: str, overrides: Sequence[str], output: str | None = None) -
         )
         print_line(console, f"drawn to {output}")
 
-    return 0
-
 
 def print_predicted_step(
     step: PredictedStep, device: DeviceProfile, lengths: Lengths, console: Console
@@ -85,13 +83,8 @@ def print_predicted_step(
 
 def step_table(step: PredictedStep) -> Table:
     """Return the schedule of a step: when each phase begins, how long it takes, and its largest parts."""
-    title = f"Predicted step: {step.seconds:,.4g} s, {step.tokens_per_device_s:,.0f} tokens/s per device"
-    drawn = table(
-        title, "phase", "pools", "begins s", "seconds", "share", "largest parts", wraps="largest parts"
-    )
-
-    for phase in step.schedule:
-        drawn.add_row(
+    rows = [
+        (
             phase.name,
             ", ".join(phase.pools),
             f"{phase.start_s:,.1f}",
@@ -99,12 +92,15 @@ def step_table(step: PredictedStep) -> Table:
             f"{phase.time.seconds / step.seconds:.0%}",
             largest_parts(phase.time),
         )
-
-    end_s = max(phase.end_s for phase in step.schedule)
-    drawn.caption = (
-        f"and {step.seconds - end_s:,.1f} s of the driver: requests, scoring and metrics of samples"
+        for phase in step.schedule
+    ]
+    driver_s = step.seconds - max(phase.end_s for phase in step.schedule)
+    return table(
+        f"Predicted step: {step.seconds:,.4g} s, {step.tokens_per_device_s:,.0f} tokens/s per device",
+        ("phase", "pools", "begins s", "seconds", "share", "largest parts"),
+        rows,
+        caption=f"and {driver_s:,.1f} s of the driver: requests, scoring and metrics of samples",
     )
-    return drawn
 
 
 def fit_table(
@@ -114,18 +110,15 @@ def fit_table(
     lengths: Lengths,
 ) -> Table:
     """Return the measured phases of a run with their predictions before and after the fit (`fit_run`)."""
-    drawn = table(f"Phases of {run_dir}, s", "phase", "measured", "predicted before", "predicted after")
-
-    for name, seconds in phases.items():
-        drawn.add_row(name, *(f"{each:,.4g}" for each in seconds))
-
     constants = {**asdict(fitted.efficiency), "sample_ms": fitted.sample_ms}
     changed = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
-    drawn.caption = (
-        f"medians of the last steps, prompts of {lengths.prompt:,} and responses of "
-        f"{lengths.response:,.0f} tokens on average\nfitted: {changed}"
+    return table(
+        f"Phases of {run_dir}, s",
+        ("phase", "measured", "predicted before", "predicted after"),
+        [(name, *(f"{each:,.4g}" for each in seconds)) for name, seconds in phases.items()],
+        caption=f"medians of the last steps, prompts of {lengths.prompt:,} and responses of "
+        f"{lengths.response:,.0f} tokens on average\nfitted: {changed}",
     )
-    return drawn
 
 
 def largest_parts(time: PhaseTime) -> str:

@@ -23,11 +23,10 @@ _SMOOTHED_FROM = 30  # number of points from which a moving average is drawn ove
 _TESTING = "timing_s/testing"
 
 
-def run(run_dirs: Sequence[str]) -> int:
-    """Write curves.png in the folder of each run, and return 0. Raises MetricsFileError."""
+def run(run_dirs: Sequence[str]) -> None:
+    """Write curves.png in the folder of each run. Raises MetricsFileError."""
     for run_dir in run_dirs:
         print(f"curves drawn to {plot_run(Path(run_dir))}")
-    return 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,16 +29,13 @@ _BYTES = "application/octet-stream"
 _TEXT = "text/plain; charset=utf-8"
 
 
-def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> int:
+def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> None:
     """Write one self-contained HTML file, or serve the report on this machine until Ctrl-C.
 
     Args:
         output: The file; None: `report.html` in the first folder.
         is_live: Serve the report instead of writing it.
         port: The port of the server; 0: any free port.
-
-    Returns:
-        The exit code 0.
 
     Raises:
         RunFolderError: A folder is not that of a run, or the report cannot be written or served.
@@ -48,7 +45,6 @@ def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -
         _serve(runs, port)
     else:
         _write(runs, Path(run_dirs[0]) / REPORT_FILE if output is None else Path(output))
-    return 0
 
 
 def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:

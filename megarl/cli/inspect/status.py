@@ -33,7 +33,7 @@ _LATE = 4  # number of missing writes after which a run is considered lost
 _WATCH_S = 1.0
 
 
-def run(run_dir: str, watch: bool = False) -> int:
+def run(run_dir: str, watch: bool = False) -> None:
     """Print the status once or, with `watch`, after each update until the run ends, in place on a terminal.
 
     Raises:
@@ -57,7 +57,6 @@ def run(run_dir: str, watch: bool = False) -> int:
 
     if not is_running(record):
         print_line(console, last_words(folder, record))
-    return 0
 
 
 def _until_it_ends(folder: Path, record: StatusRecord) -> Iterator[StatusRecord]:
@@ -175,28 +174,26 @@ def _place(status: RunStatus) -> str:
 
 
 def _replicas(status: RunStatus) -> RenderableType:
-    drawn = table(
-        f"Replicas; {counted(status.num_restarts, 'restart')}",
-        "replica",
-        "state",
-        "requests",
-        "tokens/s",
-        "last sample",
-    )
-    for number, replica in enumerate(status.replicas):
-        silent = f"{duration(replica.silent_s)} ago" if replica.in_flight else "-"
-        drawn.add_row(
-            str(number), replica.state, f"{replica.in_flight:,}", f"{replica.tokens_per_s:,.0f}", silent
+    rows = [
+        (
+            str(number),
+            replica.state,
+            f"{replica.in_flight:,}",
+            f"{replica.tokens_per_s:,.0f}",
+            f"{duration(replica.silent_s)} ago" if replica.in_flight else "-",
         )
-
-    return drawn
+        for number, replica in enumerate(status.replicas)
+    ]
+    columns = ("replica", "state", "requests", "tokens/s", "last sample")
+    return table(f"Replicas; {counted(status.num_restarts, 'restart')}", columns, rows)
 
 
 def _oldest(status: RunStatus) -> RenderableType:
-    drawn = table("Oldest pending prompts", "prompt", "missing samples", "state", "for")
-    for group in status.oldest:
-        drawn.add_row(group.uid or "-", f"{group.missing:,}", group.where, duration(group.seconds))
-    return drawn
+    rows = [
+        (group.uid or "-", f"{group.missing:,}", group.where, duration(group.seconds))
+        for group in status.oldest
+    ]
+    return table("Oldest pending prompts", ("prompt", "missing samples", "state", "for"), rows)
 
 
 def duration(seconds: float) -> str:

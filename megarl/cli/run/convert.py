@@ -50,9 +50,7 @@ from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, rea
 from megarl.weights.peft_folder import has_adapter
 from megarl.weights.tensors import WeightTransferError
 
-GOOD = 0
 NOT_THE_SAME = 1
-USER_ERROR = 2
 _MAX_DIFFERING = 20
 _HUGGING_FACE = "hf"
 _MEGATRON = "megatron"
@@ -60,35 +58,33 @@ _MEGATRON = "megatron"
 _Writer = Callable[[ModelSource, torch.dtype | None, Report], tuple[int, int]]
 
 
-def run(source: Path | str, target: Path | str | None, **options: Any) -> int:
-    """Write a model in another format, layout or dtype, and return 0, or 2 with one line for a user error.
+def run(source: Path | str, target: Path | str | None, **options: Any) -> None:
+    """Write a model in another format, layout or dtype.
 
     Raises:
-        ValueError: The options do not fit together.
+        ValueError: The options do not fit together, or the model cannot be read or written.
     """
     settings = argparse.Namespace(**options)
     if not isinstance(target, Path):
         raise ValueError("give TARGET, a new or empty folder on this machine, or --inspect")
     if settings.json:
         raise ValueError("--json requires --inspect")
-    with _errors_in_one_line() as failed:
+    with _damage_in_one_line():
         check_new(target)  # before large files are read
         with _downloaded(target.parent, source) as (folder,):
             _convert(folder, target, settings)
-    return USER_ERROR if failed else GOOD
 
 
 def inspect(
     source: Path | str, json: bool, role: str | None, config: Path | None, trust_remote_code: bool
-) -> int:
-    """Print what is in a model's folder, and return 0, or 2 with one line if it cannot be read."""
-    with _errors_in_one_line() as failed, _downloaded(None, source) as (folder,):
+) -> None:
+    """Print what is in a model's folder. Raises ValueError if it cannot be read."""
+    with _damage_in_one_line(), _downloaded(None, source) as (folder,):
         description = describe(open_model(folder, role, trust_remote_code, config, check_contents=False))
         if json:
             print(dumps(description, indent=2))
         else:
             print_description(description, output_console())
-    return USER_ERROR if failed else GOOD
 
 
 def verify(
@@ -98,11 +94,14 @@ def verify(
     config: Path | None,
     trust_remote_code: bool,
 ) -> int:
-    """Compare two models. Return 0 if they are the same, 1 if not, and 2 if one cannot be read."""
+    """Compare two models. Return 0 if they are the same, and 1 if not.
+
+    Raises:
+        ValueError: There is only one model, or one of them cannot be read.
+    """
     if target is None:
         raise ValueError("--verify compares two models; give TARGET too")
-    same = False
-    with _errors_in_one_line() as failed, _downloaded(None, source, target) as folders:
+    with _damage_in_one_line(), _downloaded(None, source, target) as folders:
         # A Hugging Face folder uses its own configuration.
         left, right = (
             open_model(folder, role, trust_remote_code, None if (folder / CONFIG_FILE).is_file() else config)
@@ -110,11 +109,8 @@ def verify(
         )
         with _progress_bar("verify") as report:
             comparison = compare(left, right, report)
-        print_comparison(comparison, output_console())
-        same = comparison.is_same
-    if failed:
-        return USER_ERROR
-    return GOOD if same else NOT_THE_SAME
+    print_comparison(comparison, output_console())
+    return 0 if comparison.is_same else NOT_THE_SAME
 
 
 def _convert(folder: Path, target: Path, settings: argparse.Namespace) -> None:
@@ -135,15 +131,13 @@ def _convert(folder: Path, target: Path, settings: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _errors_in_one_line() -> Generator[list[CheckpointError]]:
-    """Print a CheckpointError of the block in one line, and put it into the list."""
+def _damage_in_one_line() -> Generator[None]:
+    """Raise ValueError for a CheckpointError of the block, because the user can only give another model."""
     torch.set_num_threads(1)  # the conversion has its own threads
-    failed: list[CheckpointError] = []
     try:
-        yield failed
+        yield
     except CheckpointError as error:
-        print(f"megarl convert: {error}", file=sys.stderr)
-        failed.append(error)
+        raise ValueError(str(error)) from error
 
 
 @contextmanager

@@ -67,8 +67,8 @@ from megarl.trainers.evaluation import (
 RESULTS_FILE = "results.json"
 
 
-def run(**options: Any) -> int:
-    """Print a table or JSON, write `results.json`, `samples.jsonl` and `config.yaml`, and return 0.
+def run(**options: Any) -> None:
+    """Print a table or JSON, and write `results.json`, `samples.jsonl` and `config.yaml`.
 
     Raises:
         ValueError: The model, data or configuration is invalid. Raised before any process is started.
@@ -128,8 +128,6 @@ def run(**options: Any) -> int:
         print(json.dumps(report, indent=2))
     else:
         _print(output, results, comparisons, parsed.against)
-
-    return 0
 
 
 def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:

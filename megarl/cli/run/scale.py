@@ -14,7 +14,7 @@ from megarl.tracking.run_files import CONFIG_FILE, MOST_REPLICAS, ask_for
 from megarl.tracking.status import read_status
 
 
-def run(run_dir: str, num_replicas: int) -> int:
+def run(run_dir: str, num_replicas: int) -> None:
     """Request the number of replicas. Raises ValueError, StatusError or ConfigError if that is impossible."""
     folder = Path(run_dir)
     if not 1 <= num_replicas <= MOST_REPLICAS:
@@ -42,4 +42,3 @@ def run(run_dir: str, num_replicas: int) -> int:
         f"run applies this between two steps, and new replicas receive weights before their first request. "
         f"Follow it with: megarl status {folder} --watch"
     )
-    return 0

@@ -10,8 +10,8 @@ from megarl.cli.run.end import how_to_resume_in
 from megarl.machine.folder_lock import Owner, owner_of
 
 
-def run(run_dir: str) -> int:
-    """Send SIGTERM to the process of a run, and return 0.
+def run(run_dir: str) -> None:
+    """Send SIGTERM to the process of a run.
 
     Raises:
         ValueError: No run uses the folder, or its process cannot be reached from here.
@@ -46,4 +46,3 @@ def run(run_dir: str) -> int:
         f"{folder}: asked its {owner.describe()}, to end after its step and a checkpoint. Do not repeat this "
         f"to hurry it: a second time, it ends immediately. Follow it with: megarl status {folder} --watch"
     )
-    return 0

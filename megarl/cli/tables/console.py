@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import IO, cast
 
@@ -60,24 +60,42 @@ class _Table(Table):
         yield from super().__rich_console__(console, options)
 
 
-def table(title: str, *columns: str, wraps: str | None = None) -> Table:
-    """Return an empty table. Text in the column `wraps`, or in the last one, wraps to the next line."""
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    caption: str | None = None,
+    wraps: str | None = None,
+) -> Table:
+    """Return a table. Text in the column `wraps`, or in the last one, wraps to the next line."""
     drawn = _Table(
-        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     for column in columns:
         drawn.add_column(column, overflow="fold", no_wrap=column != (wraps or columns[-1]))
+    for row in rows:
+        drawn.add_row(*row)
     return drawn
 
 
-def table_of_numbers(title: str, columns: Mapping[str, Sequence[str]], rows: Sequence[str]) -> Table:
-    """Return a table of right-aligned numbers with one column per role or pool and named rows."""
-    drawn = table(title, "", *columns, wraps="")
+def table_of_numbers(
+    title: str, columns: Mapping[str, Sequence[str]], names: Sequence[str], caption: str | None = None
+) -> Table:
+    """Return a table of right-aligned numbers with one column per role or pool.
+
+    Args:
+        names: The names of the rows.
+    """
+    rows = zip(names, *columns.values(), strict=True)
+    drawn = table(title, ("", *columns), rows, caption=caption, wraps="")
     for column in drawn.columns[1:]:
         column.justify = "right"
-    for number, name in enumerate(rows):
-        drawn.add_row(name, *(cells[number] for cells in columns.values()))
-
     return drawn
 
 
