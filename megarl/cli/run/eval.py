@@ -19,28 +19,25 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megarl.agents.user_tools import load_agent
 from megarl.algorithms.sampling_metrics import Estimate
 from megarl.cli.run.context import run_context_of
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
 from megarl.cli.run.processes import ray_processes, refuse_launched_ranks
-from megarl.cli.run.train import check_reward_chats, token_rules
+from megarl.cli.run.session import read_models
+from megarl.cli.run.train import check_reward_chats, prompt_reader, token_rules
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.finding import Status
 from megarl.config.load import dump_config
-from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import PPOConfig
 from megarl.config.validation_metrics import RewardKeys, source_metrics
 from megarl.data.chat_clock import chat_time, reads_clock, set_chat_time
-from megarl.data.images import ImageProcessor
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.reward_functions import choose_truths, judge_rewards
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
-from megarl.models.families import read_architecture
 from megarl.rewards.role import Reward
 from megarl.roles.start import start_evaluation
 from megarl.rollout.driver.rollout import Rollout
@@ -79,16 +76,10 @@ def run(**options: Any) -> None:
     parsed = argparse.Namespace(**options)
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    architectures, tokenizer = read_models(config)
     if parsed.against is not None:  # otherwise prompts that contain the date would differ
         set_chat_time(tokenizer, read_chat_time(Path(parsed.against) / RESULTS_FILE))
-    tools = load_agent(config.agent)[1] if config.agent.tools else None
-    images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
-    data = PromptDataset(config.data.val_files, tokenizer, config.data, tools, images, config.agent.harness)
-    architectures = {
-        role.name: read_architecture(role.path, config.model.trust_remote_code)
-        for role in model_roles(config)
-    }
+    data = prompt_reader(config, tokenizer)(config.data.val_files)
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data}, chat_time(tokenizer))
     # Check the reward functions and the other evaluation before hours of sampling.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.cli.run.context import RunContext
@@ -22,13 +23,18 @@ from megarl.cli.tables.run import print_run
 from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
+from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.data.chat_clock import saved_chat_time, set_chat_time
 from megarl.data.loader import TrainingRows
+from megarl.data.tokenizer import load_tokenizer
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import profile_of
 from megarl.rollout.driver.rollout import Rollout
@@ -167,6 +173,23 @@ def read_summary(output_dir: Path) -> dict[str, Any] | None:
     if not isinstance(summary, dict) or not isinstance(summary.get("steps"), int):
         raise ValueError(f"{path}: has no number of steps; remove it")
     return summary
+
+
+def read_models(
+    config: RunConfig, resume: Resume | None = None
+) -> tuple[dict[str, Architecture], PreTrainedTokenizerBase]:
+    """Read the architectures of a run by role, and the tokenizer.
+
+    A chat template that writes the date uses the date of the run's start, also after resuming.
+    """
+    architectures = {
+        role.name: read_architecture(role.path, config.model.trust_remote_code)
+        for role in model_roles(config)
+    }
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    if resume is not None:
+        set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
+    return architectures, tokenizer
 
 
 def report_filtered(console: Console, data_sets: Mapping[str, TrainingRows]) -> None:

@@ -10,48 +10,34 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cli.run.context import RunContext
-from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
-from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered
+from megarl.cli.run.resumption import finish, open_checkpoints, restore_models
+from megarl.cli.run.session import Session, open_monitor, open_session, read_models, report_filtered
 from megarl.cli.tables.console import print_line
-from megarl.config.roles import model_roles
 from megarl.config.schema import DPOConfig, PreferenceConfig, SFTConfig
-from megarl.data.chat_clock import saved_chat_time, set_chat_time
 from megarl.data.images import refuse_image_columns
 from megarl.data.loader import BatchLoader, train_loader
 from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.sft import SFTDataset
-from megarl.data.tokenizer import load_tokenizer
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.models.families import read_architecture
 from megarl.models.layers import reads_images
 from megarl.roles.model_recovery import single_recovery
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference
 from megarl.roles.saved_models import pair_models, sft_models
 from megarl.roles.start import start_pair_reference, start_preferences, start_sft
 from megarl.tracking.run_files import writing
-from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.preferences import REFERENCE_FILES, PreferenceTrainer, compute_reference, read_reference
 from megarl.trainers.recovery import step_recovery
+from megarl.trainers.resume import Resume
 from megarl.trainers.sft import SFTTrainer
 
 _TRAIN = "data.train_files"
 _HELD_OUT = "data.val_files"
 
 
-def train_on_answers(config: SFTConfig | PreferenceConfig, context: RunContext) -> int:
+def train_on_answers(config: SFTConfig | PreferenceConfig, context: RunContext, resume: Resume | None) -> int:
     """Train on conversations or pairs of answers, and return 0 at the end or 143 after SIGTERM."""
-    resume = find_newest(config)
-    if is_complete(config, resume):
-        return 0
-    architectures = {
-        role.name: read_architecture(role.path, config.model.trust_remote_code)
-        for role in model_roles(config)
-    }
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    # A chat template that writes the date must use the date of the run's start.
-    if resume is not None:
-        set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
+    architectures, tokenizer = read_models(config, resume)
     if reads_images(architectures["actor"]):
         refuse_image_columns([*config.data.train_files, *config.data.val_files])
     data_sets = _read_data(config, tokenizer)
@@ -86,7 +72,8 @@ def train_on_answers(config: SFTConfig | PreferenceConfig, context: RunContext) 
                 supervised.load_state_dict(resume.state)
             supervised.fit()
         unit = "samples" if isinstance(config, SFTConfig) else "pairs"
-        return finish(session, config, model.save_hf, checkpoints, recovery, {unit: config.prompts_per_step})
+        told = {unit: checkpoints.last_step * config.prompts_per_step}
+        return finish(session, config, model.save_hf, checkpoints, recovery, told)
 
 
 def _read_data(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
@@ -14,29 +15,26 @@ from megarl.agents.user_tools import load_agent
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
 from megarl.cli.run.processes import refuse_launched_ranks
-from megarl.cli.run.resumption import is_complete, open_checkpoints, print_end, print_stopped, restore_models
-from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
+from megarl.cli.run.session import Session, open_monitor, open_session, read_models, report_filtered
 from megarl.cli.run.supervised import train_on_answers
 from megarl.cli.tables.summary import title_of
-from megarl.config.roles import REWARD_MODEL, absent_teacher, model_roles
+from megarl.config.roles import REWARD_MODEL, absent_teacher
 from megarl.config.schema import PPOConfig, PreferenceConfig, RunConfig, SFTConfig
-from megarl.data.chat_clock import chat_time, saved_chat_time, set_chat_time
+from megarl.data.chat_clock import chat_time
 from megarl.data.conversations import check_chats
 from megarl.data.curriculum import prompt_loader
 from megarl.data.images import ImageProcessor
 from megarl.data.loader import RowLoader
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.inputs import endless_turns
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
-from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import ppo_recovery
 from megarl.roles.reward_model_worker import Reading, conversation_encoder
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
 from megarl.rollout.driver.rollout import TokenRules
-from megarl.tracking.run_files import writing
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.ppo import PPOTrainer
@@ -59,26 +57,18 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 
     def train(config: RunConfig) -> int:
         with run_context_of(config, verbose) as context:
+            resume = find_newest(config)
+            if is_complete(config, resume):
+                return 0
             if isinstance(config, SFTConfig | PreferenceConfig):
-                return train_on_answers(config, context)
+                return train_on_answers(config, context, resume)
             assert isinstance(config, PPOConfig)
-            return _run(config, context)
+            with open_ppo(config, context, resume) as (session, ppo):
+                with ppo.running():
+                    ppo.fit()
+                return _finish(config, session, ppo)
 
     return run_with_fewer_replicas(RunConfig, config_path, overrides, train)
-
-
-def _run(config: PPOConfig, context: RunContext) -> int:
-    resume = find_newest(config)
-    if is_complete(config, resume):
-        return 0
-    with open_ppo(config, context, resume) as (session, ppo):
-        with ppo.running():
-            ppo.fit()
-        if ppo.checkpoints.stopped_after is not None:
-            return print_stopped(session, ppo.checkpoints)
-        _finish(config, session, ppo)
-
-    return 0
 
 
 @contextmanager
@@ -103,13 +93,7 @@ def read_inputs(
     Raises:
         ValueError: They cannot be used together, or the data differs from that of the resumed run.
     """
-    models = {
-        role.name: read_architecture(role.path, config.model.trust_remote_code)
-        for role in model_roles(config)
-    }
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    if resume is not None:
-        set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
+    models, tokenizer = read_models(config, resume)
     if problem := endless_turns(config.model.path, tokenizer):
         _log.warning("model.path=%s: %s", config.model.path, problem)
     rules = token_rules(config, tokenizer)
@@ -173,15 +157,23 @@ def build_ppo(
 
 def _read_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptDataset]:
     """Read the training files, and the validation files if there are any, by their keys."""
-    data = config.data
-    tools = load_agent(config.agent)[1] if config.agent.tools else None
-    images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
-    files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    return {
-        key: PromptDataset(paths, tokenizer, data, tools, images, config.agent.harness)
-        for key, paths in files.items()
-        if paths or key == "data.train_files"
-    }
+    read = prompt_reader(config, tokenizer)
+    files = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    return {key: read(paths) for key, paths in files.items() if paths or key == "data.train_files"}
+
+
+def prompt_reader(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Sequence[str]], PromptDataset]:
+    """Return the function that reads files of prompts as the configuration requires."""
+    return partial(
+        PromptDataset,
+        tokenizer=tokenizer,
+        data=config.data,
+        tools=load_agent(config.agent)[1] if config.agent.tools else None,
+        images=ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code),
+        harness=config.agent.harness,
+    )
 
 
 def _evaluation(config: PPOConfig, data_sets: Mapping[str, PromptDataset]) -> Evaluation | None:
@@ -221,37 +213,24 @@ def check_reward_chats(
         check_chats(encoder, (data_set[index] for index in range(len(data_set))))
 
 
-def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
+def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> int:
+    """End a run with a table of its results, and return the exit code."""
     steps = ppo.checkpoints.last_step
-    seconds = ppo.checkpoints.seconds
-    folder = session.output_dir / "huggingface"
-
-    if config.checkpoint.save_hf:
-        with writing(session.output_dir):
-            ppo.recovery.retry(lambda: ppo.roles.actor.save_hf(folder, config.model.path))
-
     samples = steps * config.trainer.prompts_per_step * config.rollout.n
     scores = dict(ppo.monitor.validations)
-    summary = {
-        "validation": {"before": scores.get(0), "after": scores.get(steps)},
-        "steps": steps,
-        "seconds": round(seconds, 1),
-        "samples": samples,
-        **print_end(session, ppo.checkpoints, ppo.recovery),
-    }
-    # The summary marks the run as complete, so it is written after the export of the policy.
-    write_summary(session.output_dir, summary)
+    validation = {"before": scores.get(0), "after": scores.get(steps)}
+    told = {"validation": validation, "samples": samples}
+    if status := finish(session, config, ppo.roles.actor.save_hf, ppo.checkpoints, ppo.recovery, told):
+        return status
+
+    rows = {"steps": str(steps), "samples": f"{samples:,}", "seconds": f"{ppo.checkpoints.seconds:.0f}"}
+    for when, score in validation.items():
+        if score is not None:
+            rows[f"validation score {when}"] = f"{score:.3f}"
+    rows["metrics, timeline, samples"] = str(session.output_dir)
+    rows["HTML report"] = f"megarl report {session.output_dir}"
     table = Table(title=f"{title_of(config)} run", show_header=False)
-    table.add_row("steps", str(steps))
-    table.add_row("samples", f"{samples:,}")
-    table.add_row("seconds", f"{seconds:.0f}")
-
-    for name, step in (("before", 0), ("after", steps)):
-        if step in scores:
-            table.add_row(f"validation score {name}", f"{scores[step]:.3f}")
-
-    if config.checkpoint.save_hf:
-        table.add_row("policy (Hugging Face)", str(folder))
-    table.add_row("metrics, timeline, samples", str(session.output_dir))
-    table.add_row("HTML report", f"megarl report {session.output_dir}")
+    for row in rows.items():
+        table.add_row(*row)
     session.console.print(table)
+    return 0
