@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cli.run.end import how_to_resume
-from megarl.cli.run.termination import CTRL_C, Interruption, Termination
+from megarl.cli.run.termination import CTRL_C, Termination, interruption
 from megarl.config.paths import checkpoint_path
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import ConfigError
@@ -119,11 +119,11 @@ def locked_folders(config: RunConfig) -> Generator[None]:
 def run_context_of(config: RunConfig, verbose: bool = False) -> Generator[RunContext]:
     """Raise RunFailedError for any failure in the block.
 
-    A Ctrl-C that does not wait for the step raises KeyboardInterrupt with how to resume (see Interruption).
+    A Ctrl-C that does not wait for the step raises KeyboardInterrupt with how to resume (see interruption).
     """
     context = RunContext(config, verbose=verbose)
     try:
-        with Interruption(print, context.end_after_step):
+        with interruption(print, context.end_after_step):
             yield context
     except KeyboardInterrupt:
         # Before the run has a folder there is nothing to resume.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -28,30 +28,39 @@ def ends_by_signal(end_children: Callable[[], object]) -> Generator[None]:
     """Make SIGTERM, SIGHUP and Ctrl-C end the child processes before this process, within the block.
 
     SIGTERM and SIGHUP raise SystemExit with the status that a shell reports, Ctrl-C raises KeyboardInterrupt.
-    Further signals do not interrupt the cleanup. Signals that are ignored (nohup, background jobs of a shell)
-    stay ignored. `Termination` and `Interruption` replace these handlers while a run is active.
+    Further signals do not interrupt the cleanup. `Termination` and `interruption` replace these handlers
+    while a run is active.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # Further signals must not interrupt the cleanup.
-        for each in handled:
-            signal.signal(each, lambda number, frame: None)
+        for each in _ENDING:
+            if signal.getsignal(each) is on_signal:
+                signal.signal(each, lambda number, frame: None)
         end_children()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
     is_main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
-    before = {number: signal.getsignal(number) for number in _ENDING if is_main}
-    handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    with _handled_by(on_signal, _ENDING if is_main else ()):
+        yield
+
+
+@contextmanager
+def _handled_by(
+    on_signal: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals]
+) -> Generator[None]:
+    """Handle signals within the block. Ignored ones (nohup, background jobs of a shell) stay ignored."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    handled = {number: each for number, each in before.items() if each is not signal.SIG_IGN}
     for number in handled:
         signal.signal(number, on_signal)
-
     try:
         yield
     finally:
-        for number in handled:
-            signal.signal(number, before[number])
+        for number, handler in handled.items():
+            signal.signal(number, handler)
 
 
 class Termination:
@@ -101,47 +110,34 @@ class Termination:
         self.request(SIGTERM)
 
 
-class Interruption:
+@contextmanager
+def interruption(
+    say: Callable[[str], None], request_end: Callable[[], bool] = lambda: False
+) -> Generator[None]:
     """Shut down a run in order on Ctrl-C or on loss of the terminal (SIGHUP), within the block.
 
     The first Ctrl-C asks the run to end after its step, if it can; the next one raises KeyboardInterrupt. A
     further one during the shutdown does not interrupt it. One more ends this process immediately; its child
-    processes then end by themselves, as when it is killed. A signal that is ignored (nohup, background jobs
-    of a shell) stays ignored.
+    processes then end by themselves, as when it is killed.
 
     Args:
         say: Prints a line.
         request_end: Asks the run to end after its step; returns False if it cannot, or was asked before.
     """
+    times = 0
 
-    def __init__(self, say: Callable[[str], None], request_end: Callable[[], bool] = lambda: False) -> None:
-        self._say = say
-        self._request_end = request_end
-        self._before: dict[signal.Signals, Any] = {}
-        self._times = 0
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGHUP):
-            if (handler := signal.getsignal(number)) is not signal.SIG_IGN:
-                self._before[number] = handler
-                signal.signal(number, self._on_signal)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._times == 0 and number == signal.SIGINT and self._request_end():
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal times
+        if times == 0 and number == signal.SIGINT and request_end():
             return
-        self._times += 1
-        if self._times == 1 and number == signal.SIGHUP:
+        times += 1
+        if times == 1 and number == signal.SIGHUP:
             raise SystemExit(128 + number)
-        if self._times == 1:
+        if times == 1:
             raise KeyboardInterrupt
-        if self._times > 2:
+        if times > 2:
             os._exit(INTERRUPTED)
-        self._say(
-            "Ctrl-C again: the run is shutting down; one more Ctrl-C exits without waiting for its processes"
-        )
+        say("Ctrl-C again: the run is shutting down; one more Ctrl-C exits without waiting for its processes")
+
+    with _handled_by(on_signal, (signal.SIGINT, signal.SIGHUP)):
+        yield
