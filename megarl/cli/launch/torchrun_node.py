@@ -17,7 +17,6 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store
@@ -111,32 +110,26 @@ class Silence:
         return None
 
 
-class Driver:
-    """`megarl train` in its own session. Each signal to this process is forwarded to it once."""
+def _run_driver(command: Sequence[str], environment: Mapping[str, str], meeting: Meeting) -> int:
+    """Run `megarl train` in its own session, and return its exit code as a shell reports it.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._pass_on)
+    Each signal to this process is forwarded to it once.
+    """
+    driver = subprocess.Popen(command, env=environment, start_new_session=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: driver.send_signal(number))
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._process.send_signal(number)
-
-    def watch(self, silence: Silence) -> int:
-        """Wait for the driver, and return its exit code as a shell reports it."""
-        while (status := self._process.poll()) is None:
-            if (lost := silence.lost()) is not None:
-                return self._without(lost)
-            time.sleep(_LOOK_S)
-        return status if status >= 0 else 128 - status
-
-    def _without(self, lost: str) -> int:
-        _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to report the failure before it is killed")
-        try:
-            self._process.wait(_LAST_WORDS_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # its reaper ends its child processes
-        return FAILED
+    silence = Silence(meeting)
+    while (status := driver.poll()) is None:
+        if (lost := silence.lost()) is not None:
+            _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to report the failure before it is killed")
+            try:
+                driver.wait(_LAST_WORDS_S)
+            except subprocess.TimeoutExpired:
+                driver.kill()  # its reaper ends its child processes
+            return FAILED
+        time.sleep(_LOOK_S)
+    return status if status >= 0 else 128 - status
 
 
 class RayNode:
@@ -194,15 +187,6 @@ class RayNode:
             self._process.kill()
 
 
-def logical_cpus(needed: int) -> int:
-    """Return the logical CPUs of a node.
-
-    They are its CPUs, or the demand of all of the run's processes if that is larger, because Ray's CPUs are
-    not cores.
-    """
-    return max(os.cpu_count() or 1, needed)
-
-
 def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     """Run node 0, and send the exit code to the other nodes in any case."""
     status = FAILED
@@ -225,7 +209,8 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
 
 def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     config = load_for_run(RunConfig, config_path, overrides, reads_inputs=False)
-    num_cpus = logical_cpus(plan_placement(config).num_cpus)
+    # Ray's CPUs are not cores: a node has as many as all of the run's processes need.
+    num_cpus = max(os.cpu_count() or 1, plan_placement(config).num_cpus)
     # Wait until every node has announced its address.
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
 
@@ -244,7 +229,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
         meeting.forget(_HEAD)  # the message contains the key
         _say(f"{counted(meeting.num_nodes, 'node')} joined, Ray is at {node.gcs_address}")
         command = [sys.executable, "-m", "megarl", "train", config_path, *overrides]
-        return Driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}).watch(Silence(meeting))
+        return _run_driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}, meeting)
     finally:
         node.stop()
 
