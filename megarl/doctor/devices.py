@@ -169,13 +169,10 @@ def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[
     yield from faults
 
     if not faults:
-        message = (
-            f"{len(found.gpus)} x {found.gpus[0].name}, driver {found.driver} (CUDA {found.driver_cuda}), "
-            f"torch for {found.torch_cuda}"
-        )
         yield good(
             CHECK,
-            message,
+            f"{len(found.gpus)} x {found.gpus[0].name}, driver {found.driver} (CUDA {found.driver_cuda}), "
+            f"torch for {found.torch_cuda}",
             gpus=len(found.gpus),
             driver=found.driver,
             driver_cuda=found.driver_cuda,
@@ -192,22 +189,26 @@ def _driver(found: Gpus) -> Iterator[Finding]:
         )
     elif found.driver_cuda is not None and _numbers(found.driver_cuda)[0] < _numbers(found.torch_cuda)[0]:
         # Within a major version, CUDA is compatible.
-        message = (
+        yield wrong(
+            CHECK,
             f"torch is built for CUDA {found.torch_cuda}, but driver {found.driver} supports CUDA "
-            f"{found.driver_cuda} at most"
+            f"{found.driver_cuda} at most",
+            f"update the driver, or install torch for CUDA {_numbers(found.driver_cuda)[0]}",
+            driver_cuda=found.driver_cuda,
+            torch_cuda=found.torch_cuda,
         )
-        hint = f"update the driver, or install torch for CUDA {_numbers(found.driver_cuda)[0]}"
-        yield wrong(CHECK, message, hint, driver_cuda=found.driver_cuda, torch_cuda=found.torch_cuda)
 
 
 def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[Finding]:
     if len(gpus) < max(needed, 1):
-        message = f"this machine has {counted(len(gpus), 'GPU')}, but the placement needs {needed} per node"
-        hint = (
+        yield wrong(
+            CHECK,
+            f"this machine has {counted(len(gpus), 'GPU')}, but the placement needs {needed} per node",
             "set placement.devices_per_node to the GPUs of a node, with smaller parallel sizes or more "
-            "nodes; or use device=cpu"
+            "nodes; or use device=cpu",
+            gpus=len(gpus),
+            needed=needed,
         )
-        yield wrong(CHECK, message, hint, gpus=len(gpus), needed=needed)
     if len({gpu.name for gpu in gpus}) > 1:
         names = ", ".join(sorted({gpu.name for gpu in gpus}))
         yield doubtful(
@@ -220,10 +221,9 @@ def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[Finding]:
 def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
     for gpu in gpus:
         if gpu.memory and gpu.used > _IN_USE_SHARE * gpu.memory:
-            message = f"GPU {gpu.index} has {sized(gpu.used)} of {sized(gpu.memory)} in use"
             yield doubtful(
                 CHECK,
-                message,
+                f"GPU {gpu.index} has {sized(gpu.used)} of {sized(gpu.memory)} in use",
                 "end the processes that use it (listed by nvidia-smi), or exclude it with "
                 "CUDA_VISIBLE_DEVICES",
             )
@@ -232,12 +232,14 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
     known = [gpu for gpu in gpus if gpu.memory]
     smallest = min(known, key=lambda gpu: gpu.memory, default=None)
     if smallest is not None and smallest.memory < peak:
-        message = f"the plan needs {sized(peak)} on one GPU, which has {sized(smallest.memory)}"
-        hint = (
+        yield wrong(
+            CHECK,
+            f"the plan needs {sized(peak)} on one GPU, which has {sized(smallest.memory)}",
             "see `megarl check --plan` for the memory of each device; use larger parallel sizes, smaller "
-            "micro-batches, recompute=full, or another placement"
+            "micro-batches, recompute=full, or another placement",
+            peak=peak,
+            memory=smallest.memory,
         )
-        yield wrong(CHECK, message, hint, peak=peak, memory=smallest.memory)
 
 
 def _numbers(version: str) -> list[int]:

@@ -122,11 +122,14 @@ def _text_findings(
                 continue
             yield judge_tokenizer(role, tokenizer)
         except ValueError as error:
-            hint = (
+            yield refused(
+                TOKENIZERS,
+                role.path_key,
+                error,
                 "copy the model's tokenizer.json, tokenizer_config.json and chat_template.jinja into its "
-                "folder"
+                "folder",
+                folder=role.path,
             )
-            yield refused(TOKENIZERS, role.path_key, error, hint, folder=role.path)
             continue
         # The data is rendered with the policy's tokenizer, so it is checked here.
         if role.name == "actor":
@@ -171,8 +174,9 @@ def judge_device(config: Config) -> Finding:
     try:
         profile = profile_of(config)
     except ConfigError as error:
-        hint = "name a device of configs/devices, or a file of `megarl tune --calibrate`"
-        return refused(DEVICES, key, error, hint)
+        return refused(
+            DEVICES, key, error, "name a device of configs/devices, or a file of `megarl tune --calibrate`"
+        )
     assert profile is not None
     return good(DEVICES, f"{key}: {profile.name}")
 
@@ -220,21 +224,23 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Find
 
     if role.reads_policy_tokens and others and tokenizer.eos_token_id not in end_token_ids(role.path):
         named = ", ".join(f"{tokenizer.decode([index])!r} ({index})" for index in others)
-        message = (
+        return doubtful(
+            TOKENIZERS,
             f"{role.path}: the end token of the tokenizer is {tokenizer.eos_token!r} "
             f"({tokenizer.eos_token_id}), but that of the model's generation_config.json or config.json is "
-            f"{named}; each of them ends a sample"
+            f"{named}; each of them ends a sample",
+            "set eos_token in tokenizer_config.json to the token with which the chat template ends an answer",
+            **facts,
         )
-        hint = (
-            "set eos_token in tokenizer_config.json to the token with which the chat template ends an answer"
-        )
-        return doubtful(TOKENIZERS, message, hint, **facts)
 
     if role.reads_policy_tokens and (problem := endless_turns(role.path, tokenizer)):
-        hint = (
-            "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that token"
+        return doubtful(
+            TOKENIZERS,
+            f"{role.path}: {problem}",
+            "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that "
+            "token",
+            **facts,
         )
-        return doubtful(TOKENIZERS, f"{role.path}: {problem}", hint, **facts)
 
     template = "has a chat template"
     if reads_clock(tokenizer):
@@ -285,17 +291,22 @@ def data(
                 lengths, has_bounds, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
                 example = _EXAMPLES[config.kind]
-                hint = f"rewrite the file with these columns, {example}"
-                results.append(refused(DATA, key, error, hint, file=file))
+                results.append(
+                    refused(DATA, key, error, f"rewrite the file with these columns, {example}", file=file)
+                )
                 continue
             # With fewer rows than requested, the file has been read to its end.
             rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
             counts += [rows] if key == "data.train_files" else []
             results.append(judge_rows(config, key, file, rows, lengths, has_bounds=has_bounds))
             if spelled:
-                message = f"{key}: {file}: {escapes_message(spelled, len(lengths))}"
                 results.append(
-                    doubtful(DATA, message, "remove them from the text if they are not intended", file=file)
+                    doubtful(
+                        DATA,
+                        f"{key}: {file}: {escapes_message(spelled, len(lengths))}",
+                        "remove them from the text if they are not intended",
+                        file=file,
+                    )
                 )
 
     if not {"data.train_files", "data.val_files"} & set(skipped):
@@ -445,16 +456,12 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
     if not references:
         return
     names = " and ".join(references)
-    hint = (
-        "fix the file, or remove the key; docs/algorithms/custom.md describes the arguments and the result "
-        "of such a function"
-    )
-
     yield _judge_code(
         FUNCTIONS,
         "algorithm",
         names,
-        hint,
+        "fix the file, or remove the key; docs/algorithms/custom.md describes the arguments and the result "
+        "of such a function",
         partial(try_functions, algorithm),
         "on two samples",
         "loads, and returns values for two samples",

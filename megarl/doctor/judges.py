@@ -120,12 +120,14 @@ def judge_teacher(
         return good(_CHECK, f"{role.path}: {counted(len(tokenizer), 'token')}, those of the policy", **facts)
 
     first = different[0]
-    message = (
+    return wrong(
+        _CHECK,
         f"{role.path_key}: {role.path}: the tokenizer differs from the policy's in {len(different):,} of "
         f"{len(expected):,} ids, first in id {first}: {_shown(tokens.get(first))}, and the policy's "
-        f"{_shown(expected.get(first))}, so the teacher would score other text than the policy writes"
+        f"{_shown(expected.get(first))}, so the teacher would score other text than the policy writes",
+        "use a teacher of the policy's model family",
+        **facts,
     )
-    return wrong(_CHECK, message, "use a teacher of the policy's model family", **facts)
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -103,11 +103,10 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Findin
             what = ", ".join(
                 f"{name} {found} (tested {oldest} to {newest})" for name, found, (oldest, newest) in untested
             )
-            hint = "requirements/lock.txt contains versions that are tested together"
             yield doubtful(
                 CHECK,
                 f"{message}: untested with {what}",
-                hint,
+                "requirements/lock.txt contains versions that are tested together",
                 untested=[name for name, _, _ in untested],
                 **facts,
             )
@@ -131,8 +130,12 @@ def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[
 
 def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Finding]:
     if not _within(installed.python, PYTHON):
-        hint = "create the virtual environment with another Python, such as 3.12"
-        yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", hint, python=installed.python)
+        yield wrong(
+            CHECK,
+            f"Python {installed.python} is not {PYTHON}",
+            "create the virtual environment with another Python, such as 3.12",
+            python=installed.python,
+        )
 
     for required, versions in {**REQUIRED, **of_engine}.items():
         name = Requirement(required).name
@@ -140,10 +143,9 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Find
         if found is None:
             yield wrong(CHECK, f"{name} is not installed", f"pip install '{required}{versions}'", name=name)
         elif not _within(found, versions):
-            message = f"{name} {found} is outside {versions}, the versions that megarl supports"
             yield wrong(
                 CHECK,
-                message,
+                f"{name} {found} is outside {versions}, the versions that megarl supports",
                 f"pip install '{required}{versions}' (the exact versions are in requirements/)",
                 name=name,
                 found=found,
@@ -153,10 +155,9 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Find
     for name, versions in {Requirement(key).name: value for key, value in CUDA.items()}.items():
         found = installed.versions.get(name)
         if found is not None and not _within(found, versions):
-            message = f"{name} {found} is outside {versions}"
             yield doubtful(
                 CHECK,
-                message,
+                f"{name} {found} is outside {versions}",
                 f"pip install '{name}{versions}', or uninstall it, so that torch's own kernels are used",
                 name=name,
             )
@@ -168,12 +169,14 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Find
         for other, versions in requires.items():
             found = installed.versions.get(other)
             if found is not None and not _within(found, versions):
-                message = (
+                yield wrong(
+                    CHECK,
                     f"{name} {installed.versions[name]} is built for {other}{versions}, but {other} "
-                    f"{found} is installed"
+                    f"{found} is installed",
+                    f"pip install '{other}{versions}', or another version of {name}",
+                    name=other,
+                    found=found,
                 )
-                hint = f"pip install '{other}{versions}', or another version of {name}"
-                yield wrong(CHECK, message, hint, name=other, found=found)
 
 
 def _within(version: str, versions: str) -> bool:
@@ -219,8 +222,11 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
     asked = config.engine.flash_attention
     if subject.use_gpu and (missing := missing_flash_attention(asked)) is not None:
         package, hint = missing
-        problem = f"engine.flash_attention={asked.value}, but the package {package} is not installed"
-        yield wrong("layers", problem, hint)
+        yield wrong(
+            "layers",
+            f"engine.flash_attention={asked.value}, but the package {package} is not installed",
+            hint,
+        )
         return
 
     if subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:

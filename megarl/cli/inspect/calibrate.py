@@ -193,8 +193,9 @@ def decode_table(sweep: DecodeSweep) -> Table:
         (f"{time.batch:,}", f"{1e3 * time.seconds:.3g}", f"{time.batch / time.seconds:,.0f}")
         for time in sweep.times
     ]
-    title = f"Decode steps of {counted(sweep.num_layers, 'layer')}"
-    return table(title, ("batch", "ms a step", "tokens/s"), rows)
+    return table(
+        f"Decode steps of {counted(sweep.num_layers, 'layer')}", ("batch", "ms a step", "tokens/s"), rows
+    )
 
 
 def _reason(found: Calibration, key: str, base_name: str) -> str:

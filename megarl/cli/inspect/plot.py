@@ -202,9 +202,8 @@ def _annotate_ends(axis: Axes, points: Points, color: str) -> None:
     """Annotate the first value (below its marker) and the last value (above it), which readers look for."""
     for index, side, offset_points in ((0, "left", -11), (len(points.steps) - 1, "right", 6)):
         place = (points.steps[index], points.values[index])
-        text = f"{points.values[index]:.3g}"
         axis.annotate(
-            text,
+            f"{points.values[index]:.3g}",
             place,
             xytext=(0, offset_points),
             textcoords="offset points",

@@ -87,8 +87,14 @@ def _print_list() -> None:
         )
         for name, config in runs.items()
     ]
-    title = "Runs, for `megarl train configs/NAME.yaml`"
-    console.print(table(title, ("name", "kind", "model", "nodes", "devices"), rows, wraps="model"))
+    console.print(
+        table(
+            "Runs, for `megarl train configs/NAME.yaml`",
+            ("name", "kind", "model", "nodes", "devices"),
+            rows,
+            wraps="model",
+        )
+    )
     texts = [(file.stem, _about(file)) for file in presets]
     console.print(table("Presets, for algorithm=NAME", ("name", "description"), texts))
     print_line(console, "megarl recipes show NAME prints a file, megarl recipes copy NAME FILE copies it")

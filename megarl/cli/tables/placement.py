@@ -204,8 +204,12 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     title = "Peak memory of each role on these devices, GiB"
     if not is_pinned:
         return table_of_numbers(title, columns, rows)
-    caption = "on host: pinned memory of the node for offloaded data and engines' last weights"
-    return table_of_numbers(title, columns, [*rows, "on host"], caption)
+    return table_of_numbers(
+        title,
+        columns,
+        [*rows, "on host"],
+        "on host: pinned memory of the node for offloaded data and engines' last weights",
+    )
 
 
 def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> Table:

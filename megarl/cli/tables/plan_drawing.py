@@ -169,8 +169,15 @@ def draw_step(step: PredictedStep, path: Path) -> None:
             # The text of a short phase would cover its neighbors.
             if phase.time.seconds > _LEAST_LABELED * step.seconds:
                 middle = phase.start_s + phase.time.seconds / 2
-                label = f"{phase.name}\n{phase.time.seconds:,.1f} s"
-                frame.text(middle, lane, label, ha="center", va="center", fontsize=8, color="white")
+                frame.text(
+                    middle,
+                    lane,
+                    f"{phase.name}\n{phase.time.seconds:,.1f} s",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white",
+                )
 
     frame.set_yticks(range(len(pools)), pools)
     frame.invert_yaxis()

@@ -157,8 +157,9 @@ def _models(
         "context parallel",
         "state per rank",
     )
-    caption = "state: weights, gradients and optimizer state, without activations"
-    return table_of_numbers("Models", columns, names, caption)
+    return table_of_numbers(
+        "Models", columns, names, "state: weights, gradients and optimizer state, without activations"
+    )
 
 
 def _arithmetic(config: RunConfig) -> Table:
@@ -185,8 +186,12 @@ def _per_role(work: Sequence[RoleArithmetic]) -> Table:
         "updates per step",
         "updates",
     )
-    caption = "rows per pass: rows of a mini-batch if the role trains; micro-batches: per replica and pass"
-    return table_of_numbers("Work of each role", {role.role: _work_of(role) for role in work}, names, caption)
+    return table_of_numbers(
+        "Work of each role",
+        {role.role: _work_of(role) for role in work},
+        names,
+        "rows per pass: rows of a mini-batch if the role trains; micro-batches: per replica and pass",
+    )
 
 
 def _work_of(role: RoleArithmetic) -> tuple[str, ...]:
