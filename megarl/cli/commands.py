@@ -159,7 +159,7 @@ COMMANDS: Mapping[str, Command] = {
         group=BEFORE,
         module="megarl.cli.inspect.check",
         parts={
-            "plan": "megarl.cli.inspect.plan",
+            "plan": "megarl.cli.inspect.check:show_plan",
             "simulate": "megarl.cli.inspect.simulate",
             "machine": "megarl.cli.inspect.doctor",
             "dry_run": "megarl.cli.inspect.rehearse",

@@ -42,9 +42,8 @@ from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.turns import closing_token
 from megarl.data.whole_chat import spelled_special
-from megarl.doctor.agent_inputs import judge_agent
+from megarl.doctor.agents_and_judges import judge_agent, judge_data_sources, judge_prompts, judge_teacher
 from megarl.doctor.examined_run import ROWS, ExaminedRun
-from megarl.doctor.judges import judge_data_sources, judge_prompts, judge_teacher
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
     MOST_TRUTHS,

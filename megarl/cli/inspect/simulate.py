@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.cli.inspect.plan import check_drawing
+from megarl.cli.inspect.check import check_drawing
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig

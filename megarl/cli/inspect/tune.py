@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.inspect.plan import check_drawing, fit_table
+from megarl.cli.inspect.check import check_drawing, fit_table
 from megarl.cli.tables.console import output_console, print_line, table, table_of_numbers
 from megarl.cli.tables.placement import print_absent
 from megarl.config.load import read_config, schema_of

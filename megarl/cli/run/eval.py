@@ -23,8 +23,7 @@ from megarl.algorithms.sampling_metrics import Estimate
 from megarl.cli.run.context import run_context_of
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
-from megarl.cli.run.processes import ray_processes, refuse_launched_ranks
-from megarl.cli.run.session import read_models
+from megarl.cli.run.session import ray_processes, read_models, refuse_launched_ranks
 from megarl.cli.run.train import check_reward_chats, prompt_reader, token_rules
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.finding import Status

@@ -12,7 +12,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.checkpoints.run_folder import step_of
 from megarl.checkpoints.trace_comparison import ComparedTensor, compare_traces
 from megarl.cli.run.context import RunContext
-from megarl.cli.run.processes import ray_processes
+from megarl.cli.run.session import ray_processes
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole, model_roles
