@@ -10,7 +10,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
@@ -26,7 +26,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.checkpoints.convert.adapters import merged_source, write_peft
 from megarl.checkpoints.convert.distributed_writer import write_distributed
@@ -261,15 +261,9 @@ def _progress_bar(name: str) -> Generator[Report]:
 
 def print_description(description: dict[str, Any], console: Console) -> None:
     """Print the model, then every tensor on one line."""
-    facts = _table("Model", "quantity", "value")
-    for name, value in _facts(description):
-        facts.add_row(name, value)
-
-    for name, value in description["architecture"].items():
-        if name != "model_type":
-            facts.add_row(name, str(value))
-
-    console.print(facts)
+    fields = description["architecture"].items()
+    facts = [*_facts(description), *((name, str(value)) for name, value in fields if name != "model_type")]
+    console.print(_table("Model", ("quantity", "value"), facts))
     rows = [
         (
             each["name"],
@@ -308,26 +302,15 @@ def _facts(description: dict[str, Any]) -> list[tuple[str, str]]:
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the tensors that differ, if any, and the verdict in the last line."""
     if comparison.architecture:
-        table = _table("Architecture", "field", str(comparison.left.folder), str(comparison.right.folder))
-        for name, left, right in comparison.architecture:
-            table.add_row(name, str(left), str(right))
-        console.print(table)
+        columns = ("field", str(comparison.left.folder), str(comparison.right.folder))
+        console.print(_table("Architecture", columns, comparison.architecture))
 
     # Show the first tensors that differ; the verdict counts all of them.
     if differing := comparison.differing:
         shown = differing[:_MAX_DIFFERING]
-        table = _table(
-            f"Tensors that differ: {len(differing):,}, the first {len(shown)}",
-            "name",
-            "elements",
-            "largest difference",
-            "",
-        )
-        for tensor in shown:
-            table.add_row(
-                tensor.name, _elements(tensor), _difference(tensor), tensor.reason or tensor.match.value
-            )
-        console.print(table)
+        title = f"Tensors that differ: {len(differing):,}, the first {len(shown)}"
+        rows = [(each.name, *_extent(each), each.reason or each.match.value) for each in shown]
+        console.print(_table(title, ("name", "elements", "largest difference", ""), rows))
 
     print_line(console, verdict(comparison))
 
@@ -355,16 +338,16 @@ def verdict(comparison: Comparison) -> str:
     return f"identical except for rounding ({ways}; largest difference {largest:.3g}): {counts}"
 
 
-def _elements(tensor: TensorComparison) -> str:
-    return f"{tensor.num_different:,} of {tensor.num_elements:,}" if tensor.num_elements else ""
+def _extent(tensor: TensorComparison) -> tuple[str, str]:
+    """Return how many elements differ, and the largest difference."""
+    if not tensor.num_elements:
+        return "", ""
+    return f"{tensor.num_different:,} of {tensor.num_elements:,}", f"{tensor.max_difference:.3g}"
 
 
-def _difference(tensor: TensorComparison) -> str:
-    return f"{tensor.max_difference:.3g}" if tensor.num_elements else ""
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    headers = (Column(each, overflow="fold") for each in columns)
+    table = Table(*headers, title=title, title_justify="left", title_style="bold")
+    for row in rows:
+        table.add_row(*map(str, row))
     return table
