@@ -56,8 +56,8 @@ def _has(words: Sequence[str], option: str) -> bool:
     return any(word.partition("=")[0] == option for word in words)
 
 
-# What is written instead of a former name, after `megarl`, and the function that returns the words after
-# `megarl` for those after the former name. It raises ValueError if an option is missing or contradicts the name.
+# What is written instead of a former name, after `megarl`, and the function that returns the words after it
+# for those after the former name. It raises ValueError if an option is missing or contradicts the name.
 FORMER: Mapping[str, tuple[str, Callable[[Sequence[str]], list[str]]]] = {
     "sft": ("train", _sft),
     "plan": ("check --plan", _plan),

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
-from megarl.cli.tables.console import ProgressLine, output_console, print_line, table
+from megarl.cli.tables.console import output_console, print_line, progress_line, table
 from megarl.config.load import is_on_cuda, read_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig
@@ -93,10 +93,10 @@ def run(
     with tempfile.TemporaryDirectory(prefix="megarl-calibrate-") as folder:
         request = _request(config, is_cuda, num_ranks, folder)
         loading = f"calibrate: loading torch and Megatron-Core in {counted(num_ranks, 'process')}"
-        with ProgressLine(loading) as progress:
+        with progress_line(loading) as show:
 
             def report(part: str) -> None:
-                progress.show(f"calibrate: {part}")
+                show(f"calibrate: {part}")
 
             ranks = measure_devices(request, file.absolute().parent, report)
             decoding = measure_decoding(request, ranks[0].memory_bytes, report)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megarl.cli.tables.console import ProgressLine, output_console, print_line, table
+from megarl.cli.tables.console import output_console, print_line, progress_line, table
 from megarl.cli.tables.placement import print_absent
 from megarl.config.layers import simulated_layers
 from megarl.config.load import read_config
@@ -139,11 +139,11 @@ def _rehearse(
     records: list[RankRecord] = []
 
     num_ranks = counted(len(ranks), "rank")
-    with ProgressLine(f"rehearse: loading torch and Megatron-Core for {num_ranks}") as progress:
+    with progress_line(f"rehearse: loading torch and Megatron-Core for {num_ranks}") as show:
 
         def report(rank: int, phase: str) -> None:
             done = f"{len(records)} of {num_ranks} done"
-            progress.show(f"rehearse: rank {rank}: {phase} finished; {done}")
+            show(f"rehearse: rank {rank}: {phase} finished; {done}")
 
         for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0)), report=report):
             records.append(record)

@@ -10,7 +10,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
@@ -54,8 +54,6 @@ NOT_THE_SAME = 1
 _MAX_DIFFERING = 20
 _HUGGING_FACE = "hf"
 _MEGATRON = "megatron"
-
-_Writer = Callable[[ModelSource, torch.dtype | None, Report], tuple[int, int]]
 
 
 def run(source: Path | str, target: Path | str | None, **options: Any) -> None:
@@ -118,9 +116,8 @@ def _convert(folder: Path, target: Path, settings: argparse.Namespace) -> None:
     # An adapter in PEFT's format does not specify its model.
     companions = settings.base if has_adapter(folder) and settings.base is not None else settings.config
     model = open_model(folder, settings.role, settings.trust_remote_code, companions)
-    write = _writer(model, target, settings)
     with _progress_bar("convert") as report:
-        num_files, nbytes = write(model, _dtype(settings.dtype), report)
+        num_files, nbytes = _write(model, target, settings, report)
     seconds = time.monotonic() - start_s
     print(
         f"{target}: {counted(model.num_parameters, 'parameter')}, {counted(nbytes, 'byte')} "
@@ -160,13 +157,14 @@ def _downloaded(parent: Path | None, *models: Path | str) -> Generator[list[Path
         ]
 
 
-def _writer(model: ModelSource, target: Path, settings: argparse.Namespace) -> _Writer:
-    """Return the function that writes the model as the options require.
+def _write(model: ModelSource, target: Path, settings: argparse.Namespace, report: Report) -> tuple[int, int]:
+    """Write the model as the options require, and return the number of files and of bytes.
 
     Raises:
         CheckpointError: The model cannot be written so.
         ValueError: The options do not fit together.
     """
+    dtype = _dtype(settings.dtype)
     is_adapter = model.architecture.lora is not None
     by_default = _MEGATRON if model.kind == HUGGING_FACE else _HUGGING_FACE
     to = settings.to or (_HUGGING_FACE if settings.base is not None else by_default)
@@ -189,7 +187,7 @@ def _writer(model: ModelSource, target: Path, settings: argparse.Namespace) -> _
         if settings.dtype == FP8 or settings.max_shard_size != DEFAULT_SHARD_BYTES:
             raise ValueError("--dtype fp8 and --max-shard-size require --to hf")
         layout = Layout(**sizes, data_parallel_size=1)
-        return lambda source, dtype, report: write_distributed(source, target, layout, dtype, report)
+        return write_distributed(model, target, layout, dtype, report)
 
     if list(sizes.values()) != [1, 1, None]:
         raise ValueError("a layout requires --to megatron; a Hugging Face folder has none")
@@ -199,15 +197,12 @@ def _writer(model: ModelSource, target: Path, settings: argparse.Namespace) -> _
                 f"{model.folder}: has adapters, which are not quantized; merge them into the base model with "
                 "--base HF_DIR, or use --dtype bfloat16"
             )
-        return lambda source, dtype, report: write_peft(source, target, dtype, report)
+        return write_peft(model, target, dtype, report)
 
-    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> tuple[int, int]:
-        if settings.base is not None:
-            source = merged_source(source, open_hugging_face(settings.base, settings.trust_remote_code))
-        kept = _read_kept_tensors(source, target, dtype, has_original=settings.config is not None)
-        return write_hugging_face(source, target, dtype, settings.max_shard_size, report, kept)
-
-    return write
+    if settings.base is not None:
+        model = merged_source(model, open_hugging_face(settings.base, settings.trust_remote_code))
+    kept = _read_kept_tensors(model, target, dtype, has_original=settings.config is not None)
+    return write_hugging_face(model, target, dtype, settings.max_shard_size, report, kept)
 
 
 def _read_kept_tensors(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.algorithms.sampling_metrics import Estimate
 from megarl.cli.run.context import run_context_of
@@ -321,15 +321,9 @@ def print_result(
         f"{result.mean_tokens:.1f} tokens on average"
     )
     print_line(console, f"{source}: {size}, {result.truncated:.1%} truncated")
-    table = Table()
-
-    for column in (
-        "metric",
-        "value",
-        "standard error",
-        *([] if comparison is None else ["difference", "its standard error"]),
-    ):
-        table.add_column(column, justify="left" if column == "metric" else "right")
+    numbers = ["value", "standard error"]
+    numbers += [] if comparison is None else ["difference", "its standard error"]
+    table = Table("metric", *(Column(each, justify="right") for each in numbers))
 
     for name, estimate in result.metrics.items():
         cells = [f"{estimate.value:.4f}", _error(estimate)]

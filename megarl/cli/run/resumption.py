@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megarl.checkpoints.object_storage import ObjectStorage, Uploads
 from megarl.checkpoints.run_folder import step_of
 from megarl.cli.run.fewer_replicas import continues_on_fewer_nodes
@@ -111,7 +109,11 @@ def restore_models(
     )
     if resume is None:
         return snapshots
-    _print_differences(session.console, resume)
+    for change in resume.differences:
+        print_line(
+            session.console,
+            f"changed since {resume.checkpoint.name}: {change.key}={change.now} (was {change.before})",
+        )
     start_s = time.monotonic()
 
     if resume.snapshot is not None:
@@ -268,11 +270,3 @@ def finish(
     ended = print_end(session, checkpoints, recovery)
     write_summary(session.output_dir, {**numbers, **told, **ended})
     return 0
-
-
-def _print_differences(console: Console, resume: Resume) -> None:
-    for change in resume.differences:
-        print_line(
-            console,
-            f"changed since {resume.checkpoint.name}: {change.key}={change.now} (was {change.before})",
-        )

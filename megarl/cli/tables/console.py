@@ -9,8 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import IO, cast
 
 from rich import box
@@ -104,31 +104,24 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
-class ProgressLine:
-    """Prints the progress to standard error, so that the tables can be piped."""
+@contextmanager
+def progress_line(begin: str) -> Generator[Callable[[str], None]]:
+    """Print the progress to standard error, so that the tables can be piped.
 
-    def __init__(self, begin: str) -> None:
-        self._console = output_console(stderr=True)
-        self._begin = begin
-        self._status = self._console.status(begin)
+    Yields a function that shows a text with the time that has elapsed since the begin.
+    """
+    console = output_console(stderr=True)
+    status = console.status(begin)
+    begin_s = time.monotonic()
 
-    def __enter__(self) -> ProgressLine:
-        self._begin_s = time.monotonic()
-        if self._console.is_terminal:
-            self._status.start()
+    def show(text: str) -> None:
+        line = f"{text}, {time.monotonic() - begin_s:.0f} s elapsed"
+        if console.is_terminal:
+            status.update(line)
         else:
-            print_line(self._console, self._begin)
-        return self
+            print_line(console, line)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._status.stop()
-
-    def show(self, text: str) -> None:
-        """Show a text with the time that has elapsed since the begin."""
-        line = f"{text}, {time.monotonic() - self._begin_s:.0f} s elapsed"
-        if self._console.is_terminal:
-            self._status.update(line)
-        else:
-            print_line(self._console, line)
+    if not console.is_terminal:
+        print_line(console, begin)
+    with status if console.is_terminal else nullcontext():
+        yield show
