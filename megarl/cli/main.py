@@ -23,8 +23,7 @@ from megarl import __version__
 from megarl.cli.commands import COMMANDS, FIRST, GROUPS
 from megarl.cli.former import FORMER, in_current_words, message
 from megarl.cli.options import OVERRIDE
-from megarl.cli.run.context import RunContext, RunFailedError
-from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
+from megarl.cli.run.context import INTERRUPTED, RunContext, RunFailedError, ends_by_signal
 from megarl.machine.errors import ConfigError
 from megarl.machine.garbage import collect_rarely
 from megarl.machine.reaper import end_processes_of, owned_processes

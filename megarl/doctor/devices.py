@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.schema import Device
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.processors import torch_cuda, visible_devices
 from megarl.machine.wording import counted, sized
 from megarl.plan.placement.memory import plan_memory

@@ -43,7 +43,6 @@ from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.turns import closing_token
 from megarl.data.whole_chat import spelled_special
 from megarl.doctor.agents_and_judges import judge_agent, judge_data_sources, judge_prompts, judge_teacher
-from megarl.doctor.examined_run import ROWS, ExaminedRun
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
     MOST_TRUTHS,
@@ -51,6 +50,7 @@ from megarl.doctor.reward_functions import (
     judge_compared_metrics,
     judge_rewards,
 )
+from megarl.doctor.run_inputs import ROWS, ExaminedRun
 from megarl.machine.errors import ConfigError
 from megarl.machine.user_functions import UnfinishedError, UserFunctionError, call_in_process
 from megarl.machine.wording import counted, sized

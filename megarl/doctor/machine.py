@@ -18,7 +18,7 @@ import psutil
 
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.controller.daemons import OBJECT_STORE_MB
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import why_not

@@ -17,7 +17,7 @@ import psutil
 
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.controller.environment import fill_in
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.ports import hold_port
 from megarl.machine.ray_address import host_and_port
 from megarl.machine.wording import counted

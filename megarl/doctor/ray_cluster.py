@@ -23,8 +23,8 @@ from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
 from megarl.controller.node_resources import fits
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, node_demands
-from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.machine import judge_open_files, judge_shared_memory
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.doctor.storage import MARK
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted

@@ -25,11 +25,12 @@ from megarl.config.layers import (
 )
 from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 
 CHECK = "versions"
-# The versions that megarl was run with. "lock" has the versions that all tests run on. The other environments
-# are those of `make test-wheel`, which runs from the quickstart to a converted checkpoint with both engines.
+# The versions that megarl was run with: for each environment, the version of each distribution, and the minor
+# version of "python". "lock" has the versions that all tests run on. The other environments are those of
+# `make test-wheel`, which runs from the quickstart to a converted checkpoint with both engines.
 RECORD = Path(__file__).parents[1] / "config" / "tested_versions.json"
 _OF_ENGINES = tuple(name for engine in RolloutEngineKind for name in engine.needs.packages)
 # Compiled for one version of torch. Without it (on CPU), SGLang works with other versions than it declares.
@@ -240,16 +241,6 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
 def _is_between(version: str, oldest: str, newest: str) -> bool:
     """Whether a version is in the tested range. Local parts are ignored: 2.13.0+cpu is 2.13.0."""
     return Version(oldest).release <= Version(version).release <= Version(newest).release
-
-
-def as_text(environments: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the content of RECORD.
-
-    Args:
-        environments: For each environment, the version of each distribution, and the minor version of
-            "python".
-    """
-    return json.dumps(environments, indent=2) + "\n"
 
 
 @cache

@@ -19,7 +19,7 @@ from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.errors import CheckpointError, ConfigError
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted, sized

@@ -17,8 +17,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.object_storage import ObjectStorage
-from megarl.cli.run.context import RunContext
-from megarl.cli.run.termination import Termination
+from megarl.cli.run.context import RunContext, Termination
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.run import BFLOAT16_ON_A_CPU, print_run
 from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan

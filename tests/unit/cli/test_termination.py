@@ -11,8 +11,7 @@ import signal
 
 import pytest
 
-from megarl.cli.run.context import RunContext
-from megarl.cli.run.termination import CTRL_C, INTERRUPTED, TERMINATED, Termination, interruption
+from megarl.cli.run.context import CTRL_C, INTERRUPTED, TERMINATED, RunContext, Termination, interruption
 from megarl.config.schema import ModelConfig, SFTConfig
 from megarl.trainers.monitor import Position
 

@@ -44,7 +44,7 @@ from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.doctor import agents_and_judges, devices, inputs, machine, network, software, storage
 from megarl.doctor import ray_cluster as ray_checks
 from megarl.doctor.checks import read_subject
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.doctor.software import tested_versions
 from megarl.models.families import read_architecture
 from megarl.plan.placement.plan import plan_placement
