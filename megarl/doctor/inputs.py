@@ -382,21 +382,18 @@ def _reading(
         return read_prompt_rows([file], section.columns), of_prompt
 
     if isinstance(config, PreferenceConfig):
-        encoder = pair_encoder(config, tokenizer)
+        rows = read_pair_rows([file], config.data.columns)
+        encode = pair_encoder(config, tokenizer).encode
+    else:
+        assert isinstance(section, SFTDataConfig)
+        rows = read_chat_rows([file], section.columns)
+        encode = partial(read_example, tokenizer=tokenizer, data=section)
 
-        def of_pair(row: DataRow) -> tuple[int, str | None]:
-            pair = encoder.encode(row)
-            return pair.length, pair.escaped
+    def of_answers(row: DataRow) -> tuple[int, str | None]:
+        encoded = encode(row)
+        return encoded.length, encoded.escaped
 
-        return read_pair_rows([file], config.data.columns), of_pair
-
-    assert isinstance(section, SFTDataConfig)
-
-    def of_chat(row: DataRow) -> tuple[int, str | None]:
-        example = read_example(row, tokenizer, section)
-        return example.length, example.escaped
-
-    return read_chat_rows([file], section.columns), of_chat
+    return rows, of_answers
 
 
 def judge_rows(

@@ -213,29 +213,26 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
             "(docs/install.md), or uninstall transformer-engine",
         )
 
-    if choice.layers is Layers.transformer_engine and not installed:
-        hint = "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.layers=auto"
-        yield wrong(
-            "layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", hint
-        )
-        return
-
     asked = config.engine.flash_attention
-    if subject.use_gpu and (missing := missing_flash_attention(asked)) is not None:
-        package, hint = missing
+    missing = missing_flash_attention(asked) if subject.use_gpu else None
+    if choice.layers is Layers.transformer_engine and not installed:
         yield wrong(
             "layers",
-            f"engine.flash_attention={asked.value}, but the package {package} is not installed",
-            hint,
+            "engine.layers=transformer_engine, but Transformer Engine is not installed",
+            "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.layers=auto",
         )
-        return
-
-    if subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:
-        hint = "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.cp_comm_type=auto"
-        yield wrong("layers", "engine.cp_comm_type=p2p, but Transformer Engine is not installed", hint)
-        return
-
-    yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)
+    elif missing is not None:
+        package, hint = missing
+        problem = f"engine.flash_attention={asked.value}, but the package {package} is not installed"
+        yield wrong("layers", problem, hint)
+    elif subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:
+        yield wrong(
+            "layers",
+            "engine.cp_comm_type=p2p, but Transformer Engine is not installed",
+            "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.cp_comm_type=auto",
+        )
+    else:
+        yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)
 
 
 def _is_between(version: str, oldest: str, newest: str) -> bool:

@@ -94,9 +94,7 @@ def _filled(
         values = [_value(field, cause, config, found) for field in _FIELD.findall(line)]
         # A line with a value that this run does not have would mislead.
         if all(values):
-            remaining = iter(values)
-            text = _FIELD.sub(lambda _, remaining=remaining: next(remaining), line)
-            lines += text.split("\n")
+            lines += _FIELD.sub(lambda field: _value(field[1], cause, config, found), line).split("\n")
 
     return lines
 
