@@ -179,7 +179,7 @@ def products_table(rank: RankMeasurements) -> Table:
     """Return the rates of a layer's products by their rows: few rows reach less of the peak."""
     columns = dict.fromkeys(f"{time.shape.inner:,} x {time.shape.columns:,}" for time in rank.products)
     rates = {time.shape: time.tflops for time in rank.products}
-    by_rows: dict[int, list[str]] = {}
+    by_rows: dict[float, list[str]] = {}
     for shape, rate in rates.items():
         by_rows.setdefault(shape.rows, []).append(f"{rate:.3g}")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import argcomplete
 
-from megarl.cli.main import commands_of
 from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR, shown
@@ -22,10 +21,11 @@ def run(shell: str) -> None:
 
 def answer(parser: argparse.ArgumentParser) -> None:
     """Print the completions for the shell, and exit."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     completers = {"config_path": _configs, "overrides": _keys, "key": _names}
 
     # Attach the completers to the positional arguments of all commands.
-    for command in commands_of(parser).values():
+    for command in commands.choices.values():
         for action in command._actions:
             if action.dest in completers and not action.option_strings:
                 action.completer = completers[action.dest]

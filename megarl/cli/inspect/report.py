@@ -102,9 +102,8 @@ def _serve(runs: Sequence[RunFolder], port: int) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: LiveReport
-
     def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+        assert isinstance(self.server, LiveReport)
         status, kind, content = self.server.answer(self.path, self.headers.get("Host", ""))
         self.send_response(status)
         self.send_header("Content-Type", kind)

@@ -82,27 +82,20 @@ class Meeting:
 
         raise LaunchError(f"no message {' or '.join(names)!r} within {limit_s:g} s")
 
+    def expect_heartbeats(self) -> None:
+        """Begin to time the heartbeats of the members."""
+        self._last = {rank: (0, time.monotonic()) for rank in self.members}
+
     def beat(self) -> None:
         self._store.add(f"{_ALIVE} {self.rank}", 1)
 
-    def beats(self, rank: int) -> int:
-        return self._store.add(f"{_ALIVE} {rank}", 0)
-
-
-class Silence:
-    """Detects lost members by their heartbeats, on node 0."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._last = {rank: (0, time.monotonic()) for rank in meeting.members}
-
     def lost(self) -> str | None:
-        """Describe the first lost member; None if there is none."""
+        """Describe the first lost member, on node 0; None if there is none."""
         for rank, (beats, since_s) in self._last.items():
-            if self._meeting.heard(f"{_LEFT} {rank}"):
-                return f"node {rank} has left: {self._meeting.what(f'{_LEFT} {rank}')}"
+            if self.heard(f"{_LEFT} {rank}"):
+                return f"node {rank} has left: {self.what(f'{_LEFT} {rank}')}"
             # Clocks of nodes may differ, so changes of the count are timed with the local clock.
-            now = self._meeting.beats(rank)
+            now = self._store.add(f"{_ALIVE} {rank}", 0)
             if now != beats:
                 self._last[rank] = (now, time.monotonic())
             elif time.monotonic() - since_s > _SILENCE_LIMIT_S:
@@ -119,9 +112,9 @@ def _run_driver(command: Sequence[str], environment: Mapping[str, str], meeting:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: driver.send_signal(number))
 
-    silence = Silence(meeting)
+    meeting.expect_heartbeats()
     while (status := driver.poll()) is None:
-        if (lost := silence.lost()) is not None:
+        if (lost := meeting.lost()) is not None:
             _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to report the failure before it is killed")
             try:
                 driver.wait(_LAST_WORDS_S)

@@ -13,7 +13,7 @@ from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.run.context import RunContext
 from megarl.cli.run.hints import Cause, hint_for
 from megarl.config.paths import checkpoint_path
-from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError
 from megarl.machine.errors import HintedError, RunError, hint_of
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
@@ -155,7 +155,7 @@ def _when(call: _Call | None, position: Position | None) -> str:
     return ", ".join(part for part in (step, phase) if part)
 
 
-def _others(others: Sequence[WorkerError]) -> str:
+def _others(others: Sequence[RankFailure]) -> str:
     first = sorted((other.role, other.rank) for other in others)[:8]
     ranks = ", ".join(f"{role} rank {rank}" for role, rank in first)
     return f"{len(others)} more failed after it: {ranks}{' ...' if len(others) > 8 else ''}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -101,7 +102,7 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
     write_figure(figure, path)
 
 
-def _frames(number: int, inches: tuple[float, float], **shared: bool) -> tuple[Figure, Sequence[Axes]]:
+def _frames(number: int, inches: tuple[float, float], **shared: Any) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure, and its axes from top to bottom."""
     figure = Figure(figsize=inches)
     FigureCanvasAgg(figure)
