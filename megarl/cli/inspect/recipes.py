@@ -77,6 +77,7 @@ def _print_list() -> None:
     runs = {
         name: read_config(RunConfig, file).config for name, file in _recipes().items() if file not in presets
     }
+
     rows = [
         (
             name,

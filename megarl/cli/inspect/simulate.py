@@ -136,10 +136,12 @@ def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], con
         ],
         caption="trainer: devices; *: as configured; k: rollout.max_staleness; staleness: in weight versions",
     )
+
     # For equal step times, fresher weights are better.
     best = min(forecasts, key=lambda each: (each.run.step_s, each.max_staleness))
     drawn.rows[forecasts.index(best)].style = "bold"
     console.print(drawn)
+
     # The configured value may lie between two simulated ones.
     nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
     now_s = next(
