@@ -61,8 +61,7 @@ def probe() -> Gpus:
         return found
 
     try:
-        query = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-        listed = subprocess.run(query, **_ASK)
+        listed = subprocess.run([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], **_ASK)
         overview = subprocess.run([program], **_ASK)
     except subprocess.TimeoutExpired:
         return replace(found, error=f"nvidia-smi did not answer within {_LIMIT_S} s")
@@ -263,5 +262,9 @@ def check(subject: ExaminedRun, found: Gpus) -> Iterator[Finding]:
         return
 
     # A cluster's nodes have their own GPUs, and this machine may only be the driver.
-    needed = plan.devices_per_node if plan is not None and subject.ray_address is None else 0
-    yield from judge(found, needed=needed, wanted=subject.use_gpu, peak=peak)
+    yield from judge(
+        found,
+        needed=plan.devices_per_node if plan is not None and subject.ray_address is None else 0,
+        wanted=subject.use_gpu,
+        peak=peak,
+    )

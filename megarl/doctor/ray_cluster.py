@@ -94,8 +94,13 @@ def _files_of(subject: ExaminedRun) -> Generator[list[str]]:
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # reported by the check of the checkpoints
-            folder = existing_folder(checkpoint_path(subject.config))
-            paths.append(stack.enter_context(tempfile.NamedTemporaryFile(prefix=MARK, dir=folder)).name)
+            paths.append(
+                stack.enter_context(
+                    tempfile.NamedTemporaryFile(
+                        prefix=MARK, dir=existing_folder(checkpoint_path(subject.config))
+                    )
+                ).name
+            )
         yield list(dict.fromkeys(path for path in paths if Path(path).exists()))
 
 

@@ -223,8 +223,11 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
         )
     elif missing is not None:
         package, hint = missing
-        problem = f"engine.flash_attention={asked.value}, but the package {package} is not installed"
-        yield wrong("layers", problem, hint)
+        yield wrong(
+            "layers",
+            f"engine.flash_attention={asked.value}, but the package {package} is not installed",
+            hint,
+        )
     elif subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:
         yield wrong(
             "layers",

@@ -214,9 +214,11 @@ def check(subject: ExaminedRun) -> Iterator[Finding]:
     if config is None:
         return
     one = checkpoint_bytes(config, subject.architectures) if subject.all_models_known else 0
-    num_nodes = 1 if subject.plan is None else subject.plan.num_nodes
     yield from judge(
-        probe(checkpoint_path(config)), num_nodes=num_nodes, one=one, most=most_checkpoints(config)
+        probe(checkpoint_path(config)),
+        num_nodes=1 if subject.plan is None else subject.plan.num_nodes,
+        one=one,
+        most=most_checkpoints(config),
     )
 
 

@@ -162,17 +162,20 @@ def _request(config: RunConfig, is_cuda: bool, num_ranks: int, folder: str) -> C
 
 def profile_table(found: Calibration, base: DeviceProfile, base_name: str) -> Table:
     """Return all values of the profile, compared with those of the nearest device file."""
-    rows = [
-        (
-            key,
-            _shown(attrgetter(key)(found.profile)),
-            _unit(key),
-            _shown(attrgetter(key)(base)),
-            "measured" if key in found.measured else _reason(found, key, base_name),
-        )
-        for key in sourced_keys(found.profile)
-    ]
-    return table(f"Device: {found.profile.name}", ("key", "value", "unit", base_name, "from"), rows)
+    return table(
+        f"Device: {found.profile.name}",
+        ("key", "value", "unit", base_name, "from"),
+        [
+            (
+                key,
+                _shown(attrgetter(key)(found.profile)),
+                _unit(key),
+                _shown(attrgetter(key)(base)),
+                "measured" if key in found.measured else _reason(found, key, base_name),
+            )
+            for key in sourced_keys(found.profile)
+        ],
+    )
 
 
 def products_table(rank: RankMeasurements) -> Table:
@@ -183,18 +186,22 @@ def products_table(rank: RankMeasurements) -> Table:
     for shape, rate in rates.items():
         by_rows.setdefault(shape.rows, []).append(f"{rate:.3g}")
 
-    rows = [(f"{number:,}", *of_rows) for number, of_rows in by_rows.items()]
-    return table("Matrix products of a layer, TFLOP/s", ("rows", *columns), rows)
+    return table(
+        "Matrix products of a layer, TFLOP/s",
+        ("rows", *columns),
+        [(f"{number:,}", *of_rows) for number, of_rows in by_rows.items()],
+    )
 
 
 def decode_table(sweep: DecodeSweep) -> Table:
     """Return the decode steps by batch size."""
-    rows = [
-        (f"{time.batch:,}", f"{1e3 * time.seconds:.3g}", f"{time.batch / time.seconds:,.0f}")
-        for time in sweep.times
-    ]
     return table(
-        f"Decode steps of {counted(sweep.num_layers, 'layer')}", ("batch", "ms a step", "tokens/s"), rows
+        f"Decode steps of {counted(sweep.num_layers, 'layer')}",
+        ("batch", "ms a step", "tokens/s"),
+        [
+            (f"{time.batch:,}", f"{1e3 * time.seconds:.3g}", f"{time.batch / time.seconds:,.0f}")
+            for time in sweep.times
+        ],
     )
 
 

@@ -78,26 +78,30 @@ def _print_list() -> None:
         name: read_config(RunConfig, file).config for name, file in _recipes().items() if file not in presets
     }
 
-    rows = [
-        (
-            name,
-            config.kind.value,
-            config.model.path,
-            str(config.placement.num_nodes),
-            str(plan_placement(config).num_devices),
-        )
-        for name, config in runs.items()
-    ]
     console.print(
         table(
             "Runs, for `megarl train configs/NAME.yaml`",
             ("name", "kind", "model", "nodes", "devices"),
-            rows,
+            [
+                (
+                    name,
+                    config.kind.value,
+                    config.model.path,
+                    str(config.placement.num_nodes),
+                    str(plan_placement(config).num_devices),
+                )
+                for name, config in runs.items()
+            ],
             wraps="model",
         )
     )
-    texts = [(file.stem, _about(file)) for file in presets]
-    console.print(table("Presets, for algorithm=NAME", ("name", "description"), texts))
+    console.print(
+        table(
+            "Presets, for algorithm=NAME",
+            ("name", "description"),
+            [(file.stem, _about(file)) for file in presets],
+        )
+    )
     print_line(console, "megarl recipes show NAME prints a file, megarl recipes copy NAME FILE copies it")
 
 

@@ -181,26 +181,31 @@ def _place(status: RunStatus) -> str:
 
 
 def _replicas(status: RunStatus) -> RenderableType:
-    rows = [
-        (
-            str(number),
-            replica.state,
-            f"{replica.in_flight:,}",
-            f"{replica.tokens_per_s:,.0f}",
-            f"{duration(replica.silent_s)} ago" if replica.in_flight else "-",
-        )
-        for number, replica in enumerate(status.replicas)
-    ]
-    columns = ("replica", "state", "requests", "tokens/s", "last sample")
-    return table(f"Replicas; {counted(status.num_restarts, 'restart')}", columns, rows)
+    return table(
+        f"Replicas; {counted(status.num_restarts, 'restart')}",
+        ("replica", "state", "requests", "tokens/s", "last sample"),
+        [
+            (
+                str(number),
+                replica.state,
+                f"{replica.in_flight:,}",
+                f"{replica.tokens_per_s:,.0f}",
+                f"{duration(replica.silent_s)} ago" if replica.in_flight else "-",
+            )
+            for number, replica in enumerate(status.replicas)
+        ],
+    )
 
 
 def _oldest(status: RunStatus) -> RenderableType:
-    rows = [
-        (group.uid or "-", f"{group.missing:,}", group.where, duration(group.seconds))
-        for group in status.oldest
-    ]
-    return table("Oldest pending prompts", ("prompt", "missing samples", "state", "for"), rows)
+    return table(
+        "Oldest pending prompts",
+        ("prompt", "missing samples", "state", "for"),
+        [
+            (group.uid or "-", f"{group.missing:,}", group.where, duration(group.seconds))
+            for group in status.oldest
+        ],
+    )
 
 
 def duration(seconds: float) -> str:

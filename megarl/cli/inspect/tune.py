@@ -121,8 +121,9 @@ def _with_device(config: PPOConfig, name: str | None, given: Collection[str]) ->
         placement = replace(placement, device_memory_gb=None)  # with_budget sets that of the device
     # A file may plan with a part of each node, but not with more devices than a node has.
     if "devices_per_node" not in given and placement.devices_per_node is not None:
-        of_a_node = min(placement.devices_per_node, load_device(name).devices_per_node)
-        placement = replace(placement, devices_per_node=of_a_node)
+        placement = replace(
+            placement, devices_per_node=min(placement.devices_per_node, load_device(name).devices_per_node)
+        )
     return config.with_sections(placement=replace(placement, device_profile=name))
 
 
@@ -283,20 +284,19 @@ def _results(space: Space, solutions: Sequence[Solution]) -> Table:
     """Return a table of the best configurations, and of the phase in which each loses against the first."""
     size = f"{space.num_nodes} x {counted(space.devices_per_node, 'device')}"
     best = solutions[0]
-    rows = [
-        (
-            str(number),
-            f"{each.seconds:,.4g}",
-            _pools(each),
-            f"{max(device.peak for device in each.memory) / 2**30:,.1f}",
-            "" if each is best else _slower_in(each, best),
-        )
-        for number, each in enumerate(solutions, 1)
-    ]
     return table(
         f"Fastest predicted configurations on {size}",
         ("", "step, s", "placement", "GiB", "slower than 1 in"),
-        rows,
+        [
+            (
+                str(number),
+                f"{each.seconds:,.4g}",
+                _pools(each),
+                f"{max(device.peak for device in each.memory) / 2**30:,.1f}",
+                "" if each is best else _slower_in(each, best),
+            )
+            for number, each in enumerate(solutions, 1)
+        ],
         caption="GiB: the fullest device in its fullest phase",
     )
 
@@ -324,11 +324,14 @@ def _phases(solutions: Sequence[Solution]) -> Table:
     """Return a table of the seconds of each phase."""
     phases = [each.step.phases for each in solutions]
     names = list(dict.fromkeys(name for each in phases for name in each))
-    columns = {
-        str(number): [f"{each[name].seconds:,.1f}" if name in each else "" for name in names]
-        for number, each in enumerate(phases, 1)
-    }
-    return table_of_numbers("Seconds of each phase", columns, names)
+    return table_of_numbers(
+        "Seconds of each phase",
+        {
+            str(number): [f"{each[name].seconds:,.1f}" if name in each else "" for name in names]
+            for number, each in enumerate(phases, 1)
+        },
+        names,
+    )
 
 
 def _pools(solution: Solution) -> str:
@@ -385,8 +388,9 @@ def _rejections(rejections: Rejections) -> Table:
             rows.append((*first, reason.value, f"{count:,}", rejections.example(level, reason)))
             first = ("", "", "")
 
-    columns = ("level", "considered", "kept", "reason", "number", "for example")
-    return table("Considered and left out", columns, rows)
+    return table(
+        "Considered and left out", ("level", "considered", "kept", "reason", "number", "for example"), rows
+    )
 
 
 def _clusters(results: Sequence[ClusterResult], tokens: float) -> Table:
@@ -395,21 +399,23 @@ def _clusters(results: Sequence[ClusterResult], tokens: float) -> Table:
     Args:
         tokens: The prompt and response tokens of a step.
     """
-    rows = [
-        (
-            f"{each.num_devices:,}",
-            str(each.max_staleness),
-            *(
-                ("-", "-", "no valid configuration")
-                if each.solution is None
-                else (
-                    f"{each.solution.seconds:,.4g}",
-                    f"{tokens / each.solution.seconds / each.num_devices:,.0f}",
-                    _pools(each.solution),
-                )
-            ),
-        )
-        for each in results
-    ]
-    columns = ("devices", "max_staleness", "step, s", "tokens/s per device", "placement")
-    return table("Predicted step by cluster size", columns, rows)
+    return table(
+        "Predicted step by cluster size",
+        ("devices", "max_staleness", "step, s", "tokens/s per device", "placement"),
+        [
+            (
+                f"{each.num_devices:,}",
+                str(each.max_staleness),
+                *(
+                    ("-", "-", "no valid configuration")
+                    if each.solution is None
+                    else (
+                        f"{each.solution.seconds:,.4g}",
+                        f"{tokens / each.solution.seconds / each.num_devices:,.0f}",
+                        _pools(each.solution),
+                    )
+                ),
+            )
+            for each in results
+        ],
+    )

@@ -186,8 +186,7 @@ def _write(model: ModelSource, target: Path, settings: argparse.Namespace, repor
             )
         if settings.dtype == FP8 or settings.max_shard_size != DEFAULT_SHARD_BYTES:
             raise ValueError("--dtype fp8 and --max-shard-size require --to hf")
-        layout = Layout(**sizes, data_parallel_size=1)
-        return write_distributed(model, target, layout, dtype, report)
+        return write_distributed(model, target, Layout(**sizes, data_parallel_size=1), dtype, report)
 
     if list(sizes.values()) != [1, 1, None]:
         raise ValueError("a layout requires --to megatron; a Hugging Face folder has none")
@@ -304,8 +303,13 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if differing := comparison.differing:
         shown = differing[:_MAX_DIFFERING]
         title = f"Tensors that differ: {len(differing):,}, the first {len(shown)}"
-        rows = [(each.name, *_extent(each), each.reason or each.match.value) for each in shown]
-        console.print(_table(title, ("name", "elements", "largest difference", ""), rows))
+        console.print(
+            _table(
+                title,
+                ("name", "elements", "largest difference", ""),
+                [(each.name, *_extent(each), each.reason or each.match.value) for each in shown],
+            )
+        )
 
     print_line(console, verdict(comparison))
 

@@ -306,8 +306,9 @@ def _print_episodes(parsed: argparse.Namespace) -> None:
     # Each sample has its own environment, because environments keep state.
     for index, request in enumerate(requests):
         chat = chats[index // parsed.n]
-        task = Task(messages=chat, seed=request.sampling.seed)
-        responder = Responder(make_environment(), template, parse, task)
+        responder = Responder(
+            make_environment(), template, parse, Task(messages=chat, seed=request.sampling.seed)
+        )
         if len(requests) > 1 and not parsed.json:
             _print_title(chat, index, parsed.n)
         trajectory, messages = asyncio.run(_play(writer, template, responder, request, agent, parsed))
@@ -375,9 +376,10 @@ async def _play(
     Returns:
         The episode, and the messages of the model and the environment, in order.
     """
-    max_tokens = request.sampling.max_new_tokens
     limits = EpisodeLimits(
-        max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens
+        max_turns=agent.max_turns,
+        max_tokens=request.sampling.max_new_tokens,
+        max_turn_tokens=agent.max_turn_tokens,
     )
     episode = Episode(request.prompt, request.sampling.seed, limits)
     messages: list[Message] = []

@@ -139,8 +139,7 @@ def _write(wishes: Wishes) -> None:
 
     # Try the reward and the tokenizer on the data before anything is written.
     reward = _reward(data, wishes.validation) if wishes.kind is RunKind.ppo else None
-    lengths = _lengths(model_folder, wishes.kind, data)
-    prompt, response, about_limits = _limits(lengths, model, wishes.kind)
+    prompt, response, about_limits = _limits(_lengths(model_folder, wishes.kind, data), model, wishes.kind)
     files = {CONFIG_FILE: _config(wishes, model, data, reward, prompt, response)}
     files[SCHEMA_FILE] = json.dumps(json_schema(wishes.kind.value)) + "\n"
     files |= {} if reward is None else {REWARD_FILE: reward.source}
@@ -191,10 +190,12 @@ def _reward(data: UserData | None, validation: str | None) -> ChosenReward:
     if data is None:
         return ChosenReward(NUMBER.source(), NUMBER.prompt, [])
     columns: dict[str, Any] = dict(data.columns_here)
-    val_files = [] if validation is None else [validation]
-
     return choose_reward(
-        DataConfig(train_files=[data.path], val_files=val_files, columns=PromptColumnsConfig(**columns))
+        DataConfig(
+            train_files=[data.path],
+            val_files=[] if validation is None else [validation],
+            columns=PromptColumnsConfig(**columns),
+        )
     )
 
 

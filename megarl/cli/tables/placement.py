@@ -87,21 +87,20 @@ def print_absent(lines: Sequence[str], console: Console) -> None:
 
 
 def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Table:
-    rows = [
-        (
-            group.pool,
-            f"{group.name} {number_spans(ranks)}",
-            " + ".join(group.roles),
-            number_spans(nodes),
-            devices,
-        )
-        for group in plan.groups
-        for ranks, nodes, devices in _folded(group)
-    ]
     return table(
         f"Placement: {plan.strategy.value} on {plan.num_nodes} x {counted(plan.devices_per_node, 'device')}",
         ("pool", "process", "roles", "node", "device"),
-        rows,
+        [
+            (
+                group.pool,
+                f"{group.name} {number_spans(ranks)}",
+                " + ".join(group.roles),
+                number_spans(nodes),
+                devices,
+            )
+            for group in plan.groups
+            for ranks, nodes, devices in _folded(group)
+        ],
         caption=_turns(plan, generates_ahead),
         wraps="roles",
     )

@@ -170,9 +170,8 @@ def draw_step(step: PredictedStep, path: Path) -> None:
             frame.barh(lane, phase.time.seconds, left=phase.start_s, height=0.6, color=color)
             # The text of a short phase would cover its neighbors.
             if phase.time.seconds > _LEAST_LABELED * step.seconds:
-                middle = phase.start_s + phase.time.seconds / 2
                 frame.text(
-                    middle,
+                    phase.start_s + phase.time.seconds / 2,
                     lane,
                     f"{phase.name}\n{phase.time.seconds:,.1f} s",
                     ha="center",

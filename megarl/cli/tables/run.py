@@ -147,18 +147,20 @@ def _models(
             f"{row.state_bytes_per_rank / 2**20:,.1f} MiB",
         )
 
-    names = (
-        "parameters",
-        "layers",
-        "hidden",
-        "heads (key-value)",
-        "TP x PP x DP",
-        "virtual stages",
-        "context parallel",
-        "state per rank",
-    )
     return table_of_numbers(
-        "Models", columns, names, "state: weights, gradients and optimizer state, without activations"
+        "Models",
+        columns,
+        (
+            "parameters",
+            "layers",
+            "hidden",
+            "heads (key-value)",
+            "TP x PP x DP",
+            "virtual stages",
+            "context parallel",
+            "state per rank",
+        ),
+        "state: weights, gradients and optimizer state, without activations",
     )
 
 
@@ -167,29 +169,31 @@ def _arithmetic(config: RunConfig) -> Table:
     steps = config.trainer.total_steps
     mini_batch = counted(samples // config.updates_per_pass, "row")
     of_prompts = f"{counted(config.prompts_per_step, 'prompt')} x {config.samples_per_prompt}"
-    rows = (
-        ("samples", f"{samples:,}", of_prompts),
-        ("mini-batches", f"{config.updates_per_pass:,} x {mini_batch}", counted(samples, "sample")),
-        ("longest row", counted(config.max_row_tokens, "token"), "data"),
-        ("samples of the run", f"{samples * steps:,}", f"{counted(steps, 'step')} x {samples:,}"),
+    return table(
+        "One step",
+        _QUANTITIES,
+        (
+            ("samples", f"{samples:,}", of_prompts),
+            ("mini-batches", f"{config.updates_per_pass:,} x {mini_batch}", counted(samples, "sample")),
+            ("longest row", counted(config.max_row_tokens, "token"), "data"),
+            ("samples of the run", f"{samples * steps:,}", f"{counted(steps, 'step')} x {samples:,}"),
+        ),
     )
-    return table("One step", _QUANTITIES, rows)
 
 
 def _per_role(work: Sequence[RoleArithmetic]) -> Table:
-    names = (
-        "ranks",
-        "replicas",
-        "rows per pass",
-        "rows per replica",
-        "micro-batches",
-        "updates per step",
-        "updates",
-    )
     return table_of_numbers(
         "Work of each role",
         {role.role: _work_of(role) for role in work},
-        names,
+        (
+            "ranks",
+            "replicas",
+            "rows per pass",
+            "rows per replica",
+            "micro-batches",
+            "updates per step",
+            "updates",
+        ),
         "rows per pass: rows of a mini-batch if the role trains; micro-batches: per replica and pass",
     )
 
@@ -217,16 +221,21 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
     replicas = f"{rollout.num_replicas} x {counted(rollout.devices_per_engine, 'device')}"
     if rollout.pipeline_parallel_size > 1:
         replicas += f" in {rollout.pipeline_parallel_size} stages"
-    rows = (
-        ("engine", rollout.engine.value, "rollout.engine"),
-        ("replicas", replicas, shared_devices(plan)),
-        (
-            "concurrent sequences",
-            f"{rollout.num_replicas * rollout.max_concurrency:,}",
-            f"{rollout.max_concurrency:,} per replica",
-        ),
+    console.print(
+        table(
+            "Rollout",
+            _QUANTITIES,
+            (
+                ("engine", rollout.engine.value, "rollout.engine"),
+                ("replicas", replicas, shared_devices(plan)),
+                (
+                    "concurrent sequences",
+                    f"{rollout.num_replicas * rollout.max_concurrency:,}",
+                    f"{rollout.max_concurrency:,} per replica",
+                ),
+            ),
+        )
     )
-    console.print(table("Rollout", _QUANTITIES, rows))
 
     # The engine's own settings, in the form of the configuration.
     if (settings := rollout.settings_of(rollout.engine)) is not None:
@@ -295,14 +304,23 @@ def _print_checkpoints(
     size = checkpoint_bytes(config, architectures)
     parts = "weights, master weights, moments" + (", Hugging Face policy" if checkpoint.save_hf else "")
     most = most_checkpoints(config)
-    rows = (
-        ("saved", *when_saved(config)),
-        ("kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep"),
-        ("size", gib(size), parts),
-        ("maximum on disk", gib(most * size), counted(most, "checkpoint")),
-        ("free disk space", gib(free_bytes(checkpoint_path(config))), "now"),
+    console.print(
+        table(
+            "Checkpoints",
+            _QUANTITIES,
+            (
+                ("saved", *when_saved(config)),
+                (
+                    "kept",
+                    kept + (f", and the best by {best}" if best and checkpoint.keep else ""),
+                    "checkpoint.keep",
+                ),
+                ("size", gib(size), parts),
+                ("maximum on disk", gib(most * size), counted(most, "checkpoint")),
+                ("free disk space", gib(free_bytes(checkpoint_path(config))), "now"),
+            ),
+        )
     )
-    console.print(table("Checkpoints", _QUANTITIES, rows))
     print_line(console, f"checkpoints in {checkpoint_path(config)}")
 
 
