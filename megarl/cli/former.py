@@ -56,8 +56,8 @@ def _has(words: Sequence[str], option: str) -> bool:
     return any(word.partition("=")[0] == option for word in words)
 
 
-# Each former name has the words that replace it, after `megarl`, and a function that rewrites the words after it.
-# The function raises ValueError if a required option is missing, or if the words contradict the name.
+# Each former name has the words that replace it, after `megarl`, and a function that rewrites the words after
+# it. The function raises ValueError if a required option is missing, or if the words contradict the name.
 FORMER: Mapping[str, tuple[str, Callable[[Sequence[str]], list[str]]]] = {
     "sft": ("train", _sft),
     "plan": ("check --plan", _plan),
