@@ -212,16 +212,21 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def print_comparison(found: Sequence[Comparison]) -> None:
-    drawn = table("Seconds of scoring and training", "measured", "predicted", "largest parts", "layout")
-    for each in sorted(found, key=lambda each: each.measured):
-        parts = sorted(each.predicted.parts.items(), key=lambda part: -part[1])[:3]
-        drawn.add_row(
+    rows = [
+        (
             f"{each.measured:.2f}",
             f"{each.predicted.seconds:.2f}",
-            ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts),
+            ", ".join(f"{name} {seconds:.2f}" for name, seconds in _largest(each.predicted.parts)),
             str(each.layout),
         )
-    output_console().print(drawn)
+        for each in sorted(found, key=lambda each: each.measured)
+    ]
+    columns = ("measured", "predicted", "largest parts", "layout")
+    output_console().print(table("Seconds of scoring and training", columns, rows))
+
+
+def _largest(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(parts.items(), key=lambda part: -part[1])[:3]
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ def commands() -> str:
             parts += [_section(f"megarl {name}", parsers[name]) for name in names]
 
     parts += ["\n", _FORMER]
-    parts += [f"| `{name}` | `{former.now}` |\n" for name, former in FORMER.items()]
+    parts += [f"| `{name}` | `{now}` |\n" for name, (now, _) in FORMER.items()]
     return "".join(parts)
 
 

@@ -159,7 +159,7 @@ COMMANDS: Mapping[str, Command] = {
         group=BEFORE,
         module="megarl.cli.inspect.check",
         parts={
-            "plan": "megarl.cli.inspect.plan",
+            "plan": "megarl.cli.inspect.check:show_plan",
             "simulate": "megarl.cli.inspect.simulate",
             "machine": "megarl.cli.inspect.doctor",
             "dry_run": "megarl.cli.inspect.rehearse",
@@ -285,7 +285,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "explain": Command(
         group=BEFORE,
-        module="megarl.cli.inspect.explain",
+        module="megarl.cli.inspect.config:explain",
         summary="describe a configuration key: type, range, default, and where it is set",
         arguments=(
             argument("key", metavar="KEY", help="a key or a section, such as rollout.n or actor.optim"),
@@ -349,7 +349,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "scale": Command(
         group=RUNNING,
-        module="megarl.cli.run.scale",
+        module="megarl.cli.inspect.status:scale",
         summary="change the number of rollout replicas of a running job",
         description="change the number of rollout replicas of a running job, which checks between two steps",
         arguments=(
@@ -368,7 +368,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "stop": Command(
         group=RUNNING,
-        module="megarl.cli.run.stop",
+        module="megarl.cli.inspect.status:stop",
         summary="ask a run to save a checkpoint and end after its step",
         description="ask a run to save a checkpoint and end after its step, by SIGTERM to its process; a "
         "second time, it ends immediately",

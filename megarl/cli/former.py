@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from megarl.cli.options import OVERRIDE
-
-
-class Former(NamedTuple):
-    """A former command.
-
-    Attributes:
-        now: What is written instead, after `megarl`.
-        rewrite: Returns the words after `megarl` for those after the former name. It raises ValueError if a
-            required option is missing, or if the words contradict the name.
-    """
-
-    now: str
-    rewrite: Callable[[Sequence[str]], list[str]]
 
 
 def _sft(words: Sequence[str]) -> list[str]:
@@ -70,15 +56,17 @@ def _has(words: Sequence[str], option: str) -> bool:
     return any(word.partition("=")[0] == option for word in words)
 
 
-FORMER: Mapping[str, Former] = {
-    "sft": Former("train", _sft),
-    "plan": Former("check --plan", _plan),
-    "rehearse": Former("check --dry-run", lambda words: ["check", "--dry-run", *words]),
-    "calibrate": Former("tune --calibrate FILE", _calibrate),
-    "submit": Former("train --submit URL", _submit),
-    "plot": Former("report --png", lambda words: ["report", "--png", *words]),
-    "score": Former("eval CONFIG --rows FILE", _score),
-    "schema": Former("config --schema", lambda words: ["config", "--schema", *words]),
+# Each former name has the words that replace it, after `megarl`, and a function that rewrites the words after
+# it. The function raises ValueError if a required option is missing, or if the words contradict the name.
+FORMER: Mapping[str, tuple[str, Callable[[Sequence[str]], list[str]]]] = {
+    "sft": ("train", _sft),
+    "plan": ("check --plan", _plan),
+    "rehearse": ("check --dry-run", lambda words: ["check", "--dry-run", *words]),
+    "calibrate": ("tune --calibrate FILE", _calibrate),
+    "submit": ("train --submit URL", _submit),
+    "plot": ("report --png", lambda words: ["report", "--png", *words]),
+    "score": ("eval CONFIG --rows FILE", _score),
+    "schema": ("config --schema", lambda words: ["config", "--schema", *words]),
 }
 
 # Former subcommands of `convert`, which work as before, and the options that stand for them.
@@ -120,7 +108,7 @@ def _taken(words: Sequence[str], option: str) -> tuple[str, list[str]]:
 def message(words: Sequence[str]) -> str:
     """Say what a former command is now."""
     name = words[0]
-    now = "check --simulate" if name == "plan" and "--simulate" in words else FORMER[name].now
+    now = "check --simulate" if name == "plan" and "--simulate" in words else FORMER[name][0]
     return f"`megarl {name}` is now `megarl {now}`"
 
 
@@ -135,6 +123,7 @@ def in_current_words(words: Sequence[str]) -> list[str]:
         return ["convert", "--help"] if "--help" in rest or "-h" in rest else _conversion(rest)
     if name not in FORMER:
         return list(words)
+    now, rewrite = FORMER[name]
     if any(word in ("-h", "--help") for word in rest):
-        return [FORMER[name].now.split()[0], "--help"]
-    return FORMER[name].rewrite(rest)
+        return [now.split()[0], "--help"]
+    return rewrite(rest)

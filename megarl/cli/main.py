@@ -14,6 +14,7 @@ import re
 import select
 import signal
 import sys
+from collections import deque
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,13 +23,11 @@ from megarl import __version__
 from megarl.cli.commands import COMMANDS, FIRST, GROUPS
 from megarl.cli.former import FORMER, in_current_words, message
 from megarl.cli.options import OVERRIDE
-from megarl.cli.run.context import RunContext, RunFailedError
-from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
+from megarl.cli.run.context import INTERRUPTED, RunContext, RunFailedError, ends_by_signal
 from megarl.machine.errors import ConfigError
 from megarl.machine.garbage import collect_rarely
 from megarl.machine.reaper import end_processes_of, owned_processes
 
-GOOD = 0
 READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE ended
 FAILED = 1
 USER_ERROR = 2
@@ -195,38 +194,33 @@ def _with_plain_overrides(arguments: Sequence[str], own: Collection[str]) -> lis
         own: The options of the command.
     """
     plain: list[str] = []
-    waiting: str | None = None  # a key written as an option without "=", whose value comes next
-
-    for each in arguments:
-        if waiting is not None and not each.startswith("--"):
-            plain.append(f"{waiting}={each}")
-            waiting = None
+    rest = deque(arguments)
+    while rest:
+        word = rest.popleft()
+        _, equals, value = word.partition("=")
+        key = _overridden_key(word, own)
+        if key is None:
+            plain.append(word)
             continue
-        if waiting is not None:  # a flag without a value
-            plain.append(f"{waiting}=true")
-            waiting = None
-        name, equals, value = each.partition("=")
-        if name.startswith("--") and name not in own and _is_of_a_framework(name):
-            key = name.removeprefix("--").replace("-", "_")
-            if equals:
-                plain.append(f"{key}={value}")
-            else:
-                waiting = key
-        elif (match := _OVERRIDE_AS_OPTION.match(each)) is None:
-            plain.append(each)
-        elif "=" in each:
-            plain.append(each[match.end() :])
-        else:
-            waiting = each[match.end() :]
-
-    return [*plain, f"{waiting}=true"] if waiting is not None else plain
+        if not equals:  # the next word is the value, unless it is a flag
+            value = rest.popleft() if rest and not rest[0].startswith("--") else "true"
+        plain.append(f"{key}={value}")
+    return plain
 
 
-def _is_of_a_framework(option: str) -> bool:
-    """Whether an option is an argument of another framework, which gets a migration hint as an override."""
-    from megarl.config.migration import is_argument  # reads tables, which few command lines need
+def _overridden_key(word: str, own: Collection[str]) -> str | None:
+    """Return the key of an override that is written as an option; None for other words.
 
-    return is_argument(option.removeprefix("--").replace("-", "_"))
+    An argument of another framework gets a migration hint as an override.
+    """
+    name = word.partition("=")[0].removeprefix("--")
+    if word.startswith("--") and f"--{name}" not in own:
+        from megarl.config.migration import is_argument  # reads tables, which few command lines need
+
+        key = name.replace("-", "_")
+        if is_argument(key):
+            return key
+    return name if _OVERRIDE_AS_OPTION.match(word) else None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -57,7 +57,7 @@ class Command:
     Attributes:
         group: The heading in `megarl --help`, one of commands.GROUPS.
         module: The module whose function `run` runs the command, or MODULE:FUNCTION. Its parameters are the
-            options.
+            options. It returns an exit code, or None for 0.
         parts: Options that select another function instead, by their names in the parsed command line. A
             function gets the options that are its parameters, and any other one is refused.
         summary: The line in `megarl --help`.
@@ -116,7 +116,7 @@ class Command:
             if not any(option in own for _, own in calls):
                 raise ValueError(f"{names[option]} {self._remedy(option, selected, names)}")
 
-        return max(run(**own) for run, own in calls)
+        return max(run(**own) or 0 for run, own in calls)
 
     def _remedy(self, option: str, selected: Sequence[str], names: Mapping[str, str]) -> str:
         """Say what an option needs that none of the selected functions takes."""
@@ -127,7 +127,9 @@ class Command:
             return f"requires {' or '.join(owners)}"
         return f"does not apply to {' and '.join(names[part] for part in selected)}; remove it"
 
-    def _call(self, place: str, options: Mapping[str, Any]) -> tuple[Callable[..., int], dict[str, Any]]:
+    def _call(
+        self, place: str, options: Mapping[str, Any]
+    ) -> tuple[Callable[..., int | None], dict[str, Any]]:
         """Return the function at a place, MODULE or MODULE:FUNCTION, and the options that it takes."""
         module, _, function = place.partition(":")
         run = getattr(importlib.import_module(module), function or "run")

@@ -35,8 +35,7 @@ from megarl.config.validate import (
     validate_here,
 )
 from megarl.doctor.devices import probe
-from megarl.doctor.examined_run import ROWS, ExaminedRun
-from megarl.doctor.run_inputs import find_on_hub, find_planned
+from megarl.doctor.run_inputs import ROWS, ExaminedRun, find_on_hub, find_planned
 from megarl.machine.errors import ConfigError
 from megarl.machine.ray_address import cluster_address
 from megarl.plan.placement.memory import budget_problems, plan_memory, refuses

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.schema import Device
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.processors import torch_cuda, visible_devices
 from megarl.machine.wording import counted, sized
 from megarl.plan.placement.memory import plan_memory
@@ -61,8 +61,7 @@ def probe() -> Gpus:
         return found
 
     try:
-        query = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-        listed = subprocess.run(query, **_ASK)
+        listed = subprocess.run([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], **_ASK)
         overview = subprocess.run([program], **_ASK)
     except subprocess.TimeoutExpired:
         return replace(found, error=f"nvidia-smi did not answer within {_LIMIT_S} s")
@@ -169,13 +168,10 @@ def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[
     yield from faults
 
     if not faults:
-        message = (
-            f"{len(found.gpus)} x {found.gpus[0].name}, driver {found.driver} (CUDA {found.driver_cuda}), "
-            f"torch for {found.torch_cuda}"
-        )
         yield good(
             CHECK,
-            message,
+            f"{len(found.gpus)} x {found.gpus[0].name}, driver {found.driver} (CUDA {found.driver_cuda}), "
+            f"torch for {found.torch_cuda}",
             gpus=len(found.gpus),
             driver=found.driver,
             driver_cuda=found.driver_cuda,
@@ -192,22 +188,26 @@ def _driver(found: Gpus) -> Iterator[Finding]:
         )
     elif found.driver_cuda is not None and _numbers(found.driver_cuda)[0] < _numbers(found.torch_cuda)[0]:
         # Within a major version, CUDA is compatible.
-        message = (
+        yield wrong(
+            CHECK,
             f"torch is built for CUDA {found.torch_cuda}, but driver {found.driver} supports CUDA "
-            f"{found.driver_cuda} at most"
+            f"{found.driver_cuda} at most",
+            f"update the driver, or install torch for CUDA {_numbers(found.driver_cuda)[0]}",
+            driver_cuda=found.driver_cuda,
+            torch_cuda=found.torch_cuda,
         )
-        hint = f"update the driver, or install torch for CUDA {_numbers(found.driver_cuda)[0]}"
-        yield wrong(CHECK, message, hint, driver_cuda=found.driver_cuda, torch_cuda=found.torch_cuda)
 
 
 def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[Finding]:
     if len(gpus) < max(needed, 1):
-        message = f"this machine has {counted(len(gpus), 'GPU')}, but the placement needs {needed} per node"
-        hint = (
+        yield wrong(
+            CHECK,
+            f"this machine has {counted(len(gpus), 'GPU')}, but the placement needs {needed} per node",
             "set placement.devices_per_node to the GPUs of a node, with smaller parallel sizes or more "
-            "nodes; or use device=cpu"
+            "nodes; or use device=cpu",
+            gpus=len(gpus),
+            needed=needed,
         )
-        yield wrong(CHECK, message, hint, gpus=len(gpus), needed=needed)
     if len({gpu.name for gpu in gpus}) > 1:
         names = ", ".join(sorted({gpu.name for gpu in gpus}))
         yield doubtful(
@@ -220,10 +220,9 @@ def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[Finding]:
 def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
     for gpu in gpus:
         if gpu.memory and gpu.used > _IN_USE_SHARE * gpu.memory:
-            message = f"GPU {gpu.index} has {sized(gpu.used)} of {sized(gpu.memory)} in use"
             yield doubtful(
                 CHECK,
-                message,
+                f"GPU {gpu.index} has {sized(gpu.used)} of {sized(gpu.memory)} in use",
                 "end the processes that use it (listed by nvidia-smi), or exclude it with "
                 "CUDA_VISIBLE_DEVICES",
             )
@@ -232,12 +231,14 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
     known = [gpu for gpu in gpus if gpu.memory]
     smallest = min(known, key=lambda gpu: gpu.memory, default=None)
     if smallest is not None and smallest.memory < peak:
-        message = f"the plan needs {sized(peak)} on one GPU, which has {sized(smallest.memory)}"
-        hint = (
+        yield wrong(
+            CHECK,
+            f"the plan needs {sized(peak)} on one GPU, which has {sized(smallest.memory)}",
             "see `megarl check --plan` for the memory of each device; use larger parallel sizes, smaller "
-            "micro-batches, recompute=full, or another placement"
+            "micro-batches, recompute=full, or another placement",
+            peak=peak,
+            memory=smallest.memory,
         )
-        yield wrong(CHECK, message, hint, peak=peak, memory=smallest.memory)
 
 
 def _numbers(version: str) -> list[int]:
@@ -261,5 +262,9 @@ def check(subject: ExaminedRun, found: Gpus) -> Iterator[Finding]:
         return
 
     # A cluster's nodes have their own GPUs, and this machine may only be the driver.
-    needed = plan.devices_per_node if plan is not None and subject.ray_address is None else 0
-    yield from judge(found, needed=needed, wanted=subject.use_gpu, peak=peak)
+    yield from judge(
+        found,
+        needed=plan.devices_per_node if plan is not None and subject.ray_address is None else 0,
+        wanted=subject.use_gpu,
+        peak=peak,
+    )

@@ -42,9 +42,7 @@ from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.turns import closing_token
 from megarl.data.whole_chat import spelled_special
-from megarl.doctor.agent_inputs import judge_agent
-from megarl.doctor.examined_run import ROWS, ExaminedRun
-from megarl.doctor.judges import judge_data_sources, judge_prompts, judge_teacher
+from megarl.doctor.agents_and_judges import judge_agent, judge_data_sources, judge_prompts, judge_teacher
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
     MOST_TRUTHS,
@@ -52,6 +50,7 @@ from megarl.doctor.reward_functions import (
     judge_compared_metrics,
     judge_rewards,
 )
+from megarl.doctor.run_inputs import ROWS, ExaminedRun
 from megarl.machine.errors import ConfigError
 from megarl.machine.user_functions import UnfinishedError, UserFunctionError, call_in_process
 from megarl.machine.wording import counted, sized
@@ -122,11 +121,14 @@ def _text_findings(
                 continue
             yield judge_tokenizer(role, tokenizer)
         except ValueError as error:
-            hint = (
+            yield refused(
+                TOKENIZERS,
+                role.path_key,
+                error,
                 "copy the model's tokenizer.json, tokenizer_config.json and chat_template.jinja into its "
-                "folder"
+                "folder",
+                folder=role.path,
             )
-            yield refused(TOKENIZERS, role.path_key, error, hint, folder=role.path)
             continue
         # The data is rendered with the policy's tokenizer, so it is checked here.
         if role.name == "actor":
@@ -171,8 +173,9 @@ def judge_device(config: Config) -> Finding:
     try:
         profile = profile_of(config)
     except ConfigError as error:
-        hint = "name a device of configs/devices, or a file of `megarl tune --calibrate`"
-        return refused(DEVICES, key, error, hint)
+        return refused(
+            DEVICES, key, error, "name a device of configs/devices, or a file of `megarl tune --calibrate`"
+        )
     assert profile is not None
     return good(DEVICES, f"{key}: {profile.name}")
 
@@ -220,21 +223,23 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Find
 
     if role.reads_policy_tokens and others and tokenizer.eos_token_id not in end_token_ids(role.path):
         named = ", ".join(f"{tokenizer.decode([index])!r} ({index})" for index in others)
-        message = (
+        return doubtful(
+            TOKENIZERS,
             f"{role.path}: the end token of the tokenizer is {tokenizer.eos_token!r} "
             f"({tokenizer.eos_token_id}), but that of the model's generation_config.json or config.json is "
-            f"{named}; each of them ends a sample"
+            f"{named}; each of them ends a sample",
+            "set eos_token in tokenizer_config.json to the token with which the chat template ends an answer",
+            **facts,
         )
-        hint = (
-            "set eos_token in tokenizer_config.json to the token with which the chat template ends an answer"
-        )
-        return doubtful(TOKENIZERS, message, hint, **facts)
 
     if role.reads_policy_tokens and (problem := endless_turns(role.path, tokenizer)):
-        hint = (
-            "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that token"
+        return doubtful(
+            TOKENIZERS,
+            f"{role.path}: {problem}",
+            "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to that "
+            "token",
+            **facts,
         )
-        return doubtful(TOKENIZERS, f"{role.path}: {problem}", hint, **facts)
 
     template = "has a chat template"
     if reads_clock(tokenizer):
@@ -285,17 +290,22 @@ def data(
                 lengths, has_bounds, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
                 example = _EXAMPLES[config.kind]
-                hint = f"rewrite the file with these columns, {example}"
-                results.append(refused(DATA, key, error, hint, file=file))
+                results.append(
+                    refused(DATA, key, error, f"rewrite the file with these columns, {example}", file=file)
+                )
                 continue
             # With fewer rows than requested, the file has been read to its end.
             rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
             counts += [rows] if key == "data.train_files" else []
             results.append(judge_rows(config, key, file, rows, lengths, has_bounds=has_bounds))
             if spelled:
-                message = f"{key}: {file}: {escapes_message(spelled, len(lengths))}"
                 results.append(
-                    doubtful(DATA, message, "remove them from the text if they are not intended", file=file)
+                    doubtful(
+                        DATA,
+                        f"{key}: {file}: {escapes_message(spelled, len(lengths))}",
+                        "remove them from the text if they are not intended",
+                        file=file,
+                    )
                 )
 
     if not {"data.train_files", "data.val_files"} & set(skipped):
@@ -372,21 +382,18 @@ def _reading(
         return read_prompt_rows([file], section.columns), of_prompt
 
     if isinstance(config, PreferenceConfig):
-        encoder = pair_encoder(config, tokenizer)
+        rows = read_pair_rows([file], config.data.columns)
+        encode = pair_encoder(config, tokenizer).encode
+    else:
+        assert isinstance(section, SFTDataConfig)
+        rows = read_chat_rows([file], section.columns)
+        encode = partial(read_example, tokenizer=tokenizer, data=section)
 
-        def of_pair(row: DataRow) -> tuple[int, str | None]:
-            pair = encoder.encode(row)
-            return pair.length, pair.escaped
+    def of_answers(row: DataRow) -> tuple[int, str | None]:
+        encoded = encode(row)
+        return encoded.length, encoded.escaped
 
-        return read_pair_rows([file], config.data.columns), of_pair
-
-    assert isinstance(section, SFTDataConfig)
-
-    def of_chat(row: DataRow) -> tuple[int, str | None]:
-        example = read_example(row, tokenizer, section)
-        return example.length, example.escaped
-
-    return read_chat_rows([file], section.columns), of_chat
+    return rows, of_answers
 
 
 def judge_rows(
@@ -445,16 +452,12 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
     if not references:
         return
     names = " and ".join(references)
-    hint = (
-        "fix the file, or remove the key; docs/algorithms/custom.md describes the arguments and the result "
-        "of such a function"
-    )
-
     yield _judge_code(
         FUNCTIONS,
         "algorithm",
         names,
-        hint,
+        "fix the file, or remove the key; docs/algorithms/custom.md describes the arguments and the result "
+        "of such a function",
         partial(try_functions, algorithm),
         "on two samples",
         "loads, and returns values for two samples",

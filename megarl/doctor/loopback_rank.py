@@ -24,8 +24,13 @@ def main(backend: str, rank: int, ranks: int, address: str, port: int, limit_s: 
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     limit = timedelta(seconds=limit_s)
     # All ranks meet at the store, which rank 0 opens on the port that the parent has reserved.
-    store = open_store(address, port, rank, ranks, limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group(
+        backend,
+        store=open_store(address, port, rank, ranks, limit),
+        rank=rank,
+        world_size=ranks,
+        timeout=limit,
+    )
 
     for _ in range(2):  # the first one includes connecting
         begin = time.monotonic()

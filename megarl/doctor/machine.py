@@ -18,7 +18,7 @@ import psutil
 
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.controller.daemons import OBJECT_STORE_MB
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import why_not
@@ -67,14 +67,20 @@ def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Find
     facts = {"total": total, "free": free, "needed": needed}
 
     if total < needed:
-        message = (
-            f"{folder} has {sized(total)}, but the run needs {sized(needed)} (Ray's object store and NCCL)"
+        return wrong(
+            "shared memory",
+            f"{folder} has {sized(total)}, but the run needs {sized(needed)} (Ray's object store and NCCL)",
+            hint,
+            **facts,
         )
-        return wrong("shared memory", message, hint, **facts)
 
     if free < needed:
-        message = f"{folder} has {sized(free)} of {sized(total)} free, but the run needs {sized(needed)}"
-        return doubtful("shared memory", message, f"remove files left in {folder}, or: {hint}", **facts)
+        return doubtful(
+            "shared memory",
+            f"{folder} has {sized(free)} of {sized(total)} free, but the run needs {sized(needed)}",
+            f"remove files left in {folder}, or: {hint}",
+            **facts,
+        )
 
     return good("shared memory", f"{folder} has {sized(free)} free, {sized(needed)} needed", **facts)
 
@@ -174,11 +180,13 @@ def judge_memory(total: int, available: int, planned: int) -> Finding:
         )
 
     if planned > available:
-        message = (
+        return doubtful(
+            "memory",
             f"the plan needs about {sized(planned)}, but {sized(available)} of {sized(total)} are available "
-            "now"
+            "now",
+            f"end other processes, or {hint}",
+            **facts,
         )
-        return doubtful("memory", message, f"end other processes, or {hint}", **facts)
 
     needs = f", about {sized(planned)} planned" if planned else ""
     return good("memory", f"{sized(available)} of {sized(total)} available{needs}", **facts)
@@ -194,9 +202,11 @@ def sandbox(subject: ExaminedRun) -> Iterator[Finding]:
     if not holds:
         obstacles = "; ".join(namespace_obstacles()) or "none of the known settings forbids them"
         installs = "" if shutil.which("bwrap") else "apt-get install bubblewrap, and "
-        hint = f"use Linux 5.13 or newer, or {installs}allow namespaces: {obstacles}"
         yield doubtful(
-            "sandbox", f"none for model-written programs: {'; '.join(reasons.values())}", hint, **facts
+            "sandbox",
+            f"none for model-written programs: {'; '.join(reasons.values())}",
+            f"use Linux 5.13 or newer, or {installs}allow namespaces: {obstacles}",
+            **facts,
         )
     else:
         yield good("sandbox", f"{holds[0]}, for model-written programs", **facts)
@@ -232,11 +242,12 @@ def judge_threads(
 
     if setting is None and side_by_side and not use_gpu:
         fewest, most = (max(1, cores // number) for number in (max(side_by_side), min(side_by_side)))
-        message = (
+        return good(
+            "threads",
             f"{fewest} to {most} per process, depending on the phase, on {cores} cores; OMP_NUM_THREADS is "
-            f"not set"
+            f"not set",
+            **facts,
         )
-        return good("threads", message, **facts)
 
     if setting is None:
         return good("threads", f"{cores} cores; OMP_NUM_THREADS is not set", **facts)
@@ -245,9 +256,11 @@ def judge_threads(
     # More threads than cores slow every process down.
     if not use_gpu and each > 1 and each * processes > cores:
         asked = f"OMP_NUM_THREADS={each} in {counted(processes, 'process')}"
-        message = f"{asked} is {counted(each * processes, 'thread')} on {counted(cores, 'core')}"
         return doubtful(
-            "threads", message, f"set OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts
+            "threads",
+            f"{asked} is {counted(each * processes, 'thread')} on {counted(cores, 'core')}",
+            f"set OMP_NUM_THREADS={max(1, cores // processes)}, or unset it",
+            **facts,
         )
 
     return good(
@@ -300,11 +313,13 @@ def judge_clock(synchronized: bool | None, max_error_s: float | None, num_nodes:
             **facts,
         )
 
-    hint = (
+    return doubtful(
+        "clock",
+        "the kernel reports that this clock is not synchronized",
         "enable NTP (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are ordered "
-        "by their clocks"
+        "by their clocks",
+        **facts,
     )
-    return doubtful("clock", "the kernel reports that this clock is not synchronized", hint, **facts)
 
 
 def environment(subject: ExaminedRun) -> Iterator[Finding]:
@@ -324,11 +339,12 @@ def judge_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
     if "expandable_segments:True" in variables.get(
         "PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF", "")
     ):
-        hint = "unset PYTORCH_CUDA_ALLOC_CONF if rollout and actor share devices"
-        message = (
+        yield doubtful(
+            "environment",
             "torch's expandable segments are enabled, with which SGLang cannot release the memory of its "
-            "weights"
+            "weights",
+            "unset PYTORCH_CUDA_ALLOC_CONF if rollout and actor share devices",
+            name="PYTORCH_CUDA_ALLOC_CONF",
         )
-        yield doubtful("environment", message, hint, name="PYTORCH_CUDA_ALLOC_CONF")
     elif not slow:
         yield good("environment", "no variable that is known to slow down a run")

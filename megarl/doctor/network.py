@@ -17,7 +17,7 @@ import psutil
 
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.controller.environment import fill_in
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.ports import hold_port
 from megarl.machine.ray_address import host_and_port
 from megarl.machine.wording import counted
@@ -130,8 +130,13 @@ def judge_loopback(
 
     # A single rank has no communication, so its speed is meaningless.
     if ranks > 1 and 2**20 / seconds < _SLOW_BYTES_PER_S:
-        message = f"{what}: 1 MiB took {seconds:.2f} s"
-        return doubtful(LOOPBACK, message, f"{hint}; or the machine is busy", seconds=seconds, **facts)
+        return doubtful(
+            LOOPBACK,
+            f"{what}: 1 MiB took {seconds:.2f} s",
+            f"{hint}; or the machine is busy",
+            seconds=seconds,
+            **facts,
+        )
 
     return good(LOOPBACK, f"{what}: 1 MiB in {1000 * seconds:,.1f} ms", seconds=seconds, **facts)
 
@@ -145,15 +150,15 @@ def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -
     wanted = [] if name is None or name.startswith("^") else [part.lstrip("=") for part in name.split(",")]
     if not wanted or any(interface.startswith(part) for part in wanted for interface in interfaces):
         return None
-    message = (
-        f"{VARIABLE[backend]}={name}, but this machine has no such interface: {backend} would fail or hang"
-    )
-    hint = (
+    return wrong(
+        LOOPBACK,
+        f"{VARIABLE[backend]}={name}, but this machine has no such interface: {backend} would fail or hang",
         f"set {VARIABLE[backend]} to one of {', '.join(interfaces)}, or unset it: megarl then uses the "
-        f"interface of the node's address"
+        f"interface of the node's address",
+        backend=backend,
+        interface=name,
+        interfaces=list(interfaces),
     )
-
-    return wrong(LOOPBACK, message, hint, backend=backend, interface=name, interfaces=list(interfaces))
 
 
 def loopback(subject: ExaminedRun) -> Iterator[Finding]:

@@ -23,8 +23,8 @@ from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
 from megarl.controller.node_resources import fits
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, node_demands
-from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.machine import judge_open_files, judge_shared_memory
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.doctor.storage import MARK
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
@@ -94,8 +94,13 @@ def _files_of(subject: ExaminedRun) -> Generator[list[str]]:
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # reported by the check of the checkpoints
-            folder = existing_folder(checkpoint_path(subject.config))
-            paths.append(stack.enter_context(tempfile.NamedTemporaryFile(prefix=MARK, dir=folder)).name)
+            paths.append(
+                stack.enter_context(
+                    tempfile.NamedTemporaryFile(
+                        prefix=MARK, dir=existing_folder(checkpoint_path(subject.config))
+                    )
+                ).name
+            )
         yield list(dict.fromkeys(path for path in paths if Path(path).exists()))
 
 
@@ -115,21 +120,17 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[Finding]:
         for path in node.unseen:
             # The marked file was created for this check: a node that lacks it has another file system.
             if Path(path).name.startswith(MARK):
-                message = (
-                    f"{here_too}does not see files that this machine writes to {Path(path).parent}, so "
-                    f"checkpoints would be incomplete"
-                )
                 yield wrong(
                     NODES,
-                    message,
+                    f"{here_too}does not see files that this machine writes to {Path(path).parent}, so "
+                    f"checkpoints would be incomplete",
                     "set checkpoint.dir to a folder on a file system that all nodes share",
                     node=node.address,
                 )
             else:
-                message = f"{here_too}{path} does not exist"
                 yield wrong(
                     NODES,
-                    message,
+                    f"{here_too}{path} does not exist",
                     "put it on a file system that all nodes share, or copy it to the same path there",
                     path=path,
                 )
@@ -146,20 +147,26 @@ def _unreachable(where: str, error: Exception, address: str | None) -> Finding:
             RAY, f"{where} cannot be joined: {reason}", hint + "run on this machine", address=address
         )
 
-    hint = (
+    return wrong(
+        RAY,
+        f"{where} does not start: {reason}",
         "see the newest folder in /tmp/ray/session_*/logs; check that /tmp and /dev/shm have free space, and "
-        "that processes can listen on 127.0.0.1"
+        "that processes can listen on 127.0.0.1",
     )
-    return wrong(RAY, f"{where} does not start: {reason}", hint)
 
 
 def judge_nodes(report: ClusterReport, driver: Mapping[str, str]) -> Iterator[Finding]:
     faults = [finding for node in report.nodes for finding in _node_faults(node, driver)]
     for address in report.dead:
-        hint = (
-            "restart Ray on it if the run needs it; its logs are in /tmp/ray/session_latest/logs on that node"
+        faults.append(
+            doubtful(
+                NODES,
+                f"node {address} of the cluster is dead",
+                "restart Ray on it if the run needs it; its logs are in /tmp/ray/session_latest/logs on that "
+                "node",
+                node=address,
+            )
         )
-        faults.append(doubtful(NODES, f"node {address} of the cluster is dead", hint, node=address))
 
     yield from faults
     if not faults:
@@ -170,20 +177,21 @@ def judge_nodes(report: ClusterReport, driver: Mapping[str, str]) -> Iterator[Fi
 
 def _node_faults(node: NodeReport, driver: Mapping[str, str]) -> Iterator[Finding]:
     if node.software is None:
-        hint = (
+        yield wrong(
+            NODES,
+            f"node {node.address} cannot start a worker: {node.error}",
             f"install the same megarl there ({driver['megarl']} on Python {driver['python']}); the worker's "
-            "messages are in the Ray logs of that node"
+            "messages are in the Ray logs of that node",
+            **_facts(node),
         )
-        yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", hint, **_facts(node))
         return
     # Processes exchange pickled objects, so versions must match exactly.
     for name, mine in driver.items():
         there = node.software[name]
         if there != mine:
-            message = f"node {node.address} has {name} {there}, but this one has {mine}"
             yield wrong(
                 NODES,
-                message,
+                f"node {node.address} has {name} {there}, but this one has {mine}",
                 f"install {name} {mine} there, because processes exchange pickled objects",
                 **_facts(node),
             )
@@ -225,12 +233,13 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> Finding:
     known = first.clock_uncertainty_s + last.clock_uncertainty_s
 
     if apart - known > _SKEW_S:
-        message = f"the clocks of {first.address} and {last.address} are {apart:.2f} s apart"
-        hint = (
+        return doubtful(
+            CLOCKS,
+            f"the clocks of {first.address} and {last.address} are {apart:.2f} s apart",
             "enable NTP on both (timedatectl set-ntp true, or chrony): logs and timelines are ordered by "
-            "their clocks"
+            "their clocks",
+            apart_s=round(apart, 3),
         )
-        return doubtful(CLOCKS, message, hint, apart_s=round(apart, 3))
 
     return good(
         CLOCKS,

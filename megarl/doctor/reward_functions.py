@@ -195,13 +195,10 @@ def _refusals(trials: Sequence[Trial], files: str) -> Iterator[Finding]:
         )
 
     for source, (with_it, without_it) in mixed_answers(trials).items():
-        problem = (
-            f"reward.functions: for {source!r}, the key 'answer' is returned for {with_it}, but not for "
-            f"{without_it}"
-        )
         yield wrong(
             REWARDS,
-            problem,
+            f"reward.functions: for {source!r}, the key 'answer' is returned for {with_it}, but not for "
+            f"{without_it}",
             'return "answer" for all samples or for none, with None for a sample without an answer',
             files=files,
         )
@@ -214,13 +211,10 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
 
     # The trial's time limit is shorter than the run's, so a slow sample is a warning, not an error.
     if slow and reward.time_limit_s > SAMPLE_LIMIT_S:
-        message = (
-            f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after "
-            f"{SAMPLE_LIMIT_S:g} s"
-        )
         yield doubtful(
             REWARDS,
-            message,
+            f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after "
+            f"{SAMPLE_LIMIT_S:g} s",
             f"check that it is scored within reward.time_limit_s={reward.time_limit_s:g} s: {hint}",
             files=files,
         )
@@ -252,11 +246,13 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
     if unrewarded := worthless(trials):
         first = unrewarded[0]
         assert first.outcome is not None
-        message = (
+        yield doubtful(
+            REWARDS,
             f"reward.functions: {len(unrewarded):,} of {len(trials):,} ground truths score no better than an "
-            f"empty response, such as {_place(first)}, with {first.outcome.score:g}"
+            f"empty response, such as {_place(first)}, with {first.outcome.score:g}",
+            TRUTH_FORM_HINT,
+            files=files,
         )
-        yield doubtful(REWARDS, message, TRUTH_FORM_HINT, files=files)
 
     threshold = reward.pass_score
     # The threshold is for the sum of all parts, which only a single function has alone.
@@ -276,13 +272,10 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
     if low:
         outcome = low[0].outcome
         assert outcome is not None
-        message = (
-            f"reward.functions: {len(low):,} of {len(trials):,} ground truths score less than "
-            f"reward.pass_score={threshold:g}, such as {_place(low[0])}, with {outcome.score:g}"
-        )
         yield doubtful(
             REWARDS,
-            message,
+            f"reward.functions: {len(low):,} of {len(trials):,} ground truths score less than "
+            f"reward.pass_score={threshold:g}, such as {_place(low[0])}, with {outcome.score:g}",
             "set reward.pass_score to the score of a correct response, because pass@k depends on it",
             files=files,
         )
@@ -317,7 +310,8 @@ def judge_compared_metrics(
         measured = validation_metrics(config, {source: keys.get(source, untried) for source in val_sources})
         if metric not in measured:
             why = ", which requires reward functions that return an 'answer'" if "maj@" in metric else ""
-            message = (
-                f"{key}: no validation of this run measures {metric!r}{why}; {nearest(metric, measured)}"
+            yield wrong(
+                REWARDS,
+                f"{key}: no validation of this run measures {metric!r}{why}; {nearest(metric, measured)}",
+                f"change {key}",
             )
-            yield wrong(REWARDS, message, f"change {key}")

@@ -25,11 +25,12 @@ from megarl.config.layers import (
 )
 from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 
 CHECK = "versions"
-# The versions that megarl was run with. "lock" has the versions that all tests run on. The other environments
-# are those of `make test-wheel`, which runs from the quickstart to a converted checkpoint with both engines.
+# The versions that megarl was run with: for each environment, the version of each distribution, and the minor
+# version of "python". "lock" has the versions that all tests run on. The other environments are those of
+# `make test-wheel`, which runs from the quickstart to a converted checkpoint with both engines.
 RECORD = Path(__file__).parents[1] / "config" / "tested_versions.json"
 _OF_ENGINES = tuple(name for engine in RolloutEngineKind for name in engine.needs.packages)
 # Compiled for one version of torch. Without it (on CPU), SGLang works with other versions than it declares.
@@ -103,11 +104,10 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Findin
             what = ", ".join(
                 f"{name} {found} (tested {oldest} to {newest})" for name, found, (oldest, newest) in untested
             )
-            hint = "requirements/lock.txt contains versions that are tested together"
             yield doubtful(
                 CHECK,
                 f"{message}: untested with {what}",
-                hint,
+                "requirements/lock.txt contains versions that are tested together",
                 untested=[name for name, _, _ in untested],
                 **facts,
             )
@@ -131,8 +131,12 @@ def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[
 
 def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Finding]:
     if not _within(installed.python, PYTHON):
-        hint = "create the virtual environment with another Python, such as 3.12"
-        yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", hint, python=installed.python)
+        yield wrong(
+            CHECK,
+            f"Python {installed.python} is not {PYTHON}",
+            "create the virtual environment with another Python, such as 3.12",
+            python=installed.python,
+        )
 
     for required, versions in {**REQUIRED, **of_engine}.items():
         name = Requirement(required).name
@@ -140,10 +144,9 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Find
         if found is None:
             yield wrong(CHECK, f"{name} is not installed", f"pip install '{required}{versions}'", name=name)
         elif not _within(found, versions):
-            message = f"{name} {found} is outside {versions}, the versions that megarl supports"
             yield wrong(
                 CHECK,
-                message,
+                f"{name} {found} is outside {versions}, the versions that megarl supports",
                 f"pip install '{required}{versions}' (the exact versions are in requirements/)",
                 name=name,
                 found=found,
@@ -153,10 +156,9 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Find
     for name, versions in {Requirement(key).name: value for key, value in CUDA.items()}.items():
         found = installed.versions.get(name)
         if found is not None and not _within(found, versions):
-            message = f"{name} {found} is outside {versions}"
             yield doubtful(
                 CHECK,
-                message,
+                f"{name} {found} is outside {versions}",
                 f"pip install '{name}{versions}', or uninstall it, so that torch's own kernels are used",
                 name=name,
             )
@@ -168,12 +170,14 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Find
         for other, versions in requires.items():
             found = installed.versions.get(other)
             if found is not None and not _within(found, versions):
-                message = (
+                yield wrong(
+                    CHECK,
                     f"{name} {installed.versions[name]} is built for {other}{versions}, but {other} "
-                    f"{found} is installed"
+                    f"{found} is installed",
+                    f"pip install '{other}{versions}', or another version of {name}",
+                    name=other,
+                    found=found,
                 )
-                hint = f"pip install '{other}{versions}', or another version of {name}"
-                yield wrong(CHECK, message, hint, name=other, found=found)
 
 
 def _within(version: str, versions: str) -> bool:
@@ -209,41 +213,34 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
             "(docs/install.md), or uninstall transformer-engine",
         )
 
-    if choice.layers is Layers.transformer_engine and not installed:
-        hint = "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.layers=auto"
-        yield wrong(
-            "layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", hint
-        )
-        return
-
     asked = config.engine.flash_attention
-    if subject.use_gpu and (missing := missing_flash_attention(asked)) is not None:
+    missing = missing_flash_attention(asked) if subject.use_gpu else None
+    if choice.layers is Layers.transformer_engine and not installed:
+        yield wrong(
+            "layers",
+            "engine.layers=transformer_engine, but Transformer Engine is not installed",
+            "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.layers=auto",
+        )
+    elif missing is not None:
         package, hint = missing
-        problem = f"engine.flash_attention={asked.value}, but the package {package} is not installed"
-        yield wrong("layers", problem, hint)
-        return
-
-    if subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:
-        hint = "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.cp_comm_type=auto"
-        yield wrong("layers", "engine.cp_comm_type=p2p, but Transformer Engine is not installed", hint)
-        return
-
-    yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)
+        yield wrong(
+            "layers",
+            f"engine.flash_attention={asked.value}, but the package {package} is not installed",
+            hint,
+        )
+    elif subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:
+        yield wrong(
+            "layers",
+            "engine.cp_comm_type=p2p, but Transformer Engine is not installed",
+            "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.cp_comm_type=auto",
+        )
+    else:
+        yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)
 
 
 def _is_between(version: str, oldest: str, newest: str) -> bool:
     """Whether a version is in the tested range. Local parts are ignored: 2.13.0+cpu is 2.13.0."""
     return Version(oldest).release <= Version(version).release <= Version(newest).release
-
-
-def as_text(environments: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the content of RECORD.
-
-    Args:
-        environments: For each environment, the version of each distribution, and the minor version of
-            "python".
-    """
-    return json.dumps(environments, indent=2) + "\n"
 
 
 @cache

@@ -19,7 +19,7 @@ from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.errors import CheckpointError, ConfigError
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted, sized
@@ -143,10 +143,15 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[Findin
     seconds = one / disk.speed
 
     if seconds > _LONG_S:
-        message = (
-            f"a checkpoint of {sized(one)} will take {seconds / 60:,.0f} minutes at {sized(disk.speed)}/s"
+        faults.append(
+            doubtful(
+                CHECK,
+                f"a checkpoint of {sized(one)} will take {seconds / 60:,.0f} minutes at "
+                f"{sized(disk.speed)}/s",
+                f"raise checkpoint.every_steps, or {elsewhere}",
+                **facts,
+            )
         )
-        faults.append(doubtful(CHECK, message, f"raise checkpoint.every_steps, or {elsewhere}", **facts))
 
     yield from faults
     if not faults:
@@ -161,42 +166,47 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[Findin
 def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[Finding]:
     hint = "lower checkpoint.keep, raise checkpoint.every_steps, or set checkpoint.dir to a larger disk"
     if disk.free < one:
-        message = f"{disk.folder} has {sized(disk.free)} free, but one checkpoint needs {sized(one)}"
-        yield wrong(CHECK, message, hint, **facts)
-    elif disk.free < most * one:
-        message = (
-            f"{disk.folder} has {sized(disk.free)} free, but will contain up to "
-            f"{counted(most, 'checkpoint')} of {sized(one)}"
+        yield wrong(
+            CHECK,
+            f"{disk.folder} has {sized(disk.free)} free, but one checkpoint needs {sized(one)}",
+            hint,
+            **facts,
         )
-        yield doubtful(CHECK, message, hint, **facts)
+    elif disk.free < most * one:
+        yield doubtful(
+            CHECK,
+            f"{disk.folder} has {sized(disk.free)} free, but will contain up to "
+            f"{counted(most, 'checkpoint')} of {sized(one)}",
+            hint,
+            **facts,
+        )
 
 
 def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[Finding]:
     if disk.kind.startswith(NETWORK):
-        message = (
-            f"{disk.folder} is on {disk.kind}, which is slow for many writers, and on which nodes may see a "
-            f"renamed file late"
-        )
         yield doubtful(
             CHECK,
-            message,
+            f"{disk.folder} is on {disk.kind}, which is slow for many writers, and on which nodes may see a "
+            f"renamed file late",
             "use a parallel file system of the cluster (Lustre, GPFS, ...) if there is one",
             **facts,
         )
     elif num_nodes > 1 and not disk.kind.startswith(CLUSTER):
-        message = (
-            f"{disk.folder} is on {disk.kind}, which seems to be local to this node, but {num_nodes} nodes "
-            f"write to it"
-        )
         yield doubtful(
-            CHECK, message, "set checkpoint.dir to a shared folder with the same path on every node", **facts
+            CHECK,
+            f"{disk.folder} is on {disk.kind}, which seems to be local to this node, but {num_nodes} nodes "
+            f"write to it",
+            "set checkpoint.dir to a shared folder with the same path on every node",
+            **facts,
         )
     elif disk.kind in _GONE and not disk.folder.startswith("/tmp"):
-        message = (
+        yield doubtful(
+            CHECK,
             f"{disk.folder} is on {disk.kind}, so checkpoints are lost with the "
-            f"{'container' if disk.kind == 'overlay' else 'machine'}"
+            f"{'container' if disk.kind == 'overlay' else 'machine'}",
+            "mount a volume, and set checkpoint.dir to a folder in it",
+            **facts,
         )
-        yield doubtful(CHECK, message, "mount a volume, and set checkpoint.dir to a folder in it", **facts)
 
 
 def check(subject: ExaminedRun) -> Iterator[Finding]:
@@ -204,9 +214,11 @@ def check(subject: ExaminedRun) -> Iterator[Finding]:
     if config is None:
         return
     one = checkpoint_bytes(config, subject.architectures) if subject.all_models_known else 0
-    num_nodes = 1 if subject.plan is None else subject.plan.num_nodes
     yield from judge(
-        probe(checkpoint_path(config)), num_nodes=num_nodes, one=one, most=most_checkpoints(config)
+        probe(checkpoint_path(config)),
+        num_nodes=1 if subject.plan is None else subject.plan.num_nodes,
+        one=one,
+        most=most_checkpoints(config),
     )
 
 

@@ -136,7 +136,7 @@ def _import_for_a_node(request: Request) -> None:
     is_driver = Path(request.node).name.startswith(DRIVER)
 
     for name in (
-        *(("megarl.cli.main", "megarl.cli.run.supervised", "megarl.cli.run.train") if is_driver else ()),
+        *(("megarl.cli.main", "megarl.cli.run.train") if is_driver else ()),
         "megarl.controller.host",
         "pyarrow.json",
         "ray._common.pydantic_compat",

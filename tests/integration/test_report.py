@@ -606,13 +606,14 @@ def test_runs_of_two_kinds_are_compared_by_what_both_can_have(chromium: Chrome, 
 @contextmanager
 def served(run_dir: Path) -> Iterator[LiveReport]:
     report = LiveReport(list(open_runs([run_dir])))
-    thread = threading.Thread(target=report.serve)
+    thread = threading.Thread(target=report.serve_forever)
     thread.start()
 
     try:
         yield report
     finally:
-        report.close()
+        report.shutdown()
+        report.server_close()
         thread.join()
 
 

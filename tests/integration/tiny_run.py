@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from megarl.checkpoints.object_storage import ObjectStorage, Uploads
+from megarl.cli.run.context import Termination
 from megarl.cli.run.session import Session
-from megarl.cli.run.termination import Termination
 from megarl.cli.run.train import build_ppo, read_inputs
 from megarl.config.schema import (
     ActorConfig,

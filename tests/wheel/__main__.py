@@ -14,6 +14,7 @@ GB.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
-from megarl.doctor.software import RECORD, as_text
+from megarl.doctor.software import RECORD
 from megarl.machine.files import write_whole
 from tests.requirement_files import lock_environment
 from tests.wheel.environments import (
@@ -104,16 +105,10 @@ def main(options: Sequence[str] | None = None) -> int:
     if is_good and chosen.record:
         ours = sorted(Requirement(each).name for each in (REQUIRED | SGLANG | SGLANG_CPU))
         minor = {each: {"python": found["python"].rpartition(".")[0]} for each, found in versions.items()}
-        write_whole(
-            RECORD,
-            as_text(
-                {"lock": lock_environment(ours)}
-                | {
-                    each.name: minor[each] | {name: found[name] for name in ours}
-                    for each, found in versions.items()
-                }
-            ),
-        )
+        environments = {"lock": lock_environment(ours)} | {
+            each.name: minor[each] | {name: found[name] for name in ours} for each, found in versions.items()
+        }
+        write_whole(RECORD, json.dumps(environments, indent=2) + "\n")
 
     return 0 if is_good else 1
 

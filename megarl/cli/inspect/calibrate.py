@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
-from megarl.cli.tables.console import ProgressLine, output_console, print_line, table
+from megarl.cli.tables.console import output_console, print_line, progress_line, table
 from megarl.config.load import is_on_cuda, read_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig
@@ -42,7 +42,6 @@ from megarl.rehearse.calibration.measurements import (
 from megarl.rehearse.calibration.processes import measure_decoding, measure_devices
 from megarl.rehearse.calibration.profile import Calibration, calibrate, describes
 
-GOOD = 0
 _CPU = "cpu"
 _CPU_CONFIG = "configs/quickstart.yaml"
 _CUDA_CONFIG = "configs/qwen2.5_7b_grpo.yaml"
@@ -62,7 +61,7 @@ _TFLOPS = "peak_tflops."
 
 def run(
     config_path: str | None, overrides: Sequence[str], device_file: str, device: str | None = None
-) -> int:
+) -> None:
     """Measure this machine, write the device file, and print all values.
 
     Args:
@@ -94,10 +93,10 @@ def run(
     with tempfile.TemporaryDirectory(prefix="megarl-calibrate-") as folder:
         request = _request(config, is_cuda, num_ranks, folder)
         loading = f"calibrate: loading torch and Megatron-Core in {counted(num_ranks, 'process')}"
-        with ProgressLine(loading) as progress:
+        with progress_line(loading) as show:
 
             def report(part: str) -> None:
-                progress.show(f"calibrate: {part}")
+                show(f"calibrate: {part}")
 
             ranks = measure_devices(request, file.absolute().parent, report)
             decoding = measure_decoding(request, ranks[0].memory_bytes, report)
@@ -121,8 +120,6 @@ def run(
     console.print(profile_table(found, base, base_name))
     measured = f"{len(found.measured)} of {len(found.profile.sources)} values measured"
     print_line(console, f"{device_file}: {measured}")
-
-    return GOOD
 
 
 def _checked(path: str, overrides: Sequence[str]) -> RunConfig:
@@ -165,42 +162,47 @@ def _request(config: RunConfig, is_cuda: bool, num_ranks: int, folder: str) -> C
 
 def profile_table(found: Calibration, base: DeviceProfile, base_name: str) -> Table:
     """Return all values of the profile, compared with those of the nearest device file."""
-    drawn = table(f"Device: {found.profile.name}", "key", "value", "unit", base_name, "from")
-    for key in sourced_keys(found.profile):
-        value = attrgetter(key)(found.profile)
-        drawn.add_row(
-            key,
-            _shown(value),
-            _unit(key),
-            _shown(attrgetter(key)(base)),
-            "measured" if key in found.measured else _reason(found, key, base_name),
-        )
-    return drawn
+    return table(
+        f"Device: {found.profile.name}",
+        ("key", "value", "unit", base_name, "from"),
+        [
+            (
+                key,
+                _shown(attrgetter(key)(found.profile)),
+                _unit(key),
+                _shown(attrgetter(key)(base)),
+                "measured" if key in found.measured else _reason(found, key, base_name),
+            )
+            for key in sourced_keys(found.profile)
+        ],
+    )
 
 
 def products_table(rank: RankMeasurements) -> Table:
     """Return the rates of a layer's products by their rows: few rows reach less of the peak."""
-    shapes = list(dict.fromkeys((time.shape.inner, time.shape.columns) for time in rank.products))
-    columns = [f"{inner:,} x {columns:,}" for inner, columns in shapes]
-    drawn = table("Matrix products of a layer, TFLOP/s", "rows", *columns)
+    columns = dict.fromkeys(f"{time.shape.inner:,} x {time.shape.columns:,}" for time in rank.products)
     rates = {time.shape: time.tflops for time in rank.products}
+    by_rows: dict[float, list[str]] = {}
+    for shape, rate in rates.items():
+        by_rows.setdefault(shape.rows, []).append(f"{rate:.3g}")
 
-    for rows in dict.fromkeys(shape.rows for shape in rates):
-        of_rows = [rate for shape, rate in rates.items() if shape.rows == rows]
-        drawn.add_row(f"{rows:,}", *(f"{rate:.3g}" for rate in of_rows))
-    return drawn
+    return table(
+        "Matrix products of a layer, TFLOP/s",
+        ("rows", *columns),
+        [(f"{number:,}", *of_rows) for number, of_rows in by_rows.items()],
+    )
 
 
 def decode_table(sweep: DecodeSweep) -> Table:
     """Return the decode steps by batch size."""
-    drawn = table(f"Decode steps of {counted(sweep.num_layers, 'layer')}", "batch", "ms a step", "tokens/s")
-    for time_of_batch in sweep.times:
-        drawn.add_row(
-            f"{time_of_batch.batch:,}",
-            f"{1e3 * time_of_batch.seconds:.3g}",
-            f"{time_of_batch.batch / time_of_batch.seconds:,.0f}",
-        )
-    return drawn
+    return table(
+        f"Decode steps of {counted(sweep.num_layers, 'layer')}",
+        ("batch", "ms a step", "tokens/s"),
+        [
+            (f"{time.batch:,}", f"{1e3 * time.seconds:.3g}", f"{time.batch / time.seconds:,.0f}")
+            for time in sweep.times
+        ],
+    )
 
 
 def _reason(found: Calibration, key: str, base_name: str) -> str:

@@ -1,13 +1,19 @@
-"""`megarl check CONFIG`: reports all errors before anything starts, and prints what the run would do."""
+"""`megarl check CONFIG`: reports all errors before anything starts, and prints what the run would do.
+
+With `--plan`, it shows the placement of all roles and the memory of each device, as tables or as a drawing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
-from megarl.cli.tables.console import output_console, print_line
-from megarl.cli.tables.placement import print_absent
+from megarl.cli.tables.console import output_console, print_line, table
+from megarl.cli.tables.placement import print_absent, print_placement
 from megarl.cli.tables.run import print_run
 from megarl.cli.tables.summary import print_summary
 from megarl.config.load import is_on_cuda
@@ -18,15 +24,22 @@ from megarl.machine.wording import counted
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.search.predicted_costs import PredictedCosts
+from megarl.plan.step_time.device import DeviceProfile, assumed_profile
+from megarl.plan.step_time.lengths import Lengths, expected_lengths
+from megarl.plan.step_time.phase_time import PhaseTime
+from megarl.plan.step_time.step import PredictedStep
 
 _MORE = (
     "more: --all (every table), --plan (memory and predicted step), --simulate (asynchronous training), "
     "--dry-run (a role on fake devices), --machine (this node)"
 )
+_FORMATS = (".svg", ".png")
+_MOST_PARTS = 3
 
 
-def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_all: bool = False) -> int:
-    """Print the verdict on a valid configuration and what the run needs, and return 0.
+def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_all: bool = False) -> None:
+    """Print the verdict on a valid configuration and what the run needs.
 
     Args:
         fast: Read no input files except the models' `config.json`, and plan no weight sync.
@@ -56,15 +69,13 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_al
     print_absent(loaded.absent, console)
     print_line(console, verdict if shows_all else _MORE)
 
-    return 0
-
 
 def print_judge_prompts(config: PPOConfig, console: Console) -> None:
     """Print the prompt of each judge for the first row of the training data, if both are on this machine."""
     if not config.reward.judges:
         return
     # Imported here, because these modules import torch.
-    from megarl.doctor.judges import first_sample, prompt
+    from megarl.doctor.agents_and_judges import first_sample, prompt
     from megarl.rewards.judges import JudgePromptError
 
     if (sample := first_sample(config.data)) is None:
@@ -91,3 +102,104 @@ def _planned_for(config: RunConfig, plan: PlacementPlan) -> str:
     # A larger plan gets here only with placement.over_budget=warn.
     fits = "of" if fullest_gb <= limit_gb else "MORE THAN"
     return f"planned for CUDA in {dtype}, {fullest_gb:,.1f} {fits} {limit_gb:g} GiB"
+
+
+# ---- the placement and the predicted step
+
+
+def check_drawing(output: str | None, option: str = "--output") -> None:
+    """Raise ValueError for a file that is not a drawing."""
+    if output is not None and Path(output).suffix not in _FORMATS:
+        raise ValueError(f"{option} {output}: the file name must end in {' or '.join(_FORMATS)}")
+
+
+def show_plan(config_path: str, overrides: Sequence[str], output: str | None = None) -> None:
+    """Print the placement of a valid configuration, and draw it to `output`.
+
+    Raises:
+        ConfigError: The configuration has errors.
+        ValueError: `output` is not a drawing.
+    """
+    check_drawing(output)
+    loaded = load_for_plan(RunConfig, config_path, overrides)
+    config = loaded.config
+    plan = plan_placement(config)
+    console = output_console()
+    architectures, _ = read_architectures(config)
+    print_placement(config, plan, architectures, console)
+    if isinstance(config, PPOConfig):
+        device = assumed_profile(config)
+        expected = expected_lengths(config)
+        step = PredictedCosts(device, expected).predict_step(config, plan, architectures)
+        print_predicted_step(step, device, expected, console)
+    for warning in loaded.warnings:
+        print_line(console, f"warning: {warning}", style="yellow")
+    print_absent(loaded.absent, console)
+
+    if output is not None:
+        # Imported here, because it imports matplotlib, which would delay the tables.
+        from megarl.cli.tables.plan_drawing import draw_plan
+
+        draw_plan(
+            plan, plan_memory(config, plan, architectures), config.placement.device_memory_gb, Path(output)
+        )
+        print_line(console, f"drawn to {output}")
+
+
+def print_predicted_step(
+    step: PredictedStep, device: DeviceProfile, lengths: Lengths, console: Console
+) -> None:
+    """Print the predicted step, and what the prediction assumes."""
+    console.print(step_table(step))
+    print_line(
+        console,
+        f"assuming {device.name}, prompts of {lengths.prompt:,} and responses of {lengths.response:,.0f} "
+        f"tokens on average; see placement.device_profile",
+        style="dim",
+    )
+
+
+def step_table(step: PredictedStep) -> Table:
+    """Return the schedule of a step: when each phase begins, how long it takes, and its largest parts."""
+    rows = [
+        (
+            phase.name,
+            ", ".join(phase.pools),
+            f"{phase.start_s:,.1f}",
+            f"{phase.time.seconds:,.1f}",
+            f"{phase.time.seconds / step.seconds:.0%}",
+            largest_parts(phase.time),
+        )
+        for phase in step.schedule
+    ]
+    driver_s = step.seconds - max(phase.end_s for phase in step.schedule)
+    return table(
+        f"Predicted step: {step.seconds:,.4g} s, {step.tokens_per_device_s:,.0f} tokens/s per device",
+        ("phase", "pools", "begins s", "seconds", "share", "largest parts"),
+        rows,
+        caption=f"and {driver_s:,.1f} s of the driver: requests, scoring and metrics of samples",
+    )
+
+
+def fit_table(
+    run_dir: str,
+    fitted: DeviceProfile,
+    phases: Mapping[str, tuple[float, float, float]],
+    lengths: Lengths,
+) -> Table:
+    """Return the measured phases of a run with their predictions before and after the fit (`fit_run`)."""
+    constants = {**asdict(fitted.efficiency), "sample_ms": fitted.sample_ms}
+    changed = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
+    return table(
+        f"Phases of {run_dir}, s",
+        ("phase", "measured", "predicted before", "predicted after"),
+        [(name, *(f"{each:,.4g}" for each in seconds)) for name, seconds in phases.items()],
+        caption=f"medians of the last steps, prompts of {lengths.prompt:,} and responses of "
+        f"{lengths.response:,.0f} tokens on average\nfitted: {changed}",
+    )
+
+
+def largest_parts(time: PhaseTime) -> str:
+    """Name the largest parts of a phase with their shares."""
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    return ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in parts)

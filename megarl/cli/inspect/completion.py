@@ -13,13 +13,10 @@ from megarl.config.shipped import CONFIGS_DIR, shown
 from megarl.config.values import schema_keys
 from megarl.machine.errors import ConfigError
 
-GOOD = 0
 
-
-def run(shell: str) -> int:
+def run(shell: str) -> None:
     """Print the shell code that enables completion."""
     print(argcomplete.shellcode(["megarl"], shell=shell))
-    return GOOD
 
 
 def answer(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,6 @@ from megarl.config.finding import Finding, Status, worst
 from megarl.doctor.checks import counts, document, examine
 from megarl.machine.wording import counted
 
-GOOD = 0
 USER_ERROR = 2
 _COLOURS = {Status.warning: "yellow", Status.error: "red"}
 
@@ -31,7 +30,7 @@ def run(config_path: str | None, overrides: Sequence[str], as_document: bool = F
         console.print(table(results))
         print_line(console, summary(results, seconds))
 
-    return USER_ERROR if worst(results) is Status.error else GOOD
+    return USER_ERROR if worst(results) is Status.error else 0
 
 
 def table(results: Sequence[Finding]) -> Table:

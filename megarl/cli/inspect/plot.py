@@ -23,11 +23,10 @@ _SMOOTHED_FROM = 30  # number of points from which a moving average is drawn ove
 _TESTING = "timing_s/testing"
 
 
-def run(run_dirs: Sequence[str]) -> int:
-    """Write curves.png in the folder of each run, and return 0. Raises MetricsFileError."""
+def run(run_dirs: Sequence[str]) -> None:
+    """Write curves.png in the folder of each run. Raises MetricsFileError."""
     for run_dir in run_dirs:
         print(f"curves drawn to {plot_run(Path(run_dir))}")
-    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +202,8 @@ def _annotate_ends(axis: Axes, points: Points, color: str) -> None:
     """Annotate the first value (below its marker) and the last value (above it), which readers look for."""
     for index, side, offset_points in ((0, "left", -11), (len(points.steps) - 1, "right", 6)):
         place = (points.steps[index], points.values[index])
-        text = f"{points.values[index]:.3g}"
         axis.annotate(
-            text,
+            f"{points.values[index]:.3g}",
             place,
             xytext=(0, offset_points),
             textcoords="offset points",

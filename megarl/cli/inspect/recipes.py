@@ -17,24 +17,23 @@ _PRESETS = "algorithm"
 _BASE = re.compile(rf"(?m)^{BASE}: (?=[\w.]+\.yaml$)")  # of a file in the same folder
 
 
-def run(action: str | None = None, name: str | None = None, file: str | None = None) -> int:
-    """List all configurations, print one, or copy one to a new file, and return 0.
+def run(action: str | None = None, name: str | None = None, file: str | None = None) -> None:
+    """List all configurations, print one, or copy one to a new file.
 
     Raises:
         ValueError: There is no such configuration, or the file exists.
     """
     if action is None:
         _print_list()
-        return 0
+        return
     if name is None:
         raise ValueError(f"give the name of a configuration to {action}; `megarl recipes` lists them")
     recipe = _found(name)
     text = recipe.read_text(encoding="utf-8")
     if action == "show":
         print(text, end="")
-        return 0
-    _copy(recipe, text, Path(file or recipe.name))
-    return 0
+    else:
+        _copy(recipe, text, Path(file or recipe.name))
 
 
 def _copy(recipe: Path, text: str, copy: Path) -> None:
@@ -74,32 +73,35 @@ def _found(name: str) -> Path:
 def _print_list() -> None:
     """Print runs with their size, and presets with the first sentence of their comment."""
     console = output_console()
-    runs = table(
-        "Runs, for `megarl train configs/NAME.yaml`",
-        "name",
-        "kind",
-        "model",
-        "nodes",
-        "devices",
-        wraps="model",
-    )
-    presets = table("Presets, for algorithm=NAME", "name", "description")
-    for name, file in _recipes().items():
-        if file.parent.name == _PRESETS:
-            presets.add_row(file.stem, _about(file))
-            continue
-        config = read_config(RunConfig, file).config
-        num_devices = plan_placement(config).num_devices
-        runs.add_row(
-            name,
-            config.kind.value,
-            config.model.path,
-            str(config.placement.num_nodes),
-            str(num_devices),
-        )
+    presets = [file for file in _recipes().values() if file.parent.name == _PRESETS]
+    runs = {
+        name: read_config(RunConfig, file).config for name, file in _recipes().items() if file not in presets
+    }
 
-    console.print(runs)
-    console.print(presets)
+    console.print(
+        table(
+            "Runs, for `megarl train configs/NAME.yaml`",
+            ("name", "kind", "model", "nodes", "devices"),
+            [
+                (
+                    name,
+                    config.kind.value,
+                    config.model.path,
+                    str(config.placement.num_nodes),
+                    str(plan_placement(config).num_devices),
+                )
+                for name, config in runs.items()
+            ],
+            wraps="model",
+        )
+    )
+    console.print(
+        table(
+            "Presets, for algorithm=NAME",
+            ("name", "description"),
+            [(file.stem, _about(file)) for file in presets],
+        )
+    )
     print_line(console, "megarl recipes show NAME prints a file, megarl recipes copy NAME FILE copies it")
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.table import Table
 
-from megarl.cli.tables.console import ProgressLine, output_console, print_line, table
+from megarl.cli.tables.console import output_console, print_line, progress_line, table
 from megarl.cli.tables.placement import print_absent
 from megarl.config.layers import simulated_layers
 from megarl.config.load import read_config
@@ -34,7 +33,6 @@ from megarl.rehearse.dry_run.record import RankRecord, RankRequest
 from megarl.weights.plan import NUM_IPC_BUFFERS
 from megarl.weights.sync.forecast import WeightForecast, forecast_weights
 
-GOOD = 0
 MISTAKES = 2
 
 _MOST_PLACES = 12  # limit of listed synchronizations of a rank
@@ -105,7 +103,7 @@ def run(
     found = counted(len(mistakes), "error") if mistakes else "no errors"
     print_line(console, f"{config_path}: simulated {ranks_of_role}, {found}")
 
-    return MISTAKES if mistakes else GOOD
+    return MISTAKES if mistakes else 0
 
 
 def _read(config_path: str, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -141,11 +139,11 @@ def _rehearse(
     records: list[RankRecord] = []
 
     num_ranks = counted(len(ranks), "rank")
-    with ProgressLine(f"rehearse: loading torch and Megatron-Core for {num_ranks}") as progress:
+    with progress_line(f"rehearse: loading torch and Megatron-Core for {num_ranks}") as show:
 
         def report(rank: int, phase: str) -> None:
             done = f"{len(records)} of {num_ranks} done"
-            progress.show(f"rehearse: rank {rank}: {phase} finished; {done}")
+            show(f"rehearse: rank {rank}: {phase} finished; {done}")
 
         for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0)), report=report):
             records.append(record)
@@ -259,20 +257,19 @@ def memory_table(
         f"stage {record.pipeline_rank}, tensor rank {record.tensor_rank}, {context}data rank "
         f"{record.data_rank}"
     )
-    title = f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters"
-    drawn = table(title, "phase", "after GiB", "peak GiB", "planned peak", "collectives", "syncs", "TFLOP")
-
-    for phase in record.phases:
-        planned = predicted.peaks.get(phase.name)
-        drawn.add_row(
+    planned = {name: f"{peak / 2**30:,.2f}" for name, peak in predicted.peaks.items()}
+    rows = [
+        (
             phase.name,
             f"{phase.held / 2**30:,.2f}",
             f"{phase.peak / 2**30:,.2f}",
-            "" if planned is None else f"{planned / 2**30:,.2f}",
+            planned.get(phase.name, ""),
             f"{len(phase.collectives):,}",
             f"{sum(wait.times for wait in phase.host_syncs):,}",
             f"{phase.flops / 1e12:,.1f}",
         )
+        for phase in record.phases
+    ]
 
     size = (
         "device memory is not set (placement.device_memory_gb)"
@@ -284,41 +281,41 @@ def memory_table(
         for suffix, meaning in _WORST_CASES.items()
         if any(phase.name.endswith(suffix) for phase in record.phases)
     )
-    drawn.caption = f"tensor memory, {counted(num_micro_batches, 'micro-batch')} per pass; {size}{explained}"
-
-    return drawn
+    return table(
+        f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters",
+        ("phase", "after GiB", "peak GiB", "planned peak", "collectives", "syncs", "TFLOP"),
+        rows,
+        caption=f"tensor memory, {counted(num_micro_batches, 'micro-batch')} per pass; {size}{explained}",
+    )
 
 
 def collectives_table(record: RankRecord) -> Table:
-    columns = ("phase", "kind", "group", "ranks", "type", "calls", "MiB")
-    drawn = table(f"Collectives of rank {record.rank}", *columns, wraps="group")
-
+    # Sum the calls of the same kind, group and type in each phase.
+    sizes: dict[tuple[str, str, str, str, str], list[int]] = {}
     for phase in record.phases:
-        # Sum the calls of the same kind, group and type.
-        calls: Counter[tuple[str, str, str, str]] = Counter()
-        nbytes: Counter[tuple[str, str, str, str]] = Counter()
         for call in phase.collectives:
-            key = (call.kind, call.group, str(len(call.ranks)), call.dtype)
-            calls[key] += 1
-            nbytes[key] += call.nbytes
-        for key, count in calls.items():
-            drawn.add_row(phase.name, *key, f"{count:,}", f"{nbytes[key] / 2**20:,.1f}")
+            key = (phase.name, call.kind, call.group, str(len(call.ranks)), call.dtype)
+            sizes.setdefault(key, []).append(call.nbytes)
 
-    drawn.caption = "MiB: the larger of input and output of one rank, summed over all calls"
-    return drawn
+    return table(
+        f"Collectives of rank {record.rank}",
+        ("phase", "kind", "group", "ranks", "type", "calls", "MiB"),
+        [(*key, f"{len(each):,}", f"{sum(each) / 2**20:,.1f}") for key, each in sizes.items()],
+        caption="MiB: the larger of input and output of one rank, summed over all calls",
+        wraps="group",
+    )
 
 
 def waits_table(record: RankRecord) -> Table:
     """Return the locations with the most host-device synchronizations."""
-    drawn = table(f"Host-device synchronizations of rank {record.rank}", "phase", "kind", "times", "location")
     waits = sorted(
         ((wait.times, phase.name, wait) for phase in record.phases for wait in phase.host_syncs), reverse=True
     )
-    for count, phase, wait in waits[:_MOST_PLACES]:
-        drawn.add_row(phase, wait.kind, f"{count:,}", wait.place)
-
-    if len(waits) > _MOST_PLACES:
-        rest = sum(count for count, _, _ in waits[_MOST_PLACES:])
-        drawn.caption = f"and {rest:,} times at {counted(len(waits) - _MOST_PLACES, 'other location')}"
-
-    return drawn
+    others = waits[_MOST_PLACES:]
+    rest = f"and {sum(count for count, _, _ in others):,} times at {counted(len(others), 'other location')}"
+    return table(
+        f"Host-device synchronizations of rank {record.rank}",
+        ("phase", "kind", "times", "location"),
+        [(phase, wait.kind, f"{count:,}", wait.place) for count, phase, wait in waits[:_MOST_PLACES]],
+        caption=rest if others else None,
+    )

@@ -29,16 +29,13 @@ _BYTES = "application/octet-stream"
 _TEXT = "text/plain; charset=utf-8"
 
 
-def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> int:
+def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> None:
     """Write one self-contained HTML file, or serve the report on this machine until Ctrl-C.
 
     Args:
         output: The file; None: `report.html` in the first folder.
         is_live: Serve the report instead of writing it.
         port: The port of the server; 0: any free port.
-
-    Returns:
-        The exit code 0.
 
     Raises:
         RunFolderError: A folder is not that of a run, or the report cannot be written or served.
@@ -48,7 +45,6 @@ def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -
         _serve(runs, port)
     else:
         _write(runs, Path(run_dirs[0]) / REPORT_FILE if output is None else Path(output))
-    return 0
 
 
 def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
@@ -99,12 +95,29 @@ def _serve(runs: Sequence[RunFolder], port: int) -> None:
         flush=True,
     )
     try:
-        report.serve()
+        with report:
+            report.serve_forever()
     except KeyboardInterrupt:
         print("stopped")
 
 
-class LiveReport:
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
+        assert isinstance(self.server, LiveReport)
+        status, kind, content = self.server.answer(self.path, self.headers.get("Host", ""))
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+class LiveReport(ThreadingHTTPServer):
     """Server of a live report. The page polls it for changes.
 
     It listens from construction on, and `url` contains the key.
@@ -116,52 +129,16 @@ class LiveReport:
         OSError: The port is in use.
     """
 
+    daemon_threads = True
+
     def __init__(self, runs: Sequence[RunFolder], port: int = 0) -> None:
+        super().__init__((_HOST, port), _Handler)
         self._runs = runs
         self._key = secrets.token_urlsafe(16)
         self._known: dict[tuple[int, str], tuple[str, bytes]] = {}  # (run, part) -> version and content
         self._lock = threading.Lock()
-        report = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802  (the name that http.server calls)
-                status, kind, content = report.answer(self.path, self.headers.get("Host", ""))
-                self.send_response(status)
-
-                for name, value in (
-                    ("Content-Type", kind),
-                    ("Content-Length", str(len(content))),
-                    ("Cache-Control", "no-store"),
-                ):
-                    self.send_header(name, value)
-
-                self.send_header("X-Content-Type-Options", "nosniff")
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer((_HOST, port), Handler)
-        self._server.daemon_threads = True
-
-    @property
-    def url(self) -> str:
-        return f"http://{self._address}/{self._key}/"
-
-    @property
-    def _address(self) -> str:
-        return f"{_HOST}:{self._server.server_port}"
-
-    def serve(self) -> None:
-        """Serve until `close` is called in another thread or an exception (such as Ctrl-C) is raised."""
-        try:
-            self._server.serve_forever()
-        finally:
-            self._server.server_close()
-
-    def close(self) -> None:
-        self._server.shutdown()
+        self._address = f"{_HOST}:{self.server_port}"
+        self.url = f"http://{self._address}/{self._key}/"
 
     def answer(self, path: str, host: str) -> tuple[HTTPStatus, str, bytes]:
         """Return the status, content type and body for a request.

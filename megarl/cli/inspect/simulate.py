@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.cli.inspect.plan import check_drawing
+from megarl.cli.inspect.check import check_drawing
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig
@@ -39,7 +39,7 @@ def run(
     run_dir: str | None,
     training_s: float | None,
     tokens_per_s: float | None,
-) -> int:
+) -> None:
     """Simulate the run, print the results, and draw them if `output` is set.
 
     Raises:
@@ -68,8 +68,6 @@ def run(
 
         draw_forecasts(forecasts, Path(output))
         print_line(console, f"drawn to {output}")
-
-    return 0
 
 
 def _work(
@@ -123,29 +121,27 @@ def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], con
     own = config.rollout.num_replicas
     drawn = table(
         "Simulated steps",
-        *("trainer", "engines", "k", "step, s", "trainer idle", "slots in use", "mean staleness"),
-        wraps="mean staleness",
+        ("trainer", "engines", "k", "step, s", "trainer idle", "slots in use", "mean staleness"),
+        [
+            (
+                f"{split.trainer_devices:,}",
+                f"{split.num_engines:,}{' *' if split.num_engines == own else ''}",
+                str(max_staleness),
+                f"{outcome.step_s:,.4g}",
+                f"{outcome.waiting:.0%}",
+                f"{outcome.busy:.0%}",
+                f"{outcome.mean_age:.2f}",
+            )
+            for split, max_staleness, outcome in forecasts
+        ],
+        caption="trainer: devices; *: as configured; k: rollout.max_staleness; staleness: in weight versions",
     )
+
     # For equal step times, fresher weights are better.
     best = min(forecasts, key=lambda each: (each.run.step_s, each.max_staleness))
-
-    for each in forecasts:
-        split, max_staleness, outcome = each
-        drawn.add_row(
-            f"{split.trainer_devices:,}",
-            f"{split.num_engines:,}{' *' if split.num_engines == own else ''}",
-            str(max_staleness),
-            f"{outcome.step_s:,.4g}",
-            f"{outcome.waiting:.0%}",
-            f"{outcome.busy:.0%}",
-            f"{outcome.mean_age:.2f}",
-            style="bold" if each is best else None,
-        )
-
-    drawn.caption = (
-        "trainer: devices; *: as configured; k: rollout.max_staleness; staleness: in weight versions"
-    )
+    drawn.rows[forecasts.index(best)].style = "bold"
     console.print(drawn)
+
     # The configured value may lie between two simulated ones.
     nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
     now_s = next(

@@ -1,10 +1,12 @@
-"""`megarl status RUN_DIR`: shows the status of a run.
+"""Commands for a run of another process: `megarl status`, `scale` and `stop`.
 
-It reads only the run's `status.json`, on any machine that sees the folder.
+`megarl status` reads only the run's `status.json`, on any machine that sees the folder.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,8 +18,13 @@ from rich.text import Text
 
 from megarl.cli.run.end import cause_of, how_to_resume_in, result_of
 from megarl.cli.tables.console import output_console, print_line, table
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig
+from megarl.machine.folder_lock import Owner, owner_of
 from megarl.machine.wording import counted
-from megarl.tracking.run_files import FAILURE_FILE
+from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.plan import plan_placement
+from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, MOST_REPLICAS, ask_for
 from megarl.tracking.status import (
     ENDED,
     EVERY_S,
@@ -33,7 +40,7 @@ _LATE = 4  # number of missing writes after which a run is considered lost
 _WATCH_S = 1.0
 
 
-def run(run_dir: str, watch: bool = False) -> int:
+def run(run_dir: str, watch: bool = False) -> None:
     """Print the status once or, with `watch`, after each update until the run ends, in place on a terminal.
 
     Raises:
@@ -57,7 +64,6 @@ def run(run_dir: str, watch: bool = False) -> int:
 
     if not is_running(record):
         print_line(console, last_words(folder, record))
-    return 0
 
 
 def _until_it_ends(folder: Path, record: StatusRecord) -> Iterator[StatusRecord]:
@@ -175,31 +181,108 @@ def _place(status: RunStatus) -> str:
 
 
 def _replicas(status: RunStatus) -> RenderableType:
-    drawn = table(
+    return table(
         f"Replicas; {counted(status.num_restarts, 'restart')}",
-        "replica",
-        "state",
-        "requests",
-        "tokens/s",
-        "last sample",
+        ("replica", "state", "requests", "tokens/s", "last sample"),
+        [
+            (
+                str(number),
+                replica.state,
+                f"{replica.in_flight:,}",
+                f"{replica.tokens_per_s:,.0f}",
+                f"{duration(replica.silent_s)} ago" if replica.in_flight else "-",
+            )
+            for number, replica in enumerate(status.replicas)
+        ],
     )
-    for number, replica in enumerate(status.replicas):
-        silent = f"{duration(replica.silent_s)} ago" if replica.in_flight else "-"
-        drawn.add_row(
-            str(number), replica.state, f"{replica.in_flight:,}", f"{replica.tokens_per_s:,.0f}", silent
-        )
-
-    return drawn
 
 
 def _oldest(status: RunStatus) -> RenderableType:
-    drawn = table("Oldest pending prompts", "prompt", "missing samples", "state", "for")
-    for group in status.oldest:
-        drawn.add_row(group.uid or "-", f"{group.missing:,}", group.where, duration(group.seconds))
-    return drawn
+    return table(
+        "Oldest pending prompts",
+        ("prompt", "missing samples", "state", "for"),
+        [
+            (group.uid or "-", f"{group.missing:,}", group.where, duration(group.seconds))
+            for group in status.oldest
+        ],
+    )
 
 
 def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+# ---- megarl scale
+
+
+def scale(run_dir: str, num_replicas: int) -> None:
+    """Request the number of replicas. Raises ValueError, StatusError or ConfigError if that is impossible."""
+    folder = Path(run_dir)
+    if not 1 <= num_replicas <= MOST_REPLICAS:
+        raise ValueError(f"--replicas {num_replicas}: must be in [1, {MOST_REPLICAS}]")
+    record = read_status(folder)
+
+    if not is_running(record):
+        raise ValueError(
+            f"{last_words(folder, record)}. To resume with {counted(num_replicas, 'replica')}: "
+            f"rollout.num_replicas={num_replicas}"
+        )
+
+    config = load_config(PPOConfig, folder / CONFIG_FILE)
+    # Engines that share devices with training are fixed by the placement.
+    if OffloadPlan(plan_placement(config)).engines_move:
+        raise ValueError(
+            f"{folder}: with placement.strategy={config.placement.strategy.value} the engines share devices "
+            "with other roles, so the number of replicas is fixed; split_collocate and stand_alone give "
+            "them separate devices"
+        )
+
+    ask_for(folder, num_replicas)  # also if the status shows that number, because it is seconds old
+    print(
+        f"{folder}: requested {counted(num_replicas, 'replica')} instead of {len(record.run.replicas)}; the "
+        f"run applies this between two steps, and new replicas receive weights before their first request. "
+        f"Follow it with: megarl status {folder} --watch"
+    )
+
+
+# ---- megarl stop
+
+
+def stop(run_dir: str) -> None:
+    """Send SIGTERM to the process of a run.
+
+    Raises:
+        ValueError: No run uses the folder, or its process cannot be reached from here.
+    """
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder; give a run's trainer.output_dir")
+    owner = owner_of(folder)
+    if owner is None:
+        raise ValueError(f"{folder}: no run uses this folder now; `megarl status {folder}` shows its end")
+
+    runs = owner.still_runs(Owner.here(), is_locked=False)
+    if runs is False:
+        raise ValueError(
+            f"{folder}: its {owner.describe()}, has ended without a trace; {how_to_resume_in(folder)}"
+        )
+    if runs is None:
+        raise ValueError(
+            f"{folder}: its {owner.describe()}, is on another machine or in another container; run "
+            f"`megarl stop {folder}` there, or `kill -TERM {owner.pid}`"
+        )
+    try:
+        os.kill(owner.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        raise ValueError(f"{folder}: its {owner.describe()}, has just ended") from None
+    except PermissionError:
+        raise ValueError(
+            f"{folder}: its {owner.describe()}, belongs to another user; ask that user to stop it"
+        ) from None
+
+    print(
+        f"{folder}: asked its {owner.describe()}, to end after its step and a checkpoint. Do not repeat this "
+        f"to hurry it: a second time, it ends immediately. Follow it with: megarl status {folder} --watch"
+    )

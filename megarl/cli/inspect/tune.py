@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.table import Table
 
-from megarl.cli.inspect.plan import check_drawing, fit_table
-from megarl.cli.tables.console import output_console, print_line
+from megarl.cli.inspect.check import check_drawing, fit_table
+from megarl.cli.tables.console import output_console, print_line, table, table_of_numbers
 from megarl.cli.tables.placement import print_absent
-from megarl.cli.tables.tuning import (
-    clusters_table,
-    print_configured,
-    print_problems,
-    print_rejections,
-    print_results,
-)
 from megarl.config.load import read_config, schema_of
 from megarl.config.schema import PPOConfig
 from megarl.config.sources import COMMAND_LINE, read_layers
@@ -27,32 +22,20 @@ from megarl.doctor.checks import load_for_plan
 from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
+from megarl.machine.wording import counted
+from megarl.plan.placement.dataflow import phases_of
+from megarl.plan.search.engines import EngineChoice
 from megarl.plan.search.predicted_costs import PredictedCosts
+from megarl.plan.search.rejections import Rejections
 from megarl.plan.search.search import ClusterResult, configured_step, search, search_clusters
 from megarl.plan.search.solution import Solution, as_overrides, chosen_values, document, write_overrides
 from megarl.plan.search.space import Space, pinned_keys
+from megarl.plan.search.variants import describe
 from megarl.plan.step_time.device import DeviceProfile, assumed_profile, dump_device, load_device, with_budget
 from megarl.plan.step_time.lengths import Lengths, expected_lengths
 from megarl.plan.step_time.measured_run import fit_run
 
-
-@dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    """The options of the command, named as on the command line."""
-
-    device: str | None = None
-    from_run: str | None = None
-    device_output: str | None = None
-    nodes: int | None = None
-    devices: str | None = None
-    max_staleness: int = 0
-    objective: str = "step_s"
-    lengths: str | None = None
-    pin: Sequence[str] = ()
-    top: int = 5
-    output: str | None = None
-    json: str | None = None
-    plot: str | None = None
+_LEVELS = ("placements", "layouts", "variants", "engines", "configurations")
 
 
 class Tuned(NamedTuple):
@@ -69,7 +52,7 @@ class Tuned(NamedTuple):
     lengths: Lengths
 
 
-def run(config_path: str | None, overrides: Sequence[str], **options: Any) -> int:
+def run(config_path: str | None, overrides: Sequence[str], **options: Any) -> None:
     """Search, print the results, and write the files that are asked for.
 
     Raises:
@@ -78,7 +61,7 @@ def run(config_path: str | None, overrides: Sequence[str], **options: Any) -> in
     """
     if config_path is None:
         raise ValueError("give the CONFIG of the run to tune, or --calibrate FILE to measure this machine")
-    wishes = TuneOptions(**options)
+    wishes = argparse.Namespace(**options)
     check_drawing(wishes.plot, "--plot")
 
     if schema_of(config_path, overrides) is not PPOConfig:
@@ -113,7 +96,6 @@ def run(config_path: str | None, overrides: Sequence[str], **options: Any) -> in
         style="dim",
     )
     _finish(tuned, best, wishes, console)
-    return 0
 
 
 def _placement_given(config_path: str, overrides: Sequence[str]) -> Collection[str]:
@@ -139,12 +121,13 @@ def _with_device(config: PPOConfig, name: str | None, given: Collection[str]) ->
         placement = replace(placement, device_memory_gb=None)  # with_budget sets that of the device
     # A file may plan with a part of each node, but not with more devices than a node has.
     if "devices_per_node" not in given and placement.devices_per_node is not None:
-        of_a_node = min(placement.devices_per_node, load_device(name).devices_per_node)
-        placement = replace(placement, devices_per_node=of_a_node)
+        placement = replace(
+            placement, devices_per_node=min(placement.devices_per_node, load_device(name).devices_per_node)
+        )
     return config.with_sections(placement=replace(placement, device_profile=name))
 
 
-def _device(config: PPOConfig, wishes: TuneOptions, console: Console) -> DeviceProfile:
+def _device(config: PPOConfig, wishes: argparse.Namespace, console: Console) -> DeviceProfile:
     """Return the kind of device, fitted to a measured run if one is given."""
     device = assumed_profile(config)
     if wishes.from_run is None:
@@ -176,7 +159,7 @@ def _lengths(config: PPOConfig, text: str | None) -> Lengths:
 def _space(
     config: PPOConfig,
     device: DeviceProfile,
-    wishes: TuneOptions,
+    wishes: argparse.Namespace,
     nodes: int | None,
     per_node: int | None = None,
 ) -> Space:
@@ -198,14 +181,15 @@ def _pinned(space: Space, tuned: Tuned) -> Space:
     return replace(space, pinned=space.pinned | pinned_keys(space.config, (), overridden))
 
 
-def _tune(tuned: Tuned, space: Space, wishes: TuneOptions, console: Console) -> Solution:
+def _tune(tuned: Tuned, space: Space, wishes: argparse.Namespace, console: Console) -> Solution:
     """Search one cluster and print its results."""
     space = _pinned(space, tuned)
     costs = PredictedCosts(tuned.device, tuned.lengths)
     solutions, rejections = search(space, costs, wishes.top)
-    print_results(space, solutions, console)
-    print_configured(configured_step(space, costs), solutions, console)
-    print_rejections(rejections, console)
+    for drawn in (_results(space, solutions), _choices(solutions), _phases(solutions)):
+        console.print(drawn)
+    print_line(console, _as_configured(space, costs, solutions[0]))
+    console.print(_rejections(rejections))
     if wishes.json is not None:
         _write_json(wishes.json, document(space, tuned.config, solutions, rejections), console)
     if wishes.plot is not None:
@@ -217,7 +201,7 @@ def _tune(tuned: Tuned, space: Space, wishes: TuneOptions, console: Console) -> 
     return solutions[0]
 
 
-def _compare(tuned: Tuned, config: PPOConfig, wishes: TuneOptions, console: Console) -> Solution:
+def _compare(tuned: Tuned, config: PPOConfig, wishes: argparse.Namespace, console: Console) -> Solution:
     """Search clusters of several sizes, print the best configuration of each, and return the best of all.
 
     Raises:
@@ -230,8 +214,11 @@ def _compare(tuned: Tuned, config: PPOConfig, wishes: TuneOptions, console: Cons
     ]
     results = list(search_clusters(spaces, PredictedCosts(tuned.device, tuned.lengths)))
     tokens = config.samples_per_step * tuned.lengths.row
-    console.print(clusters_table(results, tokens))
-    print_problems(results, console)
+    console.print(_clusters(results, tokens))
+    for each in results:
+        if each.problem:
+            where = f"{counted(each.num_devices, 'device')}, max_staleness {each.max_staleness}"
+            print_line(console, f"{where}: {each.problem}", style="yellow")
     found = [each.solution for each in results if each.solution is not None]
     if not found:
         raise ConfigError("tune", [f"none of the clusters {wishes.devices} has a valid configuration"])
@@ -277,7 +264,7 @@ def _write_json(path: str, values: Mapping[str, Any], console: Console) -> None:
     print_line(console, f"results written to {path}")
 
 
-def _finish(tuned: Tuned, best: Solution, wishes: TuneOptions, console: Console) -> None:
+def _finish(tuned: Tuned, best: Solution, wishes: argparse.Namespace, console: Console) -> None:
     """Print the best configuration's keys, or write them to a file that is checked as `megarl check` does."""
     if wishes.output is None:
         overrides = " ".join(as_overrides(chosen_values(tuned.config, best)))
@@ -288,3 +275,147 @@ def _finish(tuned: Tuned, best: Solution, wishes: TuneOptions, console: Console)
     write_overrides(Path(wishes.output), tuned.path, tuned.config, tuned.given, best)
     load_for_plan(PPOConfig, wishes.output)
     print_line(console, f"{wishes.output}: the best configuration, for `megarl check` and `train`")
+
+
+# ---- tables
+
+
+def _results(space: Space, solutions: Sequence[Solution]) -> Table:
+    """Return a table of the best configurations, and of the phase in which each loses against the first."""
+    size = f"{space.num_nodes} x {counted(space.devices_per_node, 'device')}"
+    best = solutions[0]
+    return table(
+        f"Fastest predicted configurations on {size}",
+        ("", "step, s", "placement", "GiB", "slower than 1 in"),
+        [
+            (
+                str(number),
+                f"{each.seconds:,.4g}",
+                _pools(each),
+                f"{max(device.peak for device in each.memory) / 2**30:,.1f}",
+                "" if each is best else _slower_in(each, best),
+            )
+            for number, each in enumerate(solutions, 1)
+        ],
+        caption="GiB: the fullest device in its fullest phase",
+    )
+
+
+def _choices(solutions: Sequence[Solution]) -> Table:
+    """Return a table of the layouts of the models, and of the engines."""
+    rows: list[tuple[str, str, str]] = []
+    for number, each in enumerate(solutions, 1):
+        first = str(number)
+        for name, choice in each.choices.items():
+            rows.append((first, name, describe(choice)))
+            first = ""
+        rows.append(("", "rollout", _engines(each.engines)))
+
+    return table(
+        "Chosen",
+        ("", "role", "layout"),
+        rows,
+        caption="TP, PP, VPP, CP, EP, ETP, DP: tensor, pipeline, virtual pipeline, context, expert, expert "
+        "tensor and data parallel size",
+    )
+
+
+def _phases(solutions: Sequence[Solution]) -> Table:
+    """Return a table of the seconds of each phase."""
+    phases = [each.step.phases for each in solutions]
+    names = list(dict.fromkeys(name for each in phases for name in each))
+    return table_of_numbers(
+        "Seconds of each phase",
+        {
+            str(number): [f"{each[name].seconds:,.1f}" if name in each else "" for name in names]
+            for number, each in enumerate(phases, 1)
+        },
+        names,
+    )
+
+
+def _pools(solution: Solution) -> str:
+    pools = ", ".join(f"{' + '.join(pool.units)} {pool.num_devices:,}" for pool in solution.pools)
+    return f"{solution.config.placement.strategy.value}: {pools}"
+
+
+def _engines(choice: EngineChoice) -> str:
+    expert = f", EP {choice.expert}" if choice.expert > 1 else ""
+    memory = "" if choice.fraction is None else f", {choice.fraction:.0%} of the memory"
+    ahead = f", max_staleness {choice.max_staleness}" if choice.max_staleness else ""
+    sizes = f"{choice.num_replicas:,} x TP {choice.tensor}{expert}"
+    return f"{sizes}, {choice.concurrency:,} sequences{memory}{ahead}"
+
+
+def _slower_in(solution: Solution, best: Solution) -> str:
+    """Name the phase in which a configuration loses most against the best one, with the part of it."""
+    names = [phase.name for phase in phases_of(solution.plan.roles)]
+    ours, theirs = solution.step.phases, best.step.phases
+    lost = {
+        name: ours[name].seconds - theirs[name].seconds for name in names if name in ours and name in theirs
+    }
+    phase = max(lost, key=lambda name: lost[name])
+
+    # No phase is slower, but fewer phases run at the same time.
+    if lost[phase] <= 0:
+        return "no phase, but phases follow each other"
+
+    parts = {
+        name: seconds - theirs[phase].parts.get(name, 0.0) for name, seconds in ours[phase].parts.items()
+    }
+    part = max(parts, key=lambda name: parts[name])
+    return f"{phase} +{lost[phase]:,.3g} s ({part} +{parts[part]:,.3g})"
+
+
+def _as_configured(space: Space, costs: PredictedCosts, best: Solution) -> str:
+    """Say how much faster the best configuration is than the file's."""
+    step = configured_step(space, costs)
+    if step is None:
+        return "as configured, the run is not valid on these devices"
+    faster = f"1 is {step.seconds / best.seconds:.2f} times as fast"
+    return f"as configured, a step takes {step.seconds:,.4g} s; {faster}"
+
+
+def _rejections(rejections: Rejections) -> Table:
+    """Return what was considered at each level, and why the rest was left out."""
+    rows: list[tuple[str, ...]] = []
+    for level in _LEVELS:
+        first = (level, f"{rejections.considered.get(level, 0):,}", f"{rejections.kept(level):,}")
+        reasons = [(reason, count) for (name, reason), count in rejections.rejected.items() if name == level]
+        if not reasons:
+            rows.append((*first, "", "", ""))
+        for reason, count in sorted(reasons, key=lambda each: -each[1]):
+            rows.append((*first, reason.value, f"{count:,}", rejections.example(level, reason)))
+            first = ("", "", "")
+
+    return table(
+        "Considered and left out", ("level", "considered", "kept", "reason", "number", "for example"), rows
+    )
+
+
+def _clusters(results: Sequence[ClusterResult], tokens: float) -> Table:
+    """Return the step time and the throughput of each cluster.
+
+    Args:
+        tokens: The prompt and response tokens of a step.
+    """
+    return table(
+        "Predicted step by cluster size",
+        ("devices", "max_staleness", "step, s", "tokens/s per device", "placement"),
+        [
+            (
+                f"{each.num_devices:,}",
+                str(each.max_staleness),
+                *(
+                    ("-", "-", "no valid configuration")
+                    if each.solution is None
+                    else (
+                        f"{each.solution.seconds:,.4g}",
+                        f"{tokens / each.solution.seconds / each.num_devices:,.0f}",
+                        _pools(each.solution),
+                    )
+                ),
+            )
+            for each in results
+        ],
+    )

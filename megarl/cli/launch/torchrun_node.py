@@ -17,7 +17,6 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store
@@ -83,27 +82,20 @@ class Meeting:
 
         raise LaunchError(f"no message {' or '.join(names)!r} within {limit_s:g} s")
 
+    def expect_heartbeats(self) -> None:
+        """Begin to time the heartbeats of the members."""
+        self._last = {rank: (0, time.monotonic()) for rank in self.members}
+
     def beat(self) -> None:
         self._store.add(f"{_ALIVE} {self.rank}", 1)
 
-    def beats(self, rank: int) -> int:
-        return self._store.add(f"{_ALIVE} {rank}", 0)
-
-
-class Silence:
-    """Detects lost members by their heartbeats, on node 0."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._last = {rank: (0, time.monotonic()) for rank in meeting.members}
-
     def lost(self) -> str | None:
-        """Describe the first lost member; None if there is none."""
+        """Describe the first lost member, on node 0; None if there is none."""
         for rank, (beats, since_s) in self._last.items():
-            if self._meeting.heard(f"{_LEFT} {rank}"):
-                return f"node {rank} has left: {self._meeting.what(f'{_LEFT} {rank}')}"
+            if self.heard(f"{_LEFT} {rank}"):
+                return f"node {rank} has left: {self.what(f'{_LEFT} {rank}')}"
             # Clocks of nodes may differ, so changes of the count are timed with the local clock.
-            now = self._meeting.beats(rank)
+            now = self._store.add(f"{_ALIVE} {rank}", 0)
             if now != beats:
                 self._last[rank] = (now, time.monotonic())
             elif time.monotonic() - since_s > _SILENCE_LIMIT_S:
@@ -111,32 +103,26 @@ class Silence:
         return None
 
 
-class Driver:
-    """`megarl train` in its own session. Each signal to this process is forwarded to it once."""
+def _run_driver(command: Sequence[str], environment: Mapping[str, str], meeting: Meeting) -> int:
+    """Run `megarl train` in its own session, and return its exit code as a shell reports it.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._pass_on)
+    Each signal to this process is forwarded to it once.
+    """
+    driver = subprocess.Popen(command, env=environment, start_new_session=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: driver.send_signal(number))
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._process.send_signal(number)
-
-    def watch(self, silence: Silence) -> int:
-        """Wait for the driver, and return its exit code as a shell reports it."""
-        while (status := self._process.poll()) is None:
-            if (lost := silence.lost()) is not None:
-                return self._without(lost)
-            time.sleep(_LOOK_S)
-        return status if status >= 0 else 128 - status
-
-    def _without(self, lost: str) -> int:
-        _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to report the failure before it is killed")
-        try:
-            self._process.wait(_LAST_WORDS_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # its reaper ends its child processes
-        return FAILED
+    meeting.expect_heartbeats()
+    while (status := driver.poll()) is None:
+        if (lost := meeting.lost()) is not None:
+            _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to report the failure before it is killed")
+            try:
+                driver.wait(_LAST_WORDS_S)
+            except subprocess.TimeoutExpired:
+                driver.kill()  # its reaper ends its child processes
+            return FAILED
+        time.sleep(_LOOK_S)
+    return status if status >= 0 else 128 - status
 
 
 class RayNode:
@@ -194,15 +180,6 @@ class RayNode:
             self._process.kill()
 
 
-def logical_cpus(needed: int) -> int:
-    """Return the logical CPUs of a node.
-
-    They are its CPUs, or the demand of all of the run's processes if that is larger, because Ray's CPUs are
-    not cores.
-    """
-    return max(os.cpu_count() or 1, needed)
-
-
 def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     """Run node 0, and send the exit code to the other nodes in any case."""
     status = FAILED
@@ -225,7 +202,8 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
 
 def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     config = load_for_run(RunConfig, config_path, overrides, reads_inputs=False)
-    num_cpus = logical_cpus(plan_placement(config).num_cpus)
+    # Ray's CPUs are not cores: a node has as many as all of the run's processes need.
+    num_cpus = max(os.cpu_count() or 1, plan_placement(config).num_cpus)
     # Wait until every node has announced its address.
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
 
@@ -244,7 +222,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
         meeting.forget(_HEAD)  # the message contains the key
         _say(f"{counted(meeting.num_nodes, 'node')} joined, Ray is at {node.gcs_address}")
         command = [sys.executable, "-m", "megarl", "train", config_path, *overrides]
-        return Driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}).watch(Silence(meeting))
+        return _run_driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}, meeting)
     finally:
         node.stop()
 

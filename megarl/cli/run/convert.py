@@ -10,7 +10,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
@@ -26,7 +26,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.checkpoints.convert.distributed_writer import write_distributed
 from megarl.checkpoints.convert.hugging_face import HUGGING_FACE, merged_source, open_hugging_face, write_peft
@@ -49,45 +49,39 @@ from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, rea
 from megarl.weights.peft_folder import has_adapter
 from megarl.weights.tensors import WeightTransferError
 
-GOOD = 0
 NOT_THE_SAME = 1
-USER_ERROR = 2
 _MAX_DIFFERING = 20
 _HUGGING_FACE = "hf"
 _MEGATRON = "megatron"
 
-_Writer = Callable[[ModelSource, torch.dtype | None, Report], tuple[int, int]]
 
-
-def run(source: Path | str, target: Path | str | None, **options: Any) -> int:
-    """Write a model in another format, layout or dtype, and return 0, or 2 with one line for a user error.
+def run(source: Path | str, target: Path | str | None, **options: Any) -> None:
+    """Write a model in another format, layout or dtype.
 
     Raises:
-        ValueError: The options do not fit together.
+        ValueError: The options do not fit together, or the model cannot be read or written.
     """
     settings = argparse.Namespace(**options)
     if not isinstance(target, Path):
         raise ValueError("give TARGET, a new or empty folder on this machine, or --inspect")
     if settings.json:
         raise ValueError("--json requires --inspect")
-    with _errors_in_one_line() as failed:
+    with _damage_in_one_line():
         check_new(target)  # before large files are read
         with _downloaded(target.parent, source) as (folder,):
             _convert(folder, target, settings)
-    return USER_ERROR if failed else GOOD
 
 
 def inspect(
     source: Path | str, json: bool, role: str | None, config: Path | None, trust_remote_code: bool
-) -> int:
-    """Print what is in a model's folder, and return 0, or 2 with one line if it cannot be read."""
-    with _errors_in_one_line() as failed, _downloaded(None, source) as (folder,):
+) -> None:
+    """Print what is in a model's folder. Raises ValueError if it cannot be read."""
+    with _damage_in_one_line(), _downloaded(None, source) as (folder,):
         description = describe(open_model(folder, role, trust_remote_code, config, check_contents=False))
         if json:
             print(dumps(description, indent=2))
         else:
             print_description(description, output_console())
-    return USER_ERROR if failed else GOOD
 
 
 def verify(
@@ -97,11 +91,14 @@ def verify(
     config: Path | None,
     trust_remote_code: bool,
 ) -> int:
-    """Compare two models. Return 0 if they are the same, 1 if not, and 2 if one cannot be read."""
+    """Compare two models. Return 0 if they are the same, and 1 if not.
+
+    Raises:
+        ValueError: There is only one model, or one of them cannot be read.
+    """
     if target is None:
         raise ValueError("--verify compares two models; give TARGET too")
-    same = False
-    with _errors_in_one_line() as failed, _downloaded(None, source, target) as folders:
+    with _damage_in_one_line(), _downloaded(None, source, target) as folders:
         # A Hugging Face folder uses its own configuration.
         left, right = (
             open_model(folder, role, trust_remote_code, None if (folder / CONFIG_FILE).is_file() else config)
@@ -109,11 +106,8 @@ def verify(
         )
         with _progress_bar("verify") as report:
             comparison = compare(left, right, report)
-        print_comparison(comparison, output_console())
-        same = comparison.is_same
-    if failed:
-        return USER_ERROR
-    return GOOD if same else NOT_THE_SAME
+    print_comparison(comparison, output_console())
+    return 0 if comparison.is_same else NOT_THE_SAME
 
 
 def _convert(folder: Path, target: Path, settings: argparse.Namespace) -> None:
@@ -121,9 +115,8 @@ def _convert(folder: Path, target: Path, settings: argparse.Namespace) -> None:
     # An adapter in PEFT's format does not specify its model.
     companions = settings.base if has_adapter(folder) and settings.base is not None else settings.config
     model = open_model(folder, settings.role, settings.trust_remote_code, companions)
-    write = _writer(model, target, settings)
     with _progress_bar("convert") as report:
-        num_files, nbytes = write(model, _dtype(settings.dtype), report)
+        num_files, nbytes = _write(model, target, settings, report)
     seconds = time.monotonic() - start_s
     print(
         f"{target}: {counted(model.num_parameters, 'parameter')}, {counted(nbytes, 'byte')} "
@@ -134,15 +127,13 @@ def _convert(folder: Path, target: Path, settings: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _errors_in_one_line() -> Generator[list[CheckpointError]]:
-    """Print a CheckpointError of the block in one line, and put it into the list."""
+def _damage_in_one_line() -> Generator[None]:
+    """Raise ValueError for a CheckpointError of the block, because the user can only give another model."""
     torch.set_num_threads(1)  # the conversion has its own threads
-    failed: list[CheckpointError] = []
     try:
-        yield failed
+        yield
     except CheckpointError as error:
-        print(f"megarl convert: {error}", file=sys.stderr)
-        failed.append(error)
+        raise ValueError(str(error)) from error
 
 
 @contextmanager
@@ -165,13 +156,14 @@ def _downloaded(parent: Path | None, *models: Path | str) -> Generator[list[Path
         ]
 
 
-def _writer(model: ModelSource, target: Path, settings: argparse.Namespace) -> _Writer:
-    """Return the function that writes the model as the options require.
+def _write(model: ModelSource, target: Path, settings: argparse.Namespace, report: Report) -> tuple[int, int]:
+    """Write the model as the options require, and return the number of files and of bytes.
 
     Raises:
         CheckpointError: The model cannot be written so.
         ValueError: The options do not fit together.
     """
+    dtype = _dtype(settings.dtype)
     is_adapter = model.architecture.lora is not None
     by_default = _MEGATRON if model.kind == HUGGING_FACE else _HUGGING_FACE
     to = settings.to or (_HUGGING_FACE if settings.base is not None else by_default)
@@ -193,8 +185,7 @@ def _writer(model: ModelSource, target: Path, settings: argparse.Namespace) -> _
             )
         if settings.dtype == FP8 or settings.max_shard_size != DEFAULT_SHARD_BYTES:
             raise ValueError("--dtype fp8 and --max-shard-size require --to hf")
-        layout = Layout(**sizes, data_parallel_size=1)
-        return lambda source, dtype, report: write_distributed(source, target, layout, dtype, report)
+        return write_distributed(model, target, Layout(**sizes, data_parallel_size=1), dtype, report)
 
     if list(sizes.values()) != [1, 1, None]:
         raise ValueError("a layout requires --to megatron; a Hugging Face folder has none")
@@ -204,15 +195,12 @@ def _writer(model: ModelSource, target: Path, settings: argparse.Namespace) -> _
                 f"{model.folder}: has adapters, which are not quantized; merge them into the base model with "
                 "--base HF_DIR, or use --dtype bfloat16"
             )
-        return lambda source, dtype, report: write_peft(source, target, dtype, report)
+        return write_peft(model, target, dtype, report)
 
-    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> tuple[int, int]:
-        if settings.base is not None:
-            source = merged_source(source, open_hugging_face(settings.base, settings.trust_remote_code))
-        kept = _read_kept_tensors(source, target, dtype, has_original=settings.config is not None)
-        return write_hugging_face(source, target, dtype, settings.max_shard_size, report, kept)
-
-    return write
+    if settings.base is not None:
+        model = merged_source(model, open_hugging_face(settings.base, settings.trust_remote_code))
+    kept = _read_kept_tensors(model, target, dtype, has_original=settings.config is not None)
+    return write_hugging_face(model, target, dtype, settings.max_shard_size, report, kept)
 
 
 def _read_kept_tensors(
@@ -266,15 +254,9 @@ def _progress_bar(name: str) -> Generator[Report]:
 
 def print_description(description: dict[str, Any], console: Console) -> None:
     """Print the model, then every tensor on one line."""
-    facts = _table("Model", "quantity", "value")
-    for name, value in _facts(description):
-        facts.add_row(name, value)
-
-    for name, value in description["architecture"].items():
-        if name != "model_type":
-            facts.add_row(name, str(value))
-
-    console.print(facts)
+    fields = description["architecture"].items()
+    facts = [*_facts(description), *((name, str(value)) for name, value in fields if name != "model_type")]
+    console.print(_table("Model", ("quantity", "value"), facts))
     rows = [
         (
             each["name"],
@@ -313,26 +295,20 @@ def _facts(description: dict[str, Any]) -> list[tuple[str, str]]:
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the tensors that differ, if any, and the verdict in the last line."""
     if comparison.architecture:
-        table = _table("Architecture", "field", str(comparison.left.folder), str(comparison.right.folder))
-        for name, left, right in comparison.architecture:
-            table.add_row(name, str(left), str(right))
-        console.print(table)
+        columns = ("field", str(comparison.left.folder), str(comparison.right.folder))
+        console.print(_table("Architecture", columns, comparison.architecture))
 
     # Show the first tensors that differ; the verdict counts all of them.
     if differing := comparison.differing:
         shown = differing[:_MAX_DIFFERING]
-        table = _table(
-            f"Tensors that differ: {len(differing):,}, the first {len(shown)}",
-            "name",
-            "elements",
-            "largest difference",
-            "",
-        )
-        for tensor in shown:
-            table.add_row(
-                tensor.name, _elements(tensor), _difference(tensor), tensor.reason or tensor.match.value
+        title = f"Tensors that differ: {len(differing):,}, the first {len(shown)}"
+        console.print(
+            _table(
+                title,
+                ("name", "elements", "largest difference", ""),
+                [(each.name, *_extent(each), each.reason or each.match.value) for each in shown],
             )
-        console.print(table)
+        )
 
     print_line(console, verdict(comparison))
 
@@ -360,16 +336,16 @@ def verdict(comparison: Comparison) -> str:
     return f"identical except for rounding ({ways}; largest difference {largest:.3g}): {counts}"
 
 
-def _elements(tensor: TensorComparison) -> str:
-    return f"{tensor.num_different:,} of {tensor.num_elements:,}" if tensor.num_elements else ""
+def _extent(tensor: TensorComparison) -> tuple[str, str]:
+    """Return how many elements differ, and the largest difference."""
+    if not tensor.num_elements:
+        return "", ""
+    return f"{tensor.num_different:,} of {tensor.num_elements:,}", f"{tensor.max_difference:.3g}"
 
 
-def _difference(tensor: TensorComparison) -> str:
-    return f"{tensor.max_difference:.3g}" if tensor.num_elements else ""
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    headers = (Column(each, overflow="fold") for each in columns)
+    table = Table(*headers, title=title, title_justify="left", title_style="bold")
+    for row in rows:
+        table.add_row(*map(str, row))
     return table

@@ -17,30 +17,26 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from megarl.agents.user_tools import load_agent
 from megarl.algorithms.sampling_metrics import Estimate
 from megarl.cli.run.context import run_context_of
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
-from megarl.cli.run.processes import ray_processes, refuse_launched_ranks
-from megarl.cli.run.train import check_reward_chats, token_rules
+from megarl.cli.run.session import ray_processes, read_models, refuse_launched_ranks
+from megarl.cli.run.train import check_reward_chats, prompt_reader, token_rules
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.finding import Status
 from megarl.config.load import dump_config
-from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import PPOConfig
 from megarl.config.validation_metrics import RewardKeys, source_metrics
 from megarl.data.chat_clock import chat_time, reads_clock, set_chat_time
-from megarl.data.images import ImageProcessor
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.reward_functions import choose_truths, judge_rewards
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
-from megarl.models.families import read_architecture
 from megarl.rewards.role import Reward
 from megarl.roles.start import start_evaluation
 from megarl.rollout.driver.rollout import Rollout
@@ -67,8 +63,8 @@ from megarl.trainers.evaluation import (
 RESULTS_FILE = "results.json"
 
 
-def run(**options: Any) -> int:
-    """Print a table or JSON, write `results.json`, `samples.jsonl` and `config.yaml`, and return 0.
+def run(**options: Any) -> None:
+    """Print a table or JSON, and write `results.json`, `samples.jsonl` and `config.yaml`.
 
     Raises:
         ValueError: The model, data or configuration is invalid. Raised before any process is started.
@@ -79,16 +75,10 @@ def run(**options: Any) -> int:
     parsed = argparse.Namespace(**options)
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    architectures, tokenizer = read_models(config)
     if parsed.against is not None:  # otherwise prompts that contain the date would differ
         set_chat_time(tokenizer, read_chat_time(Path(parsed.against) / RESULTS_FILE))
-    tools = load_agent(config.agent)[1] if config.agent.tools else None
-    images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
-    data = PromptDataset(config.data.val_files, tokenizer, config.data, tools, images, config.agent.harness)
-    architectures = {
-        role.name: read_architecture(role.path, config.model.trust_remote_code)
-        for role in model_roles(config)
-    }
+    data = prompt_reader(config, tokenizer)(config.data.val_files)
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data}, chat_time(tokenizer))
     # Check the reward functions and the other evaluation before hours of sampling.
@@ -128,8 +118,6 @@ def run(**options: Any) -> int:
         print(json.dumps(report, indent=2))
     else:
         _print(output, results, comparisons, parsed.against)
-
-    return 0
 
 
 def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
@@ -333,15 +321,9 @@ def print_result(
         f"{result.mean_tokens:.1f} tokens on average"
     )
     print_line(console, f"{source}: {size}, {result.truncated:.1%} truncated")
-    table = Table()
-
-    for column in (
-        "metric",
-        "value",
-        "standard error",
-        *([] if comparison is None else ["difference", "its standard error"]),
-    ):
-        table.add_column(column, justify="left" if column == "metric" else "right")
+    numbers = ["value", "standard error"]
+    numbers += [] if comparison is None else ["difference", "its standard error"]
+    table = Table("metric", *(Column(each, justify="right") for each in numbers))
 
     for name, estimate in result.metrics.items():
         cells = [f"{estimate.value:.4f}", _error(estimate)]

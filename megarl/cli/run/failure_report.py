@@ -13,7 +13,7 @@ from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.run.context import RunContext
 from megarl.cli.run.hints import Cause, hint_for
 from megarl.config.paths import checkpoint_path
-from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError
 from megarl.machine.errors import HintedError, RunError, hint_of
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
@@ -29,6 +29,7 @@ _NUM_CHARACTERS = 400  # limit of one line of a message
 _WIDTH = 78
 _LABEL = 8
 _Entry = tuple[str, Sequence[str]]  # a label, and lines
+_Call = WorkerError | PhaseTimeoutError  # a call that has failed
 _FILES = (CONFIG_FILE, METRICS_FILE, GENERATIONS_FILE, SAMPLES_FOLDER, TIMELINE_FILE)
 
 
@@ -50,16 +51,18 @@ def print_failure(error: Exception, command: str, context: RunContext | None) ->
 def last_page(error: Exception, command: str, context: RunContext | None) -> str:
     """Return the last page of the report, at most 30 lines."""
     cause = _cause(error)
-    entries: list[_Entry] = [("what", cause.message)]
-    entries += _place(error)
-    if when := _when(error, None if context is None else context.position):
+    call = _failed_call(error)
+    entries: list[_Entry] = [("what", cause.message), *_place(call)]
+    if when := _when(call, None if context is None else context.position):
         entries.append(("when", [when]))
-    entries += _rows(error)
-    entries += _others(error)
+    if call is not None and call.rows is not None:
+        entries.append(("rows", [call.rows]))
+    if isinstance(call, WorkerError) and call.others:
+        entries.append(("after", [_others(call.others)]))
     if hint := hint_for(cause, None if context is None else context.config):
         entries.append(("try", hint[:_NUM_HINT_LINES]))
     if context is not None:
-        entries.append(("logs", _logs(error, context)))
+        entries.append(("logs", _logs(call, context)))
     lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]
 
     # Format the entries in two columns, with the label on the first line only.
@@ -120,7 +123,7 @@ def _shortened(lines: Sequence[str]) -> list[str]:
 # ---- where and when
 
 
-def _failed_call(error: BaseException | None) -> WorkerError | PhaseTimeoutError | None:
+def _failed_call(error: BaseException | None) -> _Call | None:
     """Return the failed call of an error or of one of its causes."""
     while error is not None:
         if isinstance(error, (WorkerError, PhaseTimeoutError)):
@@ -129,8 +132,7 @@ def _failed_call(error: BaseException | None) -> WorkerError | PhaseTimeoutError
     return None
 
 
-def _place(error: Exception) -> list[_Entry]:
-    call = _failed_call(error)
+def _place(call: _Call | None) -> list[_Entry]:
     if isinstance(call, WorkerError):
         process = f"pid {call.pid}" if call.pid is not None else "pid unknown"
         return [("where", [f"{call.role} rank {call.rank}, node {call.node}, {process}, in {call.method}"])]
@@ -140,8 +142,7 @@ def _place(error: Exception) -> list[_Entry]:
     return []
 
 
-def _when(error: Exception, position: Position | None) -> str:
-    call = _failed_call(error)
+def _when(call: _Call | None, position: Position | None) -> str:
     position = position or Position()
     phases = [phase for phase in position.phases if phase != "step"]
     of_call = None if call is None else phases_by_call([call.role]).get((call.role, call.method))
@@ -154,29 +155,13 @@ def _when(error: Exception, position: Position | None) -> str:
     return ", ".join(part for part in (step, phase) if part)
 
 
-def _rows(error: Exception) -> list[_Entry]:
-    call = _failed_call(error)
-    return [("rows", [call.rows])] if call is not None and call.rows is not None else []
+def _others(others: Sequence[RankFailure]) -> str:
+    first = sorted((other.role, other.rank) for other in others)[:8]
+    ranks = ", ".join(f"{role} rank {rank}" for role, rank in first)
+    return f"{len(others)} more failed after it: {ranks}{' ...' if len(others) > 8 else ''}"
 
 
-def _others(error: Exception) -> list[_Entry]:
-    call = _failed_call(error)
-    if not isinstance(call, WorkerError) or not call.others:
-        return []
-    ranks = ", ".join(
-        f"{role} rank {rank}" for role, rank in sorted((other.role, other.rank) for other in call.others)[:8]
-    )
-
-    return [
-        (
-            "after",
-            [f"{len(call.others)} more failed after it: {ranks}{' ...' if len(call.others) > 8 else ''}"],
-        )
-    ]
-
-
-def _logs(error: Exception, context: RunContext) -> list[str]:
-    call = _failed_call(error)
+def _logs(call: _Call | None, context: RunContext) -> list[str]:
     lines = []
     if isinstance(call, WorkerError) and call.log_path:
         lines.append(f"{call.log_path}: log of this process and its engine, on node {call.node}")

@@ -1,12 +1,13 @@
 """`megarl generate MODEL`: generates from prompts without Ray.
 
-The prompts come from the command line, standard input or a chat.
+The prompts come from the command line, standard input or a chat. With tools or an environment, whole episodes
+are printed as conversations.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import asyncio
 import sys
 import time
 from collections.abc import Sequence
@@ -16,10 +17,26 @@ from typing import Any
 
 import torch
 
-from megarl.agents.trajectory import Sample
+from megarl.agents.episode import Episode, EpisodeLimits, WriteTurn
+from megarl.agents.protocol import Message, Task
+from megarl.agents.responder import Responder
+from megarl.agents.trajectory import Sample, Trajectory
+from megarl.agents.user_tools import load_agent
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
-from megarl.config.schema import Device, DType, LossyText, ModelConfig, RolloutConfig
+from megarl.config.load import load_config
+from megarl.config.schema import (
+    AgentConfig,
+    Device,
+    DType,
+    EnvironmentConfig,
+    LossyText,
+    ModelConfig,
+    PPOConfig,
+    RolloutConfig,
+    ToolConfig,
+)
 from megarl.data.tokenizer import Tools, load_tokenizer
+from megarl.data.turns import TurnTemplate
 from megarl.data.whole_chat import render_whole
 from megarl.machine.strict_json import dump_readable
 from megarl.models.layers import routes_tokens
@@ -31,21 +48,24 @@ from megarl.rollout.interface import (
     check_request,
     plan_requests,
 )
+from megarl.rollout.tool_calls import call_parser
 from megarl.weights.manifest import manifest_of_folder
 
 _Messages = list[dict[str, Any]]
 _MAX_TOKENS = 256  # default limit of an answer
 
 
-def run(**options: Any) -> int:
-    """Print the model's answers, or episodes with tools or an environment, and return 0.
+def run(**options: Any) -> None:
+    """Print the model's answers, or episodes with tools or an environment.
 
     Raises:
         ValueError: The model, prompts or options are invalid. Raised before weights are loaded.
+        EnvironmentFailedError: The environment failed.
     """
     parsed = argparse.Namespace(**options)
     if parsed.tool or parsed.environment or parsed.agent:
-        return importlib.import_module("megarl.cli.run.episodes").run(parsed)
+        _print_episodes(parsed)
+        return
     is_chat = not parsed.prompts and sys.stdin.isatty()
     if is_chat and (parsed.n > 1 or parsed.json):
         raise ValueError("--n and --json require prompts; a chat has one text answer at a time")
@@ -58,8 +78,6 @@ def run(**options: Any) -> int:
         _chat(writer, parsed)
     else:
         _print(writer, chats, writer.write(prompts), parsed)
-
-    return 0
 
 
 def read_chats(parsed: argparse.Namespace) -> list[_Messages]:
@@ -192,9 +210,15 @@ class Writer:
     def show(self, text: str, sample: Sample, with_log_probs: bool) -> None:
         """Print the text of a sample, and the log-prob of each of its tokens if that is asked for."""
         print(text, flush=True)
-        rows = zip(sample.log_probs.tolist(), sample.token_ids.tolist(), strict=True)
-        for log_prob, token_id in rows if with_log_probs else ():
-            print(f"{log_prob:10.4f}  {self.tokenizer.decode([token_id])!r}")
+        if with_log_probs:
+            self.show_tokens(sample, [True] * len(sample.token_ids))
+
+    def show_tokens(self, written: Sample | Trajectory, mask: Sequence[bool]) -> None:
+        """Print each token, with the log-prob of those that the model has written."""
+        rows = zip(written.token_ids.tolist(), written.log_probs.tolist(), mask, strict=True)
+        for token_id, log_prob, is_models in rows:
+            shown = f"{log_prob:10.4f}" if is_models else " " * 10
+            print(f"{shown}  {self.tokenizer.decode([token_id])!r}")
 
     def _has_stop_text(self, token_ids: list[int]) -> bool:
         text = self._text(token_ids)
@@ -212,11 +236,10 @@ def _print(
 ) -> None:
     for index, (text, sample) in enumerate(written):
         chat = chats[index // parsed.n]
-        number = index % parsed.n
         if parsed.json:
             values: dict[str, Any] = {
                 "messages": chat,
-                "sample": number,
+                "sample": index % parsed.n,
                 "text": text,
                 "finish_reason": sample.finish_reason,
             }
@@ -226,8 +249,13 @@ def _print(
             print(dump_readable(values))
             continue
         if len(written) > 1:
-            print(f"--- {chat[-1]['content']}" + (f" [{number + 1} of {parsed.n}]" if parsed.n > 1 else ""))
+            _print_title(chat, index, parsed.n)
         writer.show(text, sample, parsed.log_probs)
+
+
+def _print_title(chat: _Messages, index: int, num_samples: int) -> None:
+    of_samples = f" [{index % num_samples + 1} of {num_samples}]" if num_samples > 1 else ""
+    print(f"--- {chat[-1]['content']}{of_samples}")
 
 
 def _chat(writer: Writer, parsed: argparse.Namespace) -> None:
@@ -251,3 +279,168 @@ def _chat(writer: Writer, parsed: argparse.Namespace) -> None:
         ((text, sample),) = writer.write([writer.render(chat)])
         writer.show(text, sample, parsed.log_probs)
         chat.append({"role": "assistant", "content": text})
+
+
+# ---- episodes
+
+
+def _print_episodes(parsed: argparse.Namespace) -> None:
+    """Print the episodes of each prompt. Raises the errors of `run`."""
+    if parsed.stop:
+        raise ValueError(
+            "--stop cannot be used in an episode, whose turns end with the model's end token; remove it"
+        )
+
+    if not parsed.prompts and sys.stdin.isatty():
+        raise ValueError("chat is not supported with tools or an environment; give a prompt")
+    chats = read_chats(parsed)
+    agent = _agent(parsed)
+    make_environment, tools = load_agent(agent)
+    writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
+    template = TurnTemplate(writer.tokenizer, tools, agent.max_result_tokens)
+    # Check everything that can be refused before the weights are loaded.
+    template.check()
+    parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
+    requests = writer.requests([writer.render(chat, tools) for chat in chats])
+    writer.load()
+
+    # Each sample has its own environment, because environments keep state.
+    for index, request in enumerate(requests):
+        chat = chats[index // parsed.n]
+        responder = Responder(
+            make_environment(), template, parse, Task(messages=chat, seed=request.sampling.seed)
+        )
+        if len(requests) > 1 and not parsed.json:
+            _print_title(chat, index, parsed.n)
+        trajectory, messages = asyncio.run(_play(writer, template, responder, request, agent, parsed))
+        if parsed.json:
+            values = _values(trajectory, messages, parsed.log_probs)
+            print(dump_readable({"messages": chat, "sample": index % parsed.n, **values}))
+
+
+def _agent(parsed: argparse.Namespace) -> AgentConfig:
+    """Return the agent's section from the options. Raises ValueError or its subclass ConfigError."""
+    given = [f"--{name}" for name in ("agent", "tool", "environment") if getattr(parsed, name)]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other; give one of them")
+
+    if parsed.agent is None:
+        agent = AgentConfig(
+            tools=[ToolConfig(path=path, name=name) for path, name in map(_named, parsed.tool)],
+            environment=_environment(parsed.environment),
+        )
+    else:
+        agent = load_config(PPOConfig, parsed.agent).agent
+        if agent.harness.is_used:
+            raise ValueError(
+                f"--agent {parsed.agent}: the agent is a program (agent.harness), which runs in a training "
+                f"run or in `megarl eval`; start it by hand against a server of the model instead"
+            )
+        if not agent.is_used:
+            raise ValueError(
+                f"--agent {parsed.agent}: its section agent has neither tools nor an environment; give a "
+                f"configuration that has"
+            )
+
+    # Options of the command override the run's section.
+    changes = {
+        name: getattr(parsed, name) for name in ("parser", "max_turns") if getattr(parsed, name) is not None
+    }
+    return replace(agent, **changes)
+
+
+def _named(text: str) -> tuple[str | None, str]:
+    """Split `FILE.py:NAME` into path and name. A built-in tool has no path."""
+    path, colon, name = text.rpartition(":")
+    return (path if colon else None), name
+
+
+def _environment(text: str | None) -> EnvironmentConfig:
+    if text is None:
+        return EnvironmentConfig()
+    path, name = _named(text)
+    if path is None:
+        raise ValueError(f"there is no built-in environment {name!r}; write --environment FILE.py:NAME")
+    return EnvironmentConfig(path=path, name=name)
+
+
+async def _play(
+    writer: Writer,
+    template: TurnTemplate,
+    responder: Responder,
+    request: GenerationRequest,
+    agent: AgentConfig,
+    parsed: argparse.Namespace,
+) -> tuple[Trajectory, list[Message]]:
+    """Run one episode, and print each message as it arrives unless the output is JSON.
+
+    Returns:
+        The episode, and the messages of the model and the environment, in order.
+    """
+    limits = EpisodeLimits(
+        max_turns=agent.max_turns,
+        max_tokens=request.sampling.max_new_tokens,
+        max_turn_tokens=agent.max_turn_tokens,
+    )
+    episode = Episode(request.prompt, request.sampling.seed, limits)
+    messages: list[Message] = []
+
+    def say(said: Sequence[Message]) -> None:
+        messages.extend(said)
+        for message in said if not parsed.json else ():
+            print(f"{message['role']}: {message['content']}", flush=True)
+
+    try:
+        await responder.start()
+        # Alternate the model's turns with the answers of the tools or the environment.
+        while (step := episode.next) is not None:
+            if isinstance(step, WriteTurn):
+                sampling = replace(request.sampling, max_new_tokens=step.max_new_tokens, seed=step.seed)
+                sample = writer.sample(request._replace(prompt=step.token_ids, sampling=sampling))
+                say([{"role": "assistant", "content": template.read(sample.token_ids.tolist())}])
+                episode.wrote(step.place, sample)
+            else:
+                token_ids, reply = await responder.answer(step)
+                say(reply.messages)
+                episode.answered(step.place, token_ids, reply)
+    finally:
+        # Close after an error too, because the environment may hold resources.
+        await responder.close()
+
+    if not parsed.json:
+        _print_end(writer, episode.trajectory, parsed.log_probs)
+    return episode.trajectory, messages
+
+
+def _print_end(writer: Writer, trajectory: Trajectory, with_log_probs: bool) -> None:
+    assert trajectory.end is not None
+    errors = [f"{count} {kind.value}" for kind, count in trajectory.call_errors.items()]
+    counts = [
+        f"turns {trajectory.num_turns}",
+        f"calls {trajectory.num_calls}",
+        *errors,
+        f"tokens {len(trajectory.token_ids)}",
+    ]
+    print(f"[{trajectory.end.value}: {', '.join(counts)}]")
+
+    if with_log_probs:
+        writer.show_tokens(trajectory, trajectory.mask.tolist())
+
+
+def _values(trajectory: Trajectory, messages: Sequence[Message], with_log_probs: bool) -> dict[str, Any]:
+    assert trajectory.end is not None
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    values: dict[str, Any] = {
+        "text": answers[-1],
+        "conversation": messages,
+        "end": trajectory.end.value,
+        "num_turns": trajectory.num_turns,
+        "num_calls": trajectory.num_calls,
+        "call_errors": {kind.value: count for kind, count in trajectory.call_errors.items()},
+        "turn_rewards": trajectory.turn_rewards,
+    }
+    if with_log_probs:
+        values["token_ids"] = trajectory.token_ids.tolist()
+        values["log_probs"] = trajectory.log_probs.tolist()
+        values["response_mask"] = trajectory.mask.tolist()
+    return values

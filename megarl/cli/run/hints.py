@@ -21,6 +21,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller import hints
 from megarl.machine.errors import LESS_ENGINE_MEMORY
+from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted, written
 
 
@@ -93,9 +94,7 @@ def _filled(
         values = [_value(field, cause, config, found) for field in _FIELD.findall(line)]
         # A line with a value that this run does not have would mislead.
         if all(values):
-            remaining = iter(values)
-            text = _FIELD.sub(lambda _, remaining=remaining: next(remaining), line)
-            lines += text.split("\n")
+            lines += _FIELD.sub(lambda field: _value(field[1], cause, config, found), line).split("\n")
 
     return lines
 
@@ -129,10 +128,6 @@ def _section(role: str, config: RunConfig | None) -> str:
 
 
 # ---- facts
-
-
-def _samples_per_step(config: RunConfig | None) -> str:
-    return "" if config is None else counted(config.samples_per_step, "sample")
 
 
 def _free_memory(config: RunConfig | None) -> str:
@@ -169,17 +164,10 @@ def _free_disk(config: RunConfig | None) -> str:
 
     lines = []
     for name, path in places.items():
-        # The folder may not exist yet, so use the disk of its nearest existing parent.
-        existing = next((part for part in (path, *path.absolute().parents) if part.exists()), None)
-        if existing is not None:
-            usage = shutil.disk_usage(existing)
-            lines.append(f"  {name}, {path}: {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free")
+        usage = shutil.disk_usage(existing_folder(path))  # the folder itself may not exist yet
+        lines.append(f"  {name}, {path}: {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free")
 
     return "\n".join(lines)
-
-
-def _load(config: RunConfig | None) -> str:
-    return f"{psutil.cpu_count()} cores, load {psutil.getloadavg()[0]:.1f}"
 
 
 def _ray_folder(config: RunConfig | None) -> str:
@@ -193,12 +181,12 @@ def _ray_folder_free(config: RunConfig | None) -> str:
 
 
 FACTS: Mapping[str, Callable[[RunConfig | None], str]] = {
-    "samples_per_step": _samples_per_step,
+    "samples_per_step": lambda config: "" if config is None else counted(config.samples_per_step, "sample"),
     "free_memory": _free_memory,
     "engine_share": _engine_share,
     "logit_chunk": _logit_chunk,
     "free_disk": _free_disk,
-    "load": _load,
+    "load": lambda _: f"{psutil.cpu_count()} cores, load {psutil.getloadavg()[0]:.1f}",
     "ray_folder": _ray_folder,
     "ray_folder_free": _ray_folder_free,
 }

@@ -40,7 +40,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.families import read_architecture
 
-GOOD = 0
 _KINDS = (RunKind.ppo.value, RunKind.sft.value)  # the kinds that it can write files for
 CONFIG_FILE = "run.yaml"
 REWARD_FILE = "reward.py"
@@ -90,7 +89,7 @@ def run(
     algorithm: str | None,
     device: str | None,
     devices: int | None,
-) -> int:
+) -> None:
     """Write the files, and print the next commands. On a terminal, ask for missing options."""
 
     def wish(name: str, given: str | None, question: str, default: str | None, *choices: str) -> str:
@@ -105,7 +104,7 @@ def run(
     data = wish("data", data, "a file of questions and answers (empty: sums are generated)", "")
     run_kind = RunKind(wish("kind", kind, "kind of run", RunKind.ppo.value, *_KINDS))
     is_ppo = run_kind is RunKind.ppo
-    return _write(
+    _write(
         Wishes(
             folder=Path(folder),
             model=model,
@@ -123,7 +122,7 @@ def run(
     )
 
 
-def _write(wishes: Wishes) -> int:
+def _write(wishes: Wishes) -> None:
     """Write the files, and print the next commands.
 
     Raises:
@@ -140,8 +139,7 @@ def _write(wishes: Wishes) -> int:
 
     # Try the reward and the tokenizer on the data before anything is written.
     reward = _reward(data, wishes.validation) if wishes.kind is RunKind.ppo else None
-    lengths = _lengths(model_folder, wishes.kind, data)
-    prompt, response, about_limits = _limits(lengths, model, wishes.kind)
+    prompt, response, about_limits = _limits(_lengths(model_folder, wishes.kind, data), model, wishes.kind)
     files = {CONFIG_FILE: _config(wishes, model, data, reward, prompt, response)}
     files[SCHEMA_FILE] = json.dumps(json_schema(wishes.kind.value)) + "\n"
     files |= {} if reward is None else {REWARD_FILE: reward.source}
@@ -169,8 +167,6 @@ def _write(wishes: Wishes) -> int:
         print(f"  python {wishes.folder / REWARD_FILE}    # the reward's own test")
     print(f"  megarl check {wishes.folder / CONFIG_FILE}\n  megarl train {wishes.folder / CONFIG_FILE}")
 
-    return GOOD
-
 
 def _refuse_existing(wishes: Wishes) -> None:
     script = [DATA_SCRIPT] if wishes.data is None else []
@@ -194,10 +190,12 @@ def _reward(data: UserData | None, validation: str | None) -> ChosenReward:
     if data is None:
         return ChosenReward(NUMBER.source(), NUMBER.prompt, [])
     columns: dict[str, Any] = dict(data.columns_here)
-    val_files = [] if validation is None else [validation]
-
     return choose_reward(
-        DataConfig(train_files=[data.path], val_files=val_files, columns=PromptColumnsConfig(**columns))
+        DataConfig(
+            train_files=[data.path],
+            val_files=[] if validation is None else [validation],
+            columns=PromptColumnsConfig(**columns),
+        )
     )
 
 

@@ -32,8 +32,8 @@ _check_server_args = SERVER_ARGS_CHECKS[RolloutEngineKind.sglang]
 _MOST_ROUNDS = 5  # of leaving out keys that have no effect, which may leave others without one
 
 
-def run(source: str, output: str | None = None, framework: str | None = None) -> int:
-    """Print the configuration, or write it to a new file, and return 0. A summary goes to the error stream.
+def run(source: str, output: str | None = None, framework: str | None = None) -> None:
+    """Print the configuration, or write it to a new file. A summary goes to the error stream.
 
     Raises:
         ValueError: The source cannot be read, or the output exists.
@@ -58,7 +58,6 @@ def run(source: str, output: str | None = None, framework: str | None = None) ->
             raise ValueError(f"{output}: cannot be written ({error.strerror})") from error
     for line in _summary(found, foreign, kind, output, differing):
         print(_one_line(line), file=sys.stderr)
-    return 0
 
 
 # ---- values

@@ -64,7 +64,7 @@ def find_model(path: Path, step: str = LATEST) -> NamedModel:
         path = model_folder(str(path), "MODEL", fetch=True)
     try:
         folder, run_file = _model_folder(path, step)
-        run = None if run_file is None else _run_config(run_file)
+        run = None if run_file is None else load_config(RunConfig, run_file)
         source = with_merged_adapter(open_model(folder, companions=base_of_adapter(folder)))
     except CheckpointError as error:  # Nothing has run yet, so the error is reported in one line.
         raise ValueError(str(error)) from error
@@ -107,7 +107,7 @@ def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
 
 
 def _of_run(path: Path, step: str) -> tuple[Path, Path]:
-    elsewhere = _run_config(path / CONFIG_FILE).checkpoint.dir
+    elsewhere = load_config(RunConfig, path / CONFIG_FILE).checkpoint.dir
     checkpoints = CheckpointFolder(path / _CHECKPOINTS if elsewhere is None else Path(elsewhere))
 
     if checkpoints.whole():
@@ -147,10 +147,6 @@ def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
 def _refuse_step(path: Path, step: str, why: str) -> None:
     if step != LATEST:
         raise CheckpointError(f"{path}: {why}, so --step {step} does not apply; remove it")
-
-
-def _run_config(file: Path) -> RunConfig:
-    return load_config(RunConfig, str(file))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.checkpoints.run_folder import step_of
 from megarl.checkpoints.trace_comparison import ComparedTensor, compare_traces
 from megarl.cli.run.context import RunContext
-from megarl.cli.run.processes import ray_processes
+from megarl.cli.run.session import ray_processes
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.load import load_config
 from megarl.config.roles import ModelRole, model_roles
@@ -60,8 +60,8 @@ def run(
         ValueError: The run did not record the step, its metrics file is damaged, or an override is invalid.
     """
     output_dir = Path(run_dir)
-    config = _config(output_dir, ())
-    changed = _config(output_dir, overrides)
+    config = load_config(RunConfig, output_dir / CONFIG_FILE)
+    changed = load_config(RunConfig, output_dir / CONFIG_FILE, overrides)
     # Read first, because repeating a step takes long.
     logged = _logged_norms(output_dir / METRICS_FILE, step) if against is None else {}
     recorded = recorded_step(config, output_dir, step)
@@ -87,11 +87,6 @@ def run(
         pairs = compare_traces(first / role.name, folder / "changed" / role.name, tolerance, role.optim.lr)
         good = report(console, role.name, list(pairs), tolerance) and good
     return 0 if good else 1
-
-
-def _config(output_dir: Path, overrides: Sequence[str]) -> RunConfig:
-    path = str(output_dir / CONFIG_FILE)
-    return load_config(RunConfig, path, overrides)
 
 
 def _logged_norms(path: Path, step: int) -> dict[str, float]:

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megarl.checkpoints.object_storage import ObjectStorage, Uploads
 from megarl.checkpoints.run_folder import step_of
 from megarl.cli.run.fewer_replicas import continues_on_fewer_nodes
@@ -111,7 +109,11 @@ def restore_models(
     )
     if resume is None:
         return snapshots
-    _print_differences(session.console, resume)
+    for change in resume.differences:
+        print_line(
+            session.console,
+            f"changed since {resume.checkpoint.name}: {change.key}={change.now} (was {change.before})",
+        )
     start_s = time.monotonic()
 
     if resume.snapshot is not None:
@@ -236,55 +238,35 @@ def print_end(
     return told
 
 
-def print_stopped(session: Session, checkpoints: Checkpointer) -> int:
-    """Print what stopped the run, and return the exit code."""
-    step = checkpoints.stopped_after
-    saved = f"after step {step}, which is saved" if step else "before its first step"
-    print_line(
-        session.console,
-        f"stopped by {session.termination.cause} {saved}; run the same command to resume from there",
-    )
-
-    return session.termination.status
-
-
 def finish(
     session: Session,
     config: RunConfig,
     save_hf: Callable[[Path, str], None],
     checkpoints: Checkpointer,
     recovery: StepRecovery | NoRecovery,
-    rows_per_step: Mapping[str, int],
+    told: Mapping[str, Any],
 ) -> int:
-    """Export the model of a run without rollout, write the summary, and return the exit code.
+    """Export the trained model, write the summary, and return the exit code.
 
     Args:
         save_hf: Saves the trained model as a Hugging Face folder, given the folder and `model.path`.
-        rows_per_step: The name of the run's rows in the summary, and their number in a step.
+        told: What the summary has besides the steps and seconds, the recoveries and the best checkpoint.
     """
     # A run that was told to stop is resumed later, so it is not exported.
-    if checkpoints.stopped_after is not None:
-        return print_stopped(session, checkpoints)
+    if (step := checkpoints.stopped_after) is not None:
+        saved = f"after step {step}, which is saved" if step else "before its first step"
+        cause = session.termination.cause
+        print_line(session.console, f"stopped by {cause} {saved}; run the same command to resume from there")
+        return session.termination.status
 
     if config.checkpoint.save_hf:
         folder = session.output_dir / "huggingface"
         with writing(session.output_dir):
             recovery.retry(lambda: save_hf(folder, config.model.path))
-        session.console.print(f"the trained model is in {folder}")
+        print_line(session.console, f"the trained model is in {folder}")
 
     # The summary is written last, because it marks the run as complete.
-    steps = checkpoints.last_step
-    seconds = round(checkpoints.seconds, 1)
-    rows = {name: steps * number for name, number in rows_per_step.items()}
-    told = print_end(session, checkpoints, recovery)
-    write_summary(session.output_dir, {"steps": steps, "seconds": seconds, **rows, **told})
-
+    numbers = {"steps": checkpoints.last_step, "seconds": round(checkpoints.seconds, 1)}
+    ended = print_end(session, checkpoints, recovery)
+    write_summary(session.output_dir, {**numbers, **told, **ended})
     return 0
-
-
-def _print_differences(console: Console, resume: Resume) -> None:
-    for change in resume.differences:
-        print_line(
-            console,
-            f"changed since {resume.checkpoint.name}: {change.key}={change.now} (was {change.before})",
-        )

@@ -18,7 +18,6 @@ from megarl.models.thinking import THINK
 from megarl.rewards.scorer import RewardScorer, described_failure
 from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless
 
-GOOD = 0
 FAILED = 1
 _NUM_CHARACTERS = 60
 _COLUMNS = (
@@ -161,7 +160,7 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
         )
 
     # A refused ground truth is always a data error, even in a single row.
-    status = GOOD
+    status = 0
     for file, lines in refused(trials).items():
         print(f"refused, {counted(len(lines), 'row')} of {file}:")
         print("\n".join(f"  {line}" for line in lines[:NUM_SHOWN]))
@@ -194,7 +193,7 @@ def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) ->
     for error in errors[:NUM_SHOWN]:
         print(f"  {error}")
     if len(errors) <= reward.max_error_rate * num_rows:
-        return GOOD
+        return 0
     failed = f"{len(errors)} of {counted(num_rows, 'row')} failed"
     print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows; a run would abort")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,25 +12,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from megarl.checkpoints.object_storage import ObjectStorage
-from megarl.cli.run.context import RunContext
-from megarl.cli.run.processes import ray_processes
-from megarl.cli.run.termination import Termination
+from megarl.cli.run.context import RunContext, Termination
 from megarl.cli.tables.console import output_console, print_line
-from megarl.cli.tables.run import print_run
+from megarl.cli.tables.run import BFLOAT16_ON_A_CPU, print_run
 from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.config.compare import other_run
-from megarl.config.load import dump_config, plain_values
-from megarl.config.schema import Device, PPOConfig, RunConfig
+from megarl.config.load import dump_config, is_on_cuda, plain_values
+from megarl.config.roles import model_roles
+from megarl.config.schema import Device, DType, PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
+from megarl.controller.cluster import (
+    await_ended_daemon,
+    daemons_last_words,
+    log_folder,
+    node_addresses,
+    num_cluster_gpus,
+    shutdown,
+    start_ray,
+)
+from megarl.controller.environment import Where, describe
+from megarl.controller.errors import RayEndedError
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.data.chat_clock import saved_chat_time, set_chat_time
 from megarl.data.loader import TrainingRows
+from megarl.data.tokenizer import load_tokenizer
+from megarl.machine.errors import RunError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.placement.transport import joins_weight_groups
 from megarl.plan.step_time.device import profile_of
 from megarl.rollout.driver.rollout import Rollout
 from megarl.tracking.loggers import Tracker, clear
@@ -41,6 +60,8 @@ from megarl.trainers.monitor import Monitor, Position
 from megarl.trainers.resume import Resume, checkpoint_folder
 from megarl.trainers.step_observers import StepProfiler, Stragglers, predicted_metrics
 from megarl.weights.sync.sync import PUSHED_FOLDERS
+
+ENVIRONMENT_FILE = "environment.txt"  # file in `trainer.output_dir`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +190,23 @@ def read_summary(output_dir: Path) -> dict[str, Any] | None:
     return summary
 
 
+def read_models(
+    config: RunConfig, resume: Resume | None = None
+) -> tuple[dict[str, Architecture], PreTrainedTokenizerBase]:
+    """Read the architectures of a run by role, and the tokenizer.
+
+    A chat template that writes the date uses the date of the run's start, also after resuming.
+    """
+    architectures = {
+        role.name: read_architecture(role.path, config.model.trust_remote_code)
+        for role in model_roles(config)
+    }
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    if resume is not None:
+        set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
+    return architectures, tokenizer
+
+
 def report_filtered(console: Console, data_sets: Mapping[str, TrainingRows]) -> None:
     """Print how many rows `overlong=filter` skipped, if any."""
     for name, data_set in data_sets.items():
@@ -230,3 +268,79 @@ def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json` atomically. Raises RunError if that fails."""
     with writing(output_dir):
         write_whole(output_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+# ---- processes
+
+
+def refuse_launched_ranks(command: str) -> None:
+    """Raise ValueError if torchrun or a similar launcher has started this process.
+
+    Otherwise each of its ranks would be a driver.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" not in os.environ and int(size) == 1:
+        return
+    raise ValueError(
+        f"this process was started by torchrun or a similar launcher as one of {size} (WORLD_SIZE), but "
+        f"`megarl {command}` starts its own processes. On one machine, run `megarl {command}` directly; on "
+        f"several, run torchrun --nproc-per-node 1 -m megarl launch CONFIG key=value ... on each "
+        f"(docs/launch.md)"
+    )
+
+
+@contextmanager
+def ray_processes(context: RunContext, console: Console) -> Generator[tuple[Device, ResourcePoolManager]]:
+    """Start or join Ray, and reserve the pools. Everything that was started ends with the block.
+
+    Yields the device of the run, which is cpu or cuda, and the pools.
+
+    Raises:
+        InsufficientResourcesError: The cluster does not have the resources of the pools.
+        RayEndedError: The block raised a RunError because a daemon of the run's own Ray has ended.
+    """
+    config = context.config
+    plan = plan_placement(context.config)
+    # Remember the user's environment before Ray starts.
+    given = dict(os.environ)
+    console.print(f"starting Ray for {counted(plan.num_processes, 'process')}", style="dim")
+    start_ray(
+        num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0
+    )
+
+    try:
+        context.log_folder = log_folder()
+        context.nodes = node_addresses()
+        device = config.device
+        # The cluster may have GPUs although the driver's machine has none.
+        if device is Device.auto:
+            device = Device.cuda if num_cluster_gpus() else Device.cpu
+        pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
+        joins_engines = joins_weight_groups(config, plan)
+        environment = _environment(
+            device,
+            given,
+            [where for where in Where if joins_engines or where is not Where.weight_group_workers],
+        )
+        if context.output_dir is not None:
+            write_whole(context.output_dir / ENVIRONMENT_FILE, environment)
+        if context.verbose:
+            print_line(console, environment)
+        # Only now is it known that the device is CPU.
+        if device is Device.cpu and config.model.dtype is DType.bfloat16 and is_on_cuda(config.device):
+            print_line(console, f"warning: {BFLOAT16_ON_A_CPU}", style="yellow")
+        pools.create_resource_pool()
+        yield device, pools
+    except RunError as error:
+        # An error of ranks or engines that Ray has taken with it does not name the cause.
+        if not isinstance(error, RayEndedError) and (daemon := await_ended_daemon()):
+            raise RayEndedError(daemon, daemons_last_words()) from error
+        raise
+    finally:
+        shutdown()
+
+
+def _environment(device: Device, given: Mapping[str, str], places: Sequence[Where]) -> str:
+    """Return the environment variables of the run's processes, one per line."""
+    rows = describe(device is Device.cuda, places, given)
+    return "".join(f"{name}={value}  # {source}\n" for name, value, source in rows)

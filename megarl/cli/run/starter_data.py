@@ -94,13 +94,10 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
     if validation is not None:
         # Read only the first row, to check the columns.
         next(read_rows([validation], columns.required))
-    rows = [_Row.of(row, columns) for row in read_rows([path], columns.required, columns.optional)]
-    # Hold out whole questions, so that no question is in both files.
-    held_out = (
-        set[bytes]()
-        if validation is not None
-        else _choose_held_out(list(dict.fromkeys(row.question for row in rows)))
-    )
+    rows = list(read_rows([path], columns.required, columns.optional))
+    # Hold out whole questions, so that no question is in both files. Equal questions share a digest.
+    questions = [_digest(row.values[columns.question]) for row in rows]
+    held_out = set[bytes]() if validation is not None else _choose_held_out(list(dict.fromkeys(questions)))
     needs_source = kind is RunKind.ppo and not columns.has_source
     here: dict[str, str | None] = columns.named | ({"data_source": None} if needs_source else {})
 
@@ -111,20 +108,17 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
 
     # Both files have the original file as data source, so that metrics are named after it.
     source = {"data_source": Path(path).stem} if needs_source else {}
-    train = [row for row in rows if row.question not in held_out]
-    validate = [row for row in rows if row.question in held_out]
-    split = {
-        name: "".join(row.line(path, source) for row in part)
-        for name, part in ((TRAIN_FILE, train), (VALIDATION_FILE, validate))
-    }
+    split: dict[str, list[str]] = {TRAIN_FILE: [], VALIDATION_FILE: []}
+    for row, question in zip(rows, questions, strict=True):
+        split[VALIDATION_FILE if question in held_out else TRAIN_FILE].append(_line(row, columns, source))
 
     return UserData(
         path=path,
         columns=dict(columns.named),
         columns_here=here,
-        num_rows=len(train),
-        num_held_out=len(validate),
-        split=split,
+        num_rows=len(split[TRAIN_FILE]),
+        num_held_out=len(split[VALIDATION_FILE]),
+        split={name: "".join(lines) for name, lines in split.items()},
     )
 
 
@@ -161,27 +155,21 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
     return Columns(question, required, ("extra_info",), named, has_source)
 
 
-class _Row(NamedTuple):
-    number: int
-    question: bytes  # a digest that rows with the same question share
-    values: dict[str, Any]
+def _digest(question: Any) -> bytes:
+    return hashlib.sha256(json.dumps(question, default=repr).encode()).digest()
 
-    @classmethod
-    def of(cls, row: DataRow, columns: Columns) -> _Row:
-        values = {
-            name: row.values[name] for name in (*columns.required, *columns.optional) if name in row.values
-        }
-        text = json.dumps(values[columns.question], default=repr)
-        return cls(row.number, hashlib.sha256(text.encode()).digest(), values)
 
-    def line(self, path: str, more: dict[str, str]) -> str:
-        try:
-            return json.dumps(self.values | more, allow_nan=False) + "\n"
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"{path}, row {self.number}: {error}, so no held-out rows can be written as JSON lines; "
-                f"give a validation file with --val"
-            ) from error
+def _line(row: DataRow, columns: Columns, more: dict[str, str]) -> str:
+    """Return a row as a line of JSON."""
+    names = (*columns.required, *columns.optional)
+    values = {name: row.values[name] for name in names if name in row.values}
+    try:
+        return json.dumps(values | more, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{row.file}, row {row.number}: {error}, so no held-out rows can be written as JSON lines; "
+            f"give a validation file with --val"
+        ) from error
 
 
 def _choose_held_out(questions: Sequence[bytes]) -> set[bytes]:

@@ -9,8 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import IO, cast
 
 from rich import box
@@ -60,24 +60,42 @@ class _Table(Table):
         yield from super().__rich_console__(console, options)
 
 
-def table(title: str, *columns: str, wraps: str | None = None) -> Table:
-    """Return an empty table. Text in the column `wraps`, or in the last one, wraps to the next line."""
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    caption: str | None = None,
+    wraps: str | None = None,
+) -> Table:
+    """Return a table. Text in the column `wraps`, or in the last one, wraps to the next line."""
     drawn = _Table(
-        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     for column in columns:
         drawn.add_column(column, overflow="fold", no_wrap=column != (wraps or columns[-1]))
+    for row in rows:
+        drawn.add_row(*row)
     return drawn
 
 
-def table_of_numbers(title: str, columns: Mapping[str, Sequence[str]], rows: Sequence[str]) -> Table:
-    """Return a table of right-aligned numbers with one column per role or pool and named rows."""
-    drawn = table(title, "", *columns, wraps="")
+def table_of_numbers(
+    title: str, columns: Mapping[str, Sequence[str]], names: Sequence[str], caption: str | None = None
+) -> Table:
+    """Return a table of right-aligned numbers with one column per role or pool.
+
+    Args:
+        names: The names of the rows.
+    """
+    rows = zip(names, *columns.values(), strict=True)
+    drawn = table(title, ("", *columns), rows, caption=caption, wraps="")
     for column in drawn.columns[1:]:
         column.justify = "right"
-    for number, name in enumerate(rows):
-        drawn.add_row(name, *(cells[number] for cells in columns.values()))
-
     return drawn
 
 
@@ -86,31 +104,24 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
-class ProgressLine:
-    """Prints the progress to standard error, so that the tables can be piped."""
+@contextmanager
+def progress_line(begin: str) -> Generator[Callable[[str], None]]:
+    """Print the progress to standard error, so that the tables can be piped.
 
-    def __init__(self, begin: str) -> None:
-        self._console = output_console(stderr=True)
-        self._begin = begin
-        self._status = self._console.status(begin)
+    Yields a function that shows a text with the time that has elapsed since the begin.
+    """
+    console = output_console(stderr=True)
+    status = console.status(begin)
+    begin_s = time.monotonic()
 
-    def __enter__(self) -> ProgressLine:
-        self._begin_s = time.monotonic()
-        if self._console.is_terminal:
-            self._status.start()
+    def show(text: str) -> None:
+        line = f"{text}, {time.monotonic() - begin_s:.0f} s elapsed"
+        if console.is_terminal:
+            status.update(line)
         else:
-            print_line(self._console, self._begin)
-        return self
+            print_line(console, line)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._status.stop()
-
-    def show(self, text: str) -> None:
-        """Show a text with the time that has elapsed since the begin."""
-        line = f"{text}, {time.monotonic() - self._begin_s:.0f} s elapsed"
-        if self._console.is_terminal:
-            self._status.update(line)
-        else:
-            print_line(self._console, line)
+    if not console.is_terminal:
+        print_line(console, begin)
+    with status if console.is_terminal else nullcontext():
+        yield show

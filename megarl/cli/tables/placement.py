@@ -87,29 +87,23 @@ def print_absent(lines: Sequence[str], console: Console) -> None:
 
 
 def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Table:
-    size = f"{plan.num_nodes} x {counted(plan.devices_per_node, 'device')}"
-    drawn = table(
-        f"Placement: {plan.strategy.value} on {size}",
-        "pool",
-        "process",
-        "roles",
-        "node",
-        "device",
-        wraps="roles",
-    )
-
-    for group in plan.groups:
-        for ranks, nodes, devices in _folded(group):
-            drawn.add_row(
+    return table(
+        f"Placement: {plan.strategy.value} on {plan.num_nodes} x {counted(plan.devices_per_node, 'device')}",
+        ("pool", "process", "roles", "node", "device"),
+        [
+            (
                 group.pool,
                 f"{group.name} {number_spans(ranks)}",
                 " + ".join(group.roles),
                 number_spans(nodes),
                 devices,
             )
-
-    drawn.caption = _turns(plan, generates_ahead)
-    return drawn
+            for group in plan.groups
+            for ranks, nodes, devices in _folded(group)
+        ],
+        caption=_turns(plan, generates_ahead),
+        wraps="roles",
+    )
 
 
 def _folded(group: GroupPlan) -> Iterator[tuple[list[int], list[int], str]]:
@@ -179,13 +173,16 @@ def _turns(plan: PlacementPlan, generates_ahead: bool) -> str:
 
 def memory_table(memory: Sequence[DeviceMemory]) -> Table:
     """Return the memory of the fullest device of each pool in each phase, in GiB."""
-    fullest = fullest_devices(memory)
     phases = list(memory[0].phases)
-    columns = {pool: [_gib(device.total(phase)) for phase in phases] for pool, device in fullest.items()}
-    drawn = table_of_numbers("Memory of the fullest device of each pool, GiB", columns, phases)
-    drawn.caption = "activations and KV cache are upper bounds; the CUDA context is not included"
-
-    return drawn
+    return table_of_numbers(
+        "Memory of the fullest device of each pool, GiB",
+        {
+            pool: [_gib(device.total(phase)) for phase in phases]
+            for pool, device in fullest_devices(memory).items()
+        },
+        phases,
+        "activations and KV cache are upper bounds; the CUDA context is not included",
+    )
 
 
 def parts_table(memory: Sequence[DeviceMemory]) -> Table:
@@ -202,43 +199,49 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
             name = f"{pool}: {role}" if role in columns else role
             columns[name] = list(map(_gib, [*most, device.pinned[role]] if is_pinned else most))
 
-    rows = [kind.replace("_", " ") for kind in kinds] + (["on host"] if is_pinned else [])
-    drawn = table_of_numbers("Peak memory of each role on these devices, GiB", columns, rows)
-    if is_pinned:
-        drawn.caption = "on host: pinned memory of the node for offloaded data and engines' last weights"
-
-    return drawn
+    rows = [kind.replace("_", " ") for kind in kinds]
+    title = "Peak memory of each role on these devices, GiB"
+    if not is_pinned:
+        return table_of_numbers(title, columns, rows)
+    return table_of_numbers(
+        title,
+        columns,
+        [*rows, "on host"],
+        "on host: pinned memory of the node for offloaded data and engines' last weights",
+    )
 
 
 def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> Table:
     """Return the transport, volume and rounds of the weight sync after an update."""
+    return table("Weight sync", ("quantity", "value", "from"), _push_rows(config, plan, policy))
+
+
+def _push_rows(
+    config: PPOConfig, plan: PlacementPlan, policy: Architecture
+) -> Iterator[tuple[str, str, str]]:
     resharding = config.resharding
     transport = choose_transport(config, plan)
-    drawn = table("Weight sync", "quantity", "value", "from")
-    drawn.add_row("transport", transport.value, f"resharding.transport={resharding.transport.value}")
+    yield "transport", transport.value, f"resharding.transport={resharding.transport.value}"
 
     # Without a forecast, the weights are transferred through files.
     if (forecast := forecast_weights(config, plan, policy)) is None:
         size = num_parameters(policy.base) * weight_bytes(config.model.dtype)
-        drawn.add_row("medium", "files", "in trainer.output_dir, which all nodes must see")
-        drawn.add_row("written, and read by each engine", size_range([size]), "model.dtype")
+        yield "medium", "files", "in trainer.output_dir, which all nodes must see"
+        yield "written, and read by each engine", size_range([size]), "model.dtype"
         if resharding.delta:
-            drawn.add_row("in later syncs", "only what changed", "resharding.delta=true")
+            yield "in later syncs", "only what changed", "resharding.delta=true"
     else:
         about = "about " if config.rollout.tensor_parallel_size > policy.num_key_value_heads else ""
-        drawn.add_row(
+        yield (
             "received per engine rank",
             about + size_range(forecast.received),
             f"{counted(len(forecast.received), 'rank')}, only their own shards",
         )
-        drawn.add_row(
-            "sent per trainer rank", about + size_range(forecast.sent), counted(len(forecast.sent), "rank")
-        )
+        yield "sent per trainer rank", about + size_range(forecast.sent), counted(len(forecast.sent), "rank")
         if transport.needs.shares_devices:
-            away = about + size_range(forecast.sent_away)
-            drawn.add_row(
+            yield (
                 "sent to other devices",
-                away,
+                about + size_range(forecast.sent_away),
                 "shards that the trainer rank on the engine rank's device does not have",
             )
         smaller = ", less on CPU" if transport.needs.shares_devices and config.device is Device.auto else ""
@@ -247,14 +250,14 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
             f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
         )
         if resharding.delta:
-            drawn.add_row(
+            yield (
                 "kept in host memory per trainer rank",
                 size_range(forecast.acknowledged),
                 "the last weights of the engines: resharding.delta=true",
             )
         if config.rollout.dtype is EngineDType.fp8:
-            drawn.add_row("dtype", "fp8, with a scale for each block of 128 x 128", "rollout.dtype=fp8")
-        drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
+            yield "dtype", "fp8, with a scale for each block of 128 x 128", "rollout.dtype=fp8"
+        yield "rounds", f"{forecast.plan.num_rounds:,}", largest
 
     if config.actor.served_adapters is not None:
         nbytes = size_range([num_parameters(policy, trained_only=True) * weight_bytes(config.model.dtype)])
@@ -262,10 +265,9 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
         is_kept = not OffloadPlan(plan).engines_move
         sent = ", ".join(("adapters", *config.actor.lora.modules_to_save))
         which = f"{sent}, sent alone in later syncs" if is_kept else f"{sent}, sent after the model"
-        drawn.add_row(which, nbytes, "actor.lora.sync=adapter")
+        yield which, nbytes, "actor.lora.sync=adapter"
 
-    drawn.add_row("verification", resharding.verify.value, "resharding.verify")
-    return drawn
+    yield "verification", resharding.verify.value, "resharding.verify"
 
 
 def size_range(sizes: Sequence[int]) -> str:

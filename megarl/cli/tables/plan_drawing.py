@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -42,11 +43,8 @@ def draw_plan(
     # One frame for each node, all with the same scale.
     nodes = list(dict.fromkeys(device.node for device in shown))
     colors = {role: COLORS[index % len(COLORS)] for index, role in enumerate(_roles(memory))}
-    figure = Figure(
-        figsize=(max(7.0, 1.6 * max(_count(shown, node) for node in nodes) + 1.5), 2.6 * len(nodes) + 1.2)
-    )
-    FigureCanvasAgg(figure)
-    frames = figure.subplots(len(nodes), 1, squeeze=False, sharey=True)[:, 0]
+    width = max(7.0, 1.6 * max(_count(shown, node) for node in nodes) + 1.5)
+    figure, frames = _frames(len(nodes), (width, 2.6 * len(nodes) + 1.2), sharey=True)
 
     for frame, node in zip(frames, nodes, strict=True):
         _draw_node(frame, node, [device for device in shown if device.node == node], colors, limit_gb)
@@ -75,9 +73,7 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
     """
     splits = list(dict.fromkeys(each.split for each in forecasts))
     stalenesses = list(dict.fromkeys(each.max_staleness for each in forecasts))
-    figure = Figure(figsize=(max(6.0, 1.6 * len(splits) + 1.5), 6.5))
-    FigureCanvasAgg(figure)
-    frames = figure.subplots(3, 1, sharex=True)
+    figure, frames = _frames(3, (max(6.0, 1.6 * len(splits) + 1.5), 6.5), sharex=True)
     rows = ("step time, s", "trainer idle, fraction", "slots in use, fraction")
 
     for frame, label, attribute in zip(frames, rows, ("step_s", "waiting", "busy"), strict=True):
@@ -96,7 +92,6 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
                 label=f"max_staleness {max_staleness}",
             )
         frame.set_ylabel(label, fontsize=9)
-        frame.spines[["top", "right"]].set_visible(False)
 
     names = [f"trainer {split.trainer_devices}\nengines {split.num_engines}" for split in splits]
     frames[-1].set_xticks([index + 0.5 for index in range(len(splits))], names, fontsize=8)
@@ -105,6 +100,16 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
     )
     figure.tight_layout()
     write_figure(figure, path)
+
+
+def _frames(number: int, inches: tuple[float, float], **shared: Any) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure, and its axes from top to bottom."""
+    figure = Figure(figsize=inches)
+    FigureCanvasAgg(figure)
+    frames = figure.subplots(number, 1, squeeze=False, **shared)[:, 0]
+    for frame in frames:
+        frame.spines[["top", "right"]].set_visible(False)
+    return figure, frames
 
 
 def write_figure(figure: Figure, path: Path) -> None:
@@ -148,7 +153,6 @@ def _draw_node(
     frame.set_xlim(0, len(devices))
     frame.margins(y=0.35)
     frame.set_ylabel(f"node {node}", fontsize=9)
-    frame.spines[["top", "right"]].set_visible(False)
     if limit_gb is not None:
         frame.axhline(limit_gb, color="black", linewidth=0.8, linestyle="--")
 
@@ -157,9 +161,7 @@ def draw_step(step: PredictedStep, path: Path) -> None:
     """Draw the phases of a step over time, with one lane for each pool."""
     pools = list(dict.fromkeys(pool for phase in step.schedule for pool in phase.pools))
     names = list(dict.fromkeys(phase.name for phase in step.schedule))
-    figure = Figure(figsize=(9.0, 1.6 + 0.6 * len(pools)))
-    FigureCanvasAgg(figure)
-    frame = figure.subplots()
+    figure, (frame,) = _frames(1, (9.0, 1.6 + 0.6 * len(pools)))
 
     for phase in step.schedule:
         color = COLORS[names.index(phase.name) % len(COLORS)]
@@ -168,16 +170,21 @@ def draw_step(step: PredictedStep, path: Path) -> None:
             frame.barh(lane, phase.time.seconds, left=phase.start_s, height=0.6, color=color)
             # The text of a short phase would cover its neighbors.
             if phase.time.seconds > _LEAST_LABELED * step.seconds:
-                middle = phase.start_s + phase.time.seconds / 2
-                label = f"{phase.name}\n{phase.time.seconds:,.1f} s"
-                frame.text(middle, lane, label, ha="center", va="center", fontsize=8, color="white")
+                frame.text(
+                    phase.start_s + phase.time.seconds / 2,
+                    lane,
+                    f"{phase.name}\n{phase.time.seconds:,.1f} s",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white",
+                )
 
     frame.set_yticks(range(len(pools)), pools)
     frame.invert_yaxis()
     frame.set_xlim(0, step.seconds)
     frame.set_xlabel("seconds")
     frame.set_title(f"predicted step: {step.seconds:,.4g} s", fontsize=11)
-    frame.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     write_figure(figure, path)
 
@@ -189,9 +196,7 @@ def draw_clusters(results: Sequence[ClusterResult], tokens: float, path: Path) -
         tokens: The prompt and response tokens of a step.
         path: The file, whose suffix determines the format.
     """
-    figure = Figure(figsize=(7.0, 6.5))
-    FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure, (above, below) = _frames(2, (7.0, 6.5), sharex=True)
 
     for number, max_staleness in enumerate(dict.fromkeys(each.max_staleness for each in results)):
         found = [
@@ -212,7 +217,6 @@ def draw_clusters(results: Sequence[ClusterResult], tokens: float, path: Path) -
         frame.set_ylabel(label, fontsize=9)
         frame.set_xscale("log", base=2)
         frame.set_ylim(bottom=0)
-        frame.spines[["top", "right"]].set_visible(False)
 
     sizes = list(dict.fromkeys(each.num_devices for each in results))
     below.set_xticks(sizes, [f"{size:,}" for size in sizes])

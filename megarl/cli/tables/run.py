@@ -48,6 +48,7 @@ from megarl.plan.placement.plan import plan_placement
 BFLOAT16_ON_A_CPU = (
     "bfloat16 is many times slower than float32 on most processors; on CPU use model.dtype=float32 or auto"
 )
+_QUANTITIES = ("quantity", "value", "from")  # columns
 
 
 def print_run(config: RunConfig, console: Console, with_push: bool = True, is_here: bool = True) -> None:
@@ -107,14 +108,13 @@ def model_lines(
 
 def print_megatron_options(config: RunConfig, console: Console) -> None:
     """Print a table of the options that are passed on to Megatron, if there are any."""
-    drawn = table("Options of Megatron-Core", "model", "field", "value", "from")
-    for role in model_roles(config):
-        for option in options_of(role.megatron):
-            key = f"{role.megatron_key}.{option.section}"
-            drawn.add_row(role.name, option.name, written(option.value), key)
-
-    if drawn.row_count:
-        console.print(drawn)
+    rows = [
+        (role.name, option.name, written(option.value), f"{role.megatron_key}.{option.section}")
+        for role in model_roles(config)
+        for option in options_of(role.megatron)
+    ]
+    if rows:
+        console.print(table("Options of Megatron-Core", ("model", "field", "value", "from"), rows))
 
 
 def _parameters(row: RoleArithmetic, architecture: Architecture) -> str:
@@ -147,20 +147,21 @@ def _models(
             f"{row.state_bytes_per_rank / 2**20:,.1f} MiB",
         )
 
-    rows = (
-        "parameters",
-        "layers",
-        "hidden",
-        "heads (key-value)",
-        "TP x PP x DP",
-        "virtual stages",
-        "context parallel",
-        "state per rank",
+    return table_of_numbers(
+        "Models",
+        columns,
+        (
+            "parameters",
+            "layers",
+            "hidden",
+            "heads (key-value)",
+            "TP x PP x DP",
+            "virtual stages",
+            "context parallel",
+            "state per rank",
+        ),
+        "state: weights, gradients and optimizer state, without activations",
     )
-    drawn = table_of_numbers("Models", columns, rows)
-    drawn.caption = "state: weights, gradients and optimizer state, without activations"
-
-    return drawn
 
 
 def _arithmetic(config: RunConfig) -> Table:
@@ -168,32 +169,33 @@ def _arithmetic(config: RunConfig) -> Table:
     steps = config.trainer.total_steps
     mini_batch = counted(samples // config.updates_per_pass, "row")
     of_prompts = f"{counted(config.prompts_per_step, 'prompt')} x {config.samples_per_prompt}"
-
-    drawn = table("One step", "quantity", "value", "from")
-    drawn.add_row("samples", f"{samples:,}", of_prompts)
-    drawn.add_row("mini-batches", f"{config.updates_per_pass:,} x {mini_batch}", counted(samples, "sample"))
-    drawn.add_row("longest row", counted(config.max_row_tokens, "token"), "data")
-    drawn.add_row("samples of the run", f"{samples * steps:,}", f"{counted(steps, 'step')} x {samples:,}")
-
-    return drawn
+    return table(
+        "One step",
+        _QUANTITIES,
+        (
+            ("samples", f"{samples:,}", of_prompts),
+            ("mini-batches", f"{config.updates_per_pass:,} x {mini_batch}", counted(samples, "sample")),
+            ("longest row", counted(config.max_row_tokens, "token"), "data"),
+            ("samples of the run", f"{samples * steps:,}", f"{counted(steps, 'step')} x {samples:,}"),
+        ),
+    )
 
 
 def _per_role(work: Sequence[RoleArithmetic]) -> Table:
-    rows = (
-        "ranks",
-        "replicas",
-        "rows per pass",
-        "rows per replica",
-        "micro-batches",
-        "updates per step",
-        "updates",
+    return table_of_numbers(
+        "Work of each role",
+        {role.role: _work_of(role) for role in work},
+        (
+            "ranks",
+            "replicas",
+            "rows per pass",
+            "rows per replica",
+            "micro-batches",
+            "updates per step",
+            "updates",
+        ),
+        "rows per pass: rows of a mini-batch if the role trains; micro-batches: per replica and pass",
     )
-    drawn = table_of_numbers("Work of each role", {role.role: _work_of(role) for role in work}, rows)
-    drawn.caption = (
-        "rows per pass: rows of a mini-batch if the role trains; micro-batches: per replica and pass"
-    )
-
-    return drawn
 
 
 def _work_of(role: RoleArithmetic) -> tuple[str, ...]:
@@ -216,18 +218,24 @@ def _between(bounds: tuple[int, int]) -> str:
 
 def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> None:
     rollout = config.rollout
-    drawn = table("Rollout", "quantity", "value", "from")
-    drawn.add_row("engine", rollout.engine.value, "rollout.engine")
     replicas = f"{rollout.num_replicas} x {counted(rollout.devices_per_engine, 'device')}"
     if rollout.pipeline_parallel_size > 1:
         replicas += f" in {rollout.pipeline_parallel_size} stages"
-    drawn.add_row("replicas", replicas, shared_devices(plan))
-    drawn.add_row(
-        "concurrent sequences",
-        f"{rollout.num_replicas * rollout.max_concurrency:,}",
-        f"{rollout.max_concurrency:,} per replica",
+    console.print(
+        table(
+            "Rollout",
+            _QUANTITIES,
+            (
+                ("engine", rollout.engine.value, "rollout.engine"),
+                ("replicas", replicas, shared_devices(plan)),
+                (
+                    "concurrent sequences",
+                    f"{rollout.num_replicas * rollout.max_concurrency:,}",
+                    f"{rollout.max_concurrency:,} per replica",
+                ),
+            ),
+        )
     )
-    console.print(drawn)
 
     # The engine's own settings, in the form of the configuration.
     if (settings := rollout.settings_of(rollout.engine)) is not None:
@@ -291,23 +299,28 @@ def _print_checkpoints(
     config: RunConfig, architectures: Mapping[str, Architecture], console: Console
 ) -> None:
     checkpoint = config.checkpoint
-    drawn = table("Checkpoints", "quantity", "value", "from")
-    drawn.add_row("saved", *when_saved(config))
     best = checkpoint.keep_best.metric
     kept = f"the newest {checkpoint.keep:,}" if checkpoint.keep else "all"
-    drawn.add_row(
-        "kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep"
-    )
-
+    size = checkpoint_bytes(config, architectures)
     parts = "weights, master weights, moments" + (", Hugging Face policy" if checkpoint.save_hf else "")
-    drawn.add_row("size", gib(checkpoint_bytes(config, architectures)), parts)
     most = most_checkpoints(config)
-    drawn.add_row(
-        "maximum on disk", gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint")
+    console.print(
+        table(
+            "Checkpoints",
+            _QUANTITIES,
+            (
+                ("saved", *when_saved(config)),
+                (
+                    "kept",
+                    kept + (f", and the best by {best}" if best and checkpoint.keep else ""),
+                    "checkpoint.keep",
+                ),
+                ("size", gib(size), parts),
+                ("maximum on disk", gib(most * size), counted(most, "checkpoint")),
+                ("free disk space", gib(free_bytes(checkpoint_path(config))), "now"),
+            ),
+        )
     )
-    drawn.add_row("free disk space", gib(free_bytes(checkpoint_path(config))), "now")
-
-    console.print(drawn)
     print_line(console, f"checkpoints in {checkpoint_path(config)}")
 
 

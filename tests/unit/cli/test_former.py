@@ -56,7 +56,7 @@ def test_a_former_command_line_is_one_of_a_present_command(typed: str, now: str)
 def test_every_former_command_has_a_present_one() -> None:
     assert len(FORMER) == 8
     assert not FORMER.keys() & COMMANDS.keys()
-    assert {former.now.split()[0] for former in FORMER.values()} <= COMMANDS.keys()
+    assert {now.split()[0] for now, _ in FORMER.values()} <= COMMANDS.keys()
 
 
 def test_the_message_is_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

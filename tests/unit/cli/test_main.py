@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -32,9 +33,14 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int
 
     def install(name: str, run: Callable[..., int]) -> None:
         command, _, part = name.partition(" --")
-        module = ModuleType(COMMANDS[command].parts[part] if part else COMMANDS[command].module)
+        place = COMMANDS[command].parts[part] if part else COMMANDS[command].module
+        name, _, function = place.partition(":")
+        if function:  # the module has other commands
+            monkeypatch.setattr(importlib.import_module(name), function, run)
+            return
+        module = ModuleType(name)
         module.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(sys.modules, name, module)
 
     return install
 

@@ -43,8 +43,7 @@ def test_collectives_in_a_pipe_are_one_line_each(capsys: pytest.CaptureFixture[s
 def test_long_cells_are_whole_in_a_pipe_and_folded_within_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = table("Findings", "check", "message")
-    drawn.add_row("disk", "word " * 60)
+    drawn = table("Findings", ("check", "message"), [("disk", "word " * 60)])
     output_console().print(drawn)
     assert ("word " * 60).strip() in capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", "70")

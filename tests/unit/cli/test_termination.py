@@ -11,8 +11,7 @@ import signal
 
 import pytest
 
-from megarl.cli.run.context import RunContext
-from megarl.cli.run.termination import CTRL_C, INTERRUPTED, TERMINATED, Interruption, Termination
+from megarl.cli.run.context import CTRL_C, INTERRUPTED, TERMINATED, RunContext, Termination, interruption
 from megarl.config.schema import ModelConfig, SFTConfig
 from megarl.trainers.monitor import Position
 
@@ -40,7 +39,7 @@ def test_ctrl_c_interrupts_once_and_does_not_break_into_the_end(monkeypatch: pyt
     monkeypatch.setattr(os, "_exit", statuses.append)
     monkeypatch.setattr(signal, "default_int_handler", before := signal.getsignal(signal.SIGINT))
 
-    with Interruption(said.append):
+    with interruption(said.append):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -56,7 +55,7 @@ def test_ctrl_c_interrupts_once_and_does_not_break_into_the_end(monkeypatch: pyt
 def test_ctrl_c_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Interruption(pytest.fail):
+        with interruption(pytest.fail):
             os.kill(os.getpid(), signal.SIGINT)
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -68,7 +67,7 @@ def test_ctrl_c_in_a_step_waits_for_it_and_the_next_one_does_not(monkeypatch: py
     said: list[str] = []
     monkeypatch.setattr(os, "_exit", lambda status: None)
     context = RunContext(SFTConfig(model=ModelConfig(path="model")))
-    with Interruption(said.append, context.end_after_step), Termination(said.append) as termination:
+    with interruption(said.append, context.end_after_step), Termination(said.append) as termination:
         context.termination = termination
         context.position = Position()
         context.position.phases = ["testing"]

@@ -41,10 +41,10 @@ from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
 from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
 from megarl.controller.node_resources import NodeResources
 from megarl.controller.resource_pool import ResourcePoolManager
-from megarl.doctor import agent_inputs, devices, inputs, machine, network, software, storage
+from megarl.doctor import agents_and_judges, devices, inputs, machine, network, software, storage
 from megarl.doctor import ray_cluster as ray_checks
 from megarl.doctor.checks import read_subject
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 from megarl.doctor.software import tested_versions
 from megarl.models.families import read_architecture
 from megarl.plan.placement.plan import plan_placement
@@ -589,8 +589,8 @@ def test_a_sampler_is_loaded(tmp_path: Path) -> None:
 def test_tools_that_do_not_end_loading_are_ended(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("while True: ...\n")
     agent = AgentConfig(tools=[ToolConfig(path=str(tmp_path / "slow.py"), name="price")])
-    found, tools = agent_inputs.judge_agent(PPOConfig(agent=agent), character_tokenizer(), limit_s=1.0)
-    assert (found.check, found.status, tools) == (agent_inputs.AGENT, Status.error, None)
+    found, tools = agents_and_judges.judge_agent(PPOConfig(agent=agent), character_tokenizer(), limit_s=1.0)
+    assert (found.check, found.status, tools) == (agents_and_judges.AGENT, Status.error, None)
     assert f"{tmp_path}/slow.py: timed out after 1 s in a first turn" in found.message
 
 

@@ -13,7 +13,7 @@ from megarl.config.finding import Status
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import AgentConfig, DataConfig, EnvironmentConfig, PPOConfig
-from megarl.doctor import agent_inputs, inputs
+from megarl.doctor import agents_and_judges, inputs
 from tests.unit.config.folders import ppo_values, write_yaml
 from tests.unit.data.chats import character_tokenizer, prompt_row, write
 
@@ -120,10 +120,10 @@ def test_an_environment_is_tried_on_the_first_row(place: str, line: str, said: s
     (tmp_path / "game.py").write_text(
         GAME.format(**dict.fromkeys(("start", "respond", "close"), "pass") | {place: line})
     )
-    found, tools = agent_inputs.judge_agent(
+    found, tools = agents_and_judges.judge_agent(
         config, character_tokenizer(), limit_s=2.0 if "while" in line else 30.0
     )
-    assert (found.check, found.status, tools) == (agent_inputs.AGENT, Status.error, None)
+    assert (found.check, found.status, tools) == (agents_and_judges.AGENT, Status.error, None)
     assert said in found.message
     assert found.message.endswith(
         f", with the first row of {tmp_path / 'rows.parquet'} and the answer 'I do not know.'"
@@ -140,7 +140,7 @@ def test_an_environment_that_answers_is_good_and_without_data_it_is_only_loaded(
         (rows, f"answers a first turn about the first row of {rows}"),
         (str(tmp_path / "absent.parquet"), "can be used"),
     ):
-        found, tools = agent_inputs.judge_agent(
+        found, tools = agents_and_judges.judge_agent(
             PPOConfig(data=DataConfig(train_files=[file]), agent=agent), character_tokenizer()
         )
         assert (found.status, tools) == (Status.ok, None), found.message

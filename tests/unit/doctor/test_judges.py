@@ -12,7 +12,7 @@ from rich.console import Console
 from megarl.cli.inspect.check import print_judge_prompts
 from megarl.config.finding import Status
 from megarl.config.schema import DataConfig, JudgeConfig, JudgeParseConfig, PPOConfig, RewardConfig
-from megarl.doctor.judges import judge_prompts
+from megarl.doctor.agents_and_judges import judge_prompts
 from tests.unit.data.chats import prompt_row, write
 
 TEMPLATE = "Question: {{ messages[-1].content }}\nResponse: {{ solution }}"

@@ -18,7 +18,7 @@ from megarl.config.schema import (
     PPOConfig,
 )
 from megarl.doctor import software
-from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.run_inputs import ExaminedRun
 
 
 def subject(engine: EngineConfig, device: Device) -> ExaminedRun:

@@ -11,7 +11,7 @@ import pytest
 from megarl.agents.protocol import ToolCall
 from megarl.config.finding import Status
 from megarl.config.schema import AgentConfig, HarnessConfig, HarnessFunctionConfig, PPOConfig, ToolConfig
-from megarl.doctor import agent_inputs
+from megarl.doctor import agents_and_judges
 from megarl.rollout.tool_calls import example_call
 from tests import fork_server
 from tests.unit.data.chats import character_tokenizer
@@ -62,7 +62,7 @@ def judged(folder: Path, chat_template: str, parser: str | None) -> Any:
     (folder / "tools.py").write_text(TOOLS)
     agent = AgentConfig(tools=[ToolConfig(path=str(folder / "tools.py"), name="price")], parser=parser)
     tokenizer = character_tokenizer(chat_template, vocabulary_extra=CHARACTERS)
-    return agent_inputs.judge_agent(PPOConfig(agent=agent), tokenizer, limit_s=300.0)
+    return agents_and_judges.judge_agent(PPOConfig(agent=agent), tokenizer, limit_s=300.0)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_parser_that_reads_the_template_is_good(tmp_path: Path, call: str, par
 def test_a_parser_of_another_form_is_refused_with_those_that_read_it(tmp_path: Path) -> None:
     # The template opens thinking for the model only.
     found, tools = judged(tmp_path, template(CODER, thinking="<think>\n"), None)
-    assert (found.check, found.status, tools) == (agent_inputs.AGENT, Status.error, None)
+    assert (found.check, found.status, tools) == (agents_and_judges.AGENT, Status.error, None)
     assert (
         "agent.parser: null does not read calls as the chat template of the model writes them"
         in found.message
@@ -109,7 +109,7 @@ def test_programs_are_told_too(tmp_path: Path, parser: str | None, status: Statu
     harness = HarnessConfig(function=HarnessFunctionConfig(path=str(tmp_path / "program.py")))
     tokenizer = character_tokenizer(template(CODER), vocabulary_extra=CHARACTERS)
     config = PPOConfig(agent=AgentConfig(harness=harness, parser=parser))
-    found, _ = agent_inputs.judge_agent(config, tokenizer, limit_s=300.0)
+    found, _ = agents_and_judges.judge_agent(config, tokenizer, limit_s=300.0)
     assert found.status is status, found.message
 
 

@@ -19,8 +19,8 @@ from megarl.config.schema import (
     SourceTeacherConfig,
     TeacherConfig,
 )
+from megarl.doctor.agents_and_judges import judge_data_sources, judge_teacher
 from megarl.doctor.inputs import findings
-from megarl.doctor.judges import judge_data_sources, judge_teacher
 from megarl.models.families import read_architecture
 from tests.unit.config.folders import model_folder
 from tests.unit.data.chats import character_tokenizer

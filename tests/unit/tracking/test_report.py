@@ -292,10 +292,11 @@ def test_a_page_is_served_until_ctrl_c(run_dir: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def live(run_dir: Path) -> Iterator[LiveReport]:
     report = LiveReport([opened(run_dir)])
-    thread = threading.Thread(target=report.serve)
+    thread = threading.Thread(target=report.serve_forever)
     thread.start()
     yield report
-    report.close()
+    report.shutdown()
+    report.server_close()
     thread.join()
 
 
