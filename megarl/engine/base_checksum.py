@@ -35,11 +35,8 @@ def base_checksum(engine: MegatronEngine) -> Mapping[str, int]:
         return {}
 
     if engine.known_base_checksum is None:
-        offloaded = {StatePart.parameters} & engine.training_state().places.offloaded
-        engine.restore(*offloaded)
-        with engine.base_weights.in_use():
+        with engine.in_memory(StatePart.parameters), engine.adapters.off():
             parts = [_signed(part) for part in _own_parts(engine)]
-        engine.offload(*offloaded)
 
         # Sums of int64 overflow, which is the modulus.
         totals = torch.tensor(parts, dtype=torch.int64, device=platform.current().device)

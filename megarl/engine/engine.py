@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -29,10 +29,10 @@ from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
-from megarl.engine.lora import AdapterSwitch, BaseWeights, freeze_base
+from megarl.engine.lora import AdapterSwitch, freeze_base
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
-from megarl.engine.model import ModelChunk, build_chunks, keep_hidden
+from megarl.engine.model import build_chunks, keep_hidden
 from megarl.engine.moe_router import (
     RoutedTokens,
     RouterStatistics,
@@ -74,22 +74,12 @@ _LOSS = "loss of the engine"  # no metric of a loss has this name
 _LossShare = tuple[Tensor, Mapping[str, Metric], Outputs]
 
 
-class TrainingState(NamedTuple):
-    """The state that a checkpoint stores. `places` copies tensors in memory and offloaded ones."""
-
-    models: Sequence[ModelChunk]
-    optimizer: Optimizer
-    places: OffloadableState
-    groups: ParallelGroups
-    vocab_size: int
-
-
 class MegatronEngine:
     """One model with weights from the spec's folder. A trained value head that is missing starts at zero.
 
     Attributes:
         adapters: Turns the adapters of the model off.
-        base_weights: The original weights of modules that train in full next to adapters.
+        places: Offloads and restores the state, and copies tensors that are in memory or offloaded.
         known_base_checksum: The checksums of the base, once they have been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
@@ -109,7 +99,6 @@ class MegatronEngine:
         )
         require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
         self.adapters = AdapterSwitch()
-        self.base_weights = BaseWeights()
         self.known_base_checksum: Mapping[str, int] | None = None
         self.trace: Any = None
         self.models = build_chunks(
@@ -147,7 +136,7 @@ class MegatronEngine:
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._wrapped = wrap_models(self.models, groups.parallel, spec.megatron.ddp) if trainable else []
         self.chunks: list[Any] = list(self._wrapped or self.models)
-        self._state = OffloadableState(self._offloadable_parts())
+        self.places = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._loss_is_finite = True
         self._router_metrics: dict[str, Metric] = {}
@@ -196,7 +185,7 @@ class MegatronEngine:
         return [parameter for model in self.models for parameter in model.parameters()]
 
     def _weight_list(self) -> list[Tensor]:
-        return [*self._parameter_list(), *self.base_weights.tensors]
+        return [*self._parameter_list(), *self.adapters.originals]
 
     def _gradient_list(self) -> list[Tensor]:
         return [_main_grad(parameter) for parameter in self._parameter_list() if parameter.requires_grad]
@@ -220,22 +209,29 @@ class MegatronEngine:
 
         # A gather in progress would write into memory that has been released.
         await_parameters(self._wrapped)
-        return self._state.offload(parts)
+        return self.places.offload(parts)
 
     def restore(self, *parts: StatePart) -> int:
         """Restore offloaded parts as they were, and return the number of allocated bytes.
 
         Until then, operations that need them raise OffloadedError.
         """
-        return self._state.restore(parts)
+        return self.places.restore(parts)
 
-    def training_state(self) -> TrainingState:
-        """Return the training state of an engine that trains."""
+    @contextmanager
+    def in_memory(self, *parts: StatePart) -> Generator[None]:
+        """Run a block with parts in memory, and offload again what was offloaded."""
+        offloaded = self.places.offloaded.intersection(parts)
+        self.restore(*offloaded)
+        yield
+        self.offload(*offloaded)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of an engine that trains. The parameters that it has updated are complete."""
         assert self._optimizer is not None, "a frozen model equals its folder and is never saved"
         await_parameters(self._wrapped)
-        return TrainingState(
-            self.models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size
-        )
+        return self._optimizer
 
     def _load(self, folder: str) -> None:
         value_head = value_head_of(
@@ -256,7 +252,7 @@ class MegatronEngine:
             value_head=value_head,
         )
         if self.spec.runs_base:
-            self.base_weights.keep(
+            self.adapters.keep(
                 parameter
                 for name, parameter in self._named_parameters()
                 if parameter.requires_grad and name in base
@@ -273,7 +269,7 @@ class MegatronEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's shards by Megatron's names of local layers, numbered over the whole model."""
-        self._state.require("return its parameters", StatePart.parameters)
+        self.places.require("return its parameters", StatePart.parameters)
         await_parameters(self._wrapped)
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
@@ -282,7 +278,7 @@ class MegatronEngine:
 
         Only the data-parallel rank's own slice of each gradient is reduced.
         """
-        self._state.require("return its gradients", StatePart.gradients)
+        self.places.require("return its gradients", StatePart.gradients)
         return {
             name: _main_grad(parameter)
             for name, parameter in self._named_parameters()
@@ -316,11 +312,8 @@ class MegatronEngine:
             float32 rows for each output, and the routes of this pass if updates replay them. None except on
             the last pipeline stage.
         """
-        self._state.require("score", StatePart.parameters)
-        with torch.no_grad(), ExitStack() as switched:
-            if base:
-                switched.enter_context(self.adapters.off())
-                switched.enter_context(self.base_weights.in_use())
+        self.places.require("score", StatePart.parameters)
+        with torch.no_grad(), self.adapters.off() if base else nullcontext():
             results = self._run(batch, micro_batches, None, extras, selects_experts=base, top=top)
 
         # Collecting the routes is a collective of the whole replica, not only of its last stage. What the
@@ -381,7 +374,7 @@ class MegatronEngine:
     ) -> tuple[dict[str, Metric], list[Outputs]]:
         """Return the merged metrics, and the outputs of each micro-batch. On other stages, both are empty."""
         assert self._optimizer is not None, "a frozen model has no gradients"
-        self._state.require("train", *StatePart)
+        self.places.require("train", *StatePart)
         self._optimizer.zero_grad()
 
         # A load-balancing loss needs a counting pass before the one with gradients.
@@ -434,7 +427,7 @@ class MegatronEngine:
     def step(self) -> StepStatistics:
         """Apply the gradients."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
-        self._state.require("step", *StatePart)
+        self.places.require("step", *StatePart)
         assert self._gradients_are_made, "a step needs gradients computed after the last offload"
         statistics = self._optimizer.step(loss_is_finite=self._loss_is_finite)
         if not statistics.is_skipped:

@@ -21,7 +21,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.engine.layers import whole_keys
-from megarl.engine.norms import submodules_of
 from megarl.engine.packed_rows import PackedRows, key_places
 from megarl.engine.shared_prompts import Sequences, kernel_for
 from megarl.models.architecture import Architecture
@@ -114,8 +113,8 @@ class SinkAttention(torch.nn.Module):
 
 def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) -> None:
     """Replace the core of attention: no other one has sinks and windows for shared prompts."""
-    attention = submodules_of(layer).self_attention.submodules
-    attention.core_attention = partial(SinkAttention, architecture=architecture)
+    modules: Any = layer.submodules
+    modules.self_attention.submodules.core_attention = partial(SinkAttention, architecture=architecture)
 
 
 def _equal_sequences(count: int, length: int, device: torch.device) -> Sequences:

@@ -390,7 +390,7 @@ class MegatronWorker(WeightExport):
         self._settle_snapshot()
         if self._staging is None and platform.current().is_cuda:
             self._staging = Staging()
-        self._pending_snapshot = PendingSnapshot(path, step, self._engine.training_state(), self._staging)
+        self._pending_snapshot = PendingSnapshot(path, step, self._engine, self._staging)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def await_snapshot(self) -> None:
