@@ -26,12 +26,12 @@ from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_check
 from megarl.checkpoints.torch_dist import DistributedTensor, StoredItem, TorchDistIndex, read_index
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, write_index, write_items
 from megarl.engine import platform
-from megarl.engine.base_checksum import base_checksum, check_base
 from megarl.engine.engine import MegatronEngine
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.offload import OffloadableState, StatePart
 from megarl.engine.optimizer import MOMENTS, Optimizer
 from megarl.engine.sharding import Shard, sharding_of
+from megarl.engine.weight_checks import base_checksum, check_base
 from megarl.machine.background import in_background
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.machine.wording import counted

@@ -310,7 +310,7 @@ class MegatronWorker(WeightExport):
         self._num_updates += 1
         every = self._spec.check_replicas_every
         if every and self._num_updates % every == 0:
-            from megarl.engine.replica_check import check_replicas
+            from megarl.engine.weight_checks import check_replicas
 
             check_replicas(self._engine, f"rank {self.rank} (node {self.node})")
 
