@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,7 +250,8 @@ def load(engine: MegatronEngine, folder: Path) -> None:
 def trained_shards(engine: MegatronEngine) -> list[Shard]:
     """Return everything that a checkpoint restores in this rank's memory: parameters and optimizer state."""
     sharding = sharding_of(engine.models, engine.groups)
-    return [*sharding.of_parameters(), *sharding.of_optimizer(engine.optimizer.slices())]
+    parameters = chain.from_iterable(sharding.parameters.values())
+    return [*parameters, *sharding.of_optimizer(engine.optimizer.slices())]
 
 
 def _checked_index(folder: Path) -> TorchDistIndex:

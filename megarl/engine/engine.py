@@ -23,7 +23,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
-from megarl.config.schema import OptimConfig, RoutingReplay
+from megarl.config.schema import RoutingReplay
 from megarl.engine import platform
 from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
@@ -37,7 +37,6 @@ from megarl.engine.moe_router import (
     RoutedTokens,
     RouterStatistics,
     freeze_routers,
-    router_arguments,
     selection_biases,
 )
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
@@ -82,6 +81,8 @@ class MegatronEngine:
         places: Offloads and restores the state, and copies tensors that are in memory or offloaded.
         known_base_checksum: The checksums of the base, once they have been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
+        router_metrics: The router statistics of the last mini-batch, summed over all ranks; see
+            RouterStatistics.metrics.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
         trace: A StepTrace, which records training passes, if set.
     """
@@ -139,13 +140,22 @@ class MegatronEngine:
         self.places = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._loss_is_finite = True
-        self._router_metrics: dict[str, Metric] = {}
+        self.router_metrics: dict[str, Metric] = {}
         self._bias_steps: Tensor | None = None  # (L, E), of the last mini-batch
         self._load(spec.path)
         expect_no_gather(self._wrapped)
 
         # Created after loading, because the optimizer copies the weights into its float32 masters.
-        self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
+        self._optimizer: Optimizer | None = None
+        if spec.optim is not None:
+            self._optimizer = Optimizer(
+                spec.optim,
+                self.chunks,
+                {parameter: name for name, parameter in self._named_parameters()},
+                dtype,
+                spec.total_optimizer_steps,
+                spec.megatron.optimizer,
+            )
         name_phases(self.chunks, self._optimizer.megatron_configs if self._optimizer is not None else ())
 
     def _route_keeper(self) -> RouterReplayBuffer | None:
@@ -163,32 +173,17 @@ class MegatronEngine:
         layers = [layer for model in self.models for layer in model.decoder.layers]
         return RouterReplayBuffer(architecture, self.groups, layers, self._device)
 
-    def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
-        names = {parameter: name for model in self.models for name, parameter in model.canonical_parameters()}
-        return Optimizer(
-            optim,
-            self.chunks,
-            names,
-            dtype,
-            self.spec.total_optimizer_steps,
-            self.spec.megatron.optimizer,
-        )
-
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
-        parts = {StatePart.parameters: MovableState(self._weight_list)}
+        parts = {
+            StatePart.parameters: MovableState(lambda: [*self._parameter_list(), *self.adapters.originals])
+        }
         if self.spec.optim is not None:
             parts[StatePart.optimizer] = MovableState(self._optimizer_tensors)
-            parts[StatePart.gradients] = MovableState(self._gradient_list, kept=False)
+            parts[StatePart.gradients] = MovableState(lambda: self.gradients().values(), kept=False)
         return parts
 
     def _parameter_list(self) -> list[torch.nn.Parameter]:
         return [parameter for model in self.models for parameter in model.parameters()]
-
-    def _weight_list(self) -> list[Tensor]:
-        return [*self._parameter_list(), *self.adapters.originals]
-
-    def _gradient_list(self) -> list[Tensor]:
-        return [_main_grad(parameter) for parameter in self._parameter_list() if parameter.requires_grad]
 
     def _optimizer_tensors(self) -> list[Tensor]:
         """Return the tensors of the optimizer except parameters, which in float32 it steps directly."""
@@ -386,7 +381,7 @@ class MegatronEngine:
         # Every rank contributes to the router statistics, whatever its pipeline stage.
         if tally is not None:
             tally.reduce(self.groups)
-            self._router_metrics = merge_metrics([tally.metrics()])
+            self.router_metrics = merge_metrics([tally.metrics()])
             if rate := self.spec.routers.bias_update_rate:
                 self._bias_steps = tally.bias_steps(rate)
 
@@ -417,32 +412,20 @@ class MegatronEngine:
 
         return RouterStatistics(architecture, self._device, losses, counted.shares)
 
-    def router_metrics(self) -> dict[str, Metric]:
-        """Return the router metrics of the last `forward_backward` (see RouterStatistics), on every rank.
-
-        Empty for a model without experts.
-        """
-        return dict(self._router_metrics)
-
     def step(self) -> StepStatistics:
         """Apply the gradients."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
         self.places.require("step", *StatePart)
         assert self._gradients_are_made, "a step needs gradients computed after the last offload"
         statistics = self._optimizer.step(loss_is_finite=self._loss_is_finite)
-        if not statistics.is_skipped:
-            self._update_selection_biases()
+        # The biases that select experts follow no gradient.
+        if not statistics.is_skipped and self._bias_steps is not None:
+            for model in self.models:
+                for layer, bias in selection_biases(model).items():
+                    bias.add_(self._bias_steps[layer])
 
         start_gather(self._wrapped)
         return statistics
-
-    def _update_selection_biases(self) -> None:
-        """Move the selection biases towards an even load, if the run asks for it."""
-        if self._bias_steps is None:
-            return
-        for model in self.models:
-            for layer, bias in selection_biases(model).items():
-                bias.add_(self._bias_steps[layer])
 
     def _run(
         self,
@@ -554,11 +537,14 @@ class MegatronEngine:
         top: TopK | None,
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
-        routed = (
-            router_arguments(RoutedTokens.of(micro_batch, tally, self.groups))
-            if routes_tokens(self.spec.architecture)
-            else {}
-        )
+        routed = {}
+        if routes_tokens(self.spec.architecture):
+            # Megatron passes the attention bias, which megarl's models do not use, to each layer, even under
+            # recomputation. Its padding mask is lost if only some layers are recomputed.
+            counts = self.groups.own_part(micro_batch.inputs.counts.t().flatten())  # hidden is (S, b, H)
+            tokens = RoutedTokens(counts, tally, micro_batch.routes)
+            routed = {"extra_block_kwargs": {"attention_bias": tokens}}
+
         # A recomputation in the backward pass repeats these modules, and must not be recorded again.
         traced = self.trace if self.trace is not None and loss is not None else None
         with nullcontext() if traced is None else traced.recording(micro_batch):

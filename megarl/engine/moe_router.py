@@ -27,7 +27,7 @@ from torch import Tensor
 from megarl.batch.metrics import Metric
 from megarl.config.schema import ExpertsConfig
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
+from megarl.engine.micro_batch import MicroBatchRoutes
 from megarl.models.architecture import Architecture, RouterScore
 from megarl.models.experts import experts_of
 
@@ -46,16 +46,6 @@ class RoutedTokens(NamedTuple):
     counts: Tensor
     tally: RouterStatistics | None
     routes: MicroBatchRoutes | None
-
-    @classmethod
-    def of(
-        cls, micro_batch: MicroBatch, tally: RouterStatistics | None, groups: ParallelGroups
-    ) -> RoutedTokens:
-        """Describe the tokens of a micro-batch. Each sequence-parallel rank has a part of them."""
-        flat = micro_batch.inputs.counts.t().flatten()  # hidden states are (S, b, H)
-        if groups.parallel.sequence_parallel:
-            flat = flat.chunk(groups.parallel.tensor_parallel_size)[groups.tensor_rank]
-        return cls(flat, tally, micro_batch.routes)
 
 
 class RouterStatistics:
@@ -249,16 +239,6 @@ def selection_biases(model: torch.nn.Module) -> dict[int, Tensor]:
         for module in model.modules()
         if isinstance(module, BiasedExpertRouter)
     }
-
-
-def router_arguments(tokens: RoutedTokens) -> dict[str, Any]:
-    """Return the argument of the model's forward pass that brings `tokens` to the routers.
-
-    Megatron passes the attention bias, which megarl's models do not use, to each layer, even under
-    recomputation. Megatron's padding mask is lost if only some layers are recomputed, and can only express
-    yes and no.
-    """
-    return {"extra_block_kwargs": {"attention_bias": tokens}}
 
 
 def freeze_routers(model: torch.nn.Module, *, biases_only: bool) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to 
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.snapshot import PendingSnapshot, Staging
     from megarl.engine.speed_probe import SpeedProbe
-    from megarl.engine.step_trace import StepTrace
     from megarl.engine.top_tokens import TopK
     from megarl.engine.vocab_parallel import Extra
 
@@ -199,9 +199,7 @@ class MegatronWorker(WeightExport):
         self._pending_save: PendingSave | None = None
         self._pending_snapshot: PendingSnapshot | None = None
         self._staging: Staging | None = None
-        self._trace: StepTrace | None = None
         self._num_updates = 0
-        self._probe: SpeedProbe | None = None
 
         self._images = ImageProcessor.of_model(spec.path, spec.architecture)
 
@@ -249,8 +247,9 @@ class MegatronWorker(WeightExport):
         begin_s = time.monotonic()
         self._settle_snapshot()
         rows = self._rows(part)
-        if self._trace is not None:
-            self._trace.begin_update(rows)
+        trace = self._engine.trace
+        if trace is not None:
+            trace.begin_update(rows)
         arguments = (rows, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         scores: Mapping[str, RaggedTensor] = {}
         with named_range(f"{self.role}: forward and backward"):
@@ -258,8 +257,8 @@ class MegatronWorker(WeightExport):
                 of_loss, scores = self._engine.forward_backward_scored(*arguments)
             else:
                 of_loss = self._engine.forward_backward(*arguments)
-        if self._trace is not None:
-            self._trace.end_update()
+        if trace is not None:
+            trace.end_update()
         self._check_replicas()
         with named_range(f"{self.role}: optimizer step"):
             step = self._engine.step()  # reads the gradient norm, which synchronizes with the device
@@ -272,9 +271,7 @@ class MegatronWorker(WeightExport):
             grids_of_micro_batches(rows, part.meta_info[MICRO_BATCHES]),
         )
         self._measure_speed()
-        routers = {
-            f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()
-        }
+        routers = {f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics.items()}
         # The metrics of a mini-batch whose update was dropped would make those of the step NaN.
         of_update = (
             {} if step.is_skipped else {**of_loss, f"{loss.name}/grad_norm": Metric.same(step.grad_norm)}
@@ -293,14 +290,17 @@ class MegatronWorker(WeightExport):
         """Time the same work as all other ranks, as a phase of the call; see trainers/step_observers.py."""
         if not self._spec.measures_speed:
             return
-        if self._probe is None:
-            from megarl.engine.speed_probe import SpeedProbe
-
-            self._probe = SpeedProbe()
-            self._probe.run()  # the first products load libraries
         self._probe.settle()
         with self.phase("measure_speed"):
             self._probe.run()
+
+    @cached_property
+    def _probe(self) -> SpeedProbe:
+        from megarl.engine.speed_probe import SpeedProbe
+
+        probe = SpeedProbe()
+        probe.run()  # the first products load libraries
+        return probe
 
     def _check_replicas(self) -> None:
         """Compare weights with their copies, if that is due.
@@ -435,14 +435,13 @@ class MegatronWorker(WeightExport):
         """Record the following updates in a folder until `end_trace`; see engine/step_trace.py."""
         from megarl.engine.step_trace import StepTrace
 
-        self._trace = StepTrace(self._engine, Path(folder), share_of_rows)
+        StepTrace(self._engine, Path(folder), share_of_rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def end_trace(self) -> None:
         """Write the weights after the last recorded update."""
-        assert self._trace is not None, "no trace has begun"
-        self._trace.close()
-        self._trace = None
+        assert self._engine.trace is not None, "no trace has begun"
+        self._engine.trace.close()
 
     @register(blocking=False)
     def begin_profile(self) -> None:

@@ -27,7 +27,7 @@ from megarl.models.families import read_architecture
 from megarl.models.layers import reads_images
 from megarl.roles.model_recovery import single_recovery
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference
-from megarl.roles.saved_models import pair_models, sft_models
+from megarl.roles.saved_models import saved_models
 from megarl.roles.start import start_pair_reference, start_preferences, start_sft
 from megarl.tracking.run_files import writing
 from megarl.trainers.memory_resume import find_newest
@@ -62,16 +62,15 @@ def train_on_answers(config: SFTConfig | PreferenceConfig, context: RunContext) 
 
     with open_session(context, resume) as session:
         report_filtered(session.console, data_sets)
-        # What differs between the kinds: how the model starts, what is saved, and the trainer's class.
+        # What differs between the kinds: how the model starts, and the trainer's class.
         if isinstance(config, SFTConfig):
             model = start_sft(config, architectures["actor"], *session.processes)
-            saved = sft_models(config, model)
             trainer = partial(SFTTrainer, config, model)
         else:
             step = 0 if resume is None else resume.step
             model = _start_on_pairs(config, session, architectures, data_sets, loader, step)
-            saved = pair_models(config, model)
             trainer = partial(PreferenceTrainer, config, model)
+        saved = saved_models(config, model)
         snapshots = restore_models(session, config, saved, resume)
         with open_monitor(session, config, [model.group], resume) as monitor:
             recovery = step_recovery(

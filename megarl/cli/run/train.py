@@ -33,7 +33,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import ppo_recovery
 from megarl.roles.reward_model_worker import Reading, conversation_encoder
-from megarl.roles.saved_models import ppo_models
+from megarl.roles.saved_models import saved_models
 from megarl.roles.start import start_ppo
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.run_files import writing
@@ -147,7 +147,7 @@ def build_ppo(
     report_filtered(session.console, data_sets)
     # Start the roles, then restore models, run files and trainer from the checkpoint.
     roles = start_ppo(config, models, rules, *session.processes)
-    saved = ppo_models(config, roles)
+    saved = saved_models(config, roles.actor, roles.critic)
     snapshots = restore_models(session, config, saved, resume)
     monitor = open_monitor(session, config, roles.groups, resume)
     # A user's own loop cannot be repeated.
