@@ -134,7 +134,7 @@ DEEPSEEK_V3 = Family(
         "topk_group": 1,
         "num_nextn_predict_layers": 1,
     },
-    sglang_stages=SGLangStages(),
+    sglang_stages=SGLangStages.plain,
     sglang_fields=_FIXED,
     sglang_differences={
         "a tied embedding": lambda architecture: architecture.tie_word_embeddings,

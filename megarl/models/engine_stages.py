@@ -7,6 +7,7 @@ from functools import lru_cache
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters, rank_parameters
 from megarl.models.families import FAMILIES
+from megarl.models.family import SGLangStages
 
 # A pipeline stage of an engine: the global numbers of its layers; whether it has the embedding; whether it
 # has the last norm; and whether it has an output layer, which only the last stage uses.
@@ -24,8 +25,7 @@ def engine_stages(architecture: Architecture, num_stages: int) -> tuple[EngineSt
         num_stages: At most the number of layers.
     """
     each, larger = divmod(architecture.num_hidden_layers, num_stages)
-    support = FAMILIES[architecture.model_type].sglang_stages
-    on_every = support is not None and support.head_on_every
+    on_every = FAMILIES[architecture.model_type].sglang_stages is SGLangStages.head_on_every
     stages = []
     first = 0
     for number in range(num_stages):

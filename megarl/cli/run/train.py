@@ -32,7 +32,7 @@ from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import ppo_recovery
-from megarl.roles.reward_model_worker import Reading, conversation_encoder
+from megarl.roles.reward_model_worker import conversation_encoder
 from megarl.roles.saved_models import saved_models
 from megarl.roles.start import start_ppo
 from megarl.rollout.driver.rollout import TokenRules
@@ -213,9 +213,8 @@ def check_reward_chats(
     chat_time: datetime | None,
 ) -> None:
     """Raise ConversationError for prompts that the reward model could not read."""
-    assert config.reward.model.path is not None
     encoder = conversation_encoder(
-        config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture, chat_time)
+        config.reward.model, architecture, chat_time, trust_remote_code=config.model.trust_remote_code
     )
     for data_set in data_sets.values():
         check_chats(encoder, (data_set[index] for index in range(len(data_set))))
