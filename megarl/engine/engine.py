@@ -129,8 +129,8 @@ class MegatronEngine:
             freeze_routers(model, biases_only=not spec.routers.freeze_router)
             if spec.architecture.lora is not None:
                 freeze_base(model, spec.architecture, spec.head)
-            if spec.freeze_vision:
-                model.freeze_tower()
+            if spec.freeze_vision and model.visual is not None:
+                model.visual.requires_grad_(False)
 
         self._routes = self._route_keeper()
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.engine.moe_router import RoutedTokens
-from megarl.engine.packed_rows import AttentionPlan, PackedRows, attention_plan, key_places
+from megarl.engine.packed_rows import AttentionPlan, PackedRows
 from megarl.engine.shared_prompts import attend as attend_shared
 
 _CAUSAL = (-1, 0)  # everything before a token, nothing after it
@@ -174,7 +174,7 @@ class AttentionCore(torch.nn.Module):
                 return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
             return self.attend_varlen(query, key, value, packed_seq_params)
 
-        return self.attend_packed(query, key, value, attention_plan(packed_seq_params))
+        return self.attend_packed(query, key, value, packed_seq_params.attention_plan)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend to all keys before the first query's own, and causally to the rest.
@@ -286,7 +286,7 @@ def attend_pieces(
     Returns:
         (T / C, heads * D).
     """
-    places, sequences = key_places(packed)
+    places, sequences = packed.key_places
     # The maxima are known on the host, so the device is not asked for them.
     mixed = varlen_attn(
         query,

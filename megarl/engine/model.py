@@ -244,6 +244,7 @@ class ModelChunk(GPTModel):
         self.head = head
         self.architecture = architecture
         self._vision = architecture.vision if self.pre_process else None
+        self.visual: Any = None
         if self._vision is not None:
             self.visual = build_tower(self._vision)
             if config.recompute_granularity == "full":
@@ -303,16 +304,6 @@ class ModelChunk(GPTModel):
         run: Callable[..., Tensor] = super().forward  # Megatron takes None where it declares a tensor
         return run(tokens, positions, mask, packed_seq_params=packed_seq_params, **options)
 
-    @property
-    def has_tower(self) -> bool:
-        """Whether this chunk has the vision tower."""
-        return self._vision is not None
-
-    def freeze_tower(self) -> None:
-        """Exclude the vision tower from training, if this chunk has it."""
-        if self._vision is not None:
-            self.visual.requires_grad_(False)
-
     def canonical_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters with their names in local layers, numbered over the whole model."""
         for name, parameter in self.named_parameters():
@@ -354,7 +345,7 @@ def keep_float32(chunk: ModelChunk) -> ModelChunk:
 
     Biases have no values yet.
     """
-    if chunk.has_tower:
+    if chunk.visual is not None:
         keep_frequencies(chunk.visual)
     for module in chunk.modules():
         if isinstance(module, BiasedExpertRouter):

@@ -21,6 +21,10 @@ from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.machine.usage import keep_freed_memory, trim_heap
 from megarl.models.flops import peak_tflops
 
+# Megatron imports two packages if they are installed, which `activate` hides on a CPU. Transformer Engine
+# requires CUDA, and costs a process seconds of startup. flash_mla, which SGLang requires, is for generation,
+# which engines do here. Without a CUDA driver it raises an OSError, which Megatron does not expect.
+
 # Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
 # killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
@@ -98,7 +102,7 @@ def activate(device: Device) -> Platform:
         torch.cuda.set_device(index)
         # Without its compiled part, its import fails with an error that Megatron does not expect.
         if not has_transformer_engine():
-            _hide_transformer_engine()
+            _hide("transformer_engine")
         with without_modules(*UNUSED):
             rotary.install()
         pickle_as_torch()
@@ -107,8 +111,8 @@ def activate(device: Device) -> Platform:
     else:
         from megarl.engine import cpu_adaptations
 
-        _hide_transformer_engine()
-        _hide_flash_mla()
+        _hide("transformer_engine")
+        _hide("flash_mla")
         with without_modules(*UNUSED):
             cpu_adaptations.install()
         pickle_as_torch()
@@ -119,21 +123,9 @@ def activate(device: Device) -> Platform:
     return _active
 
 
-def _hide_transformer_engine() -> None:
-    """Make every import of Transformer Engine in this process fail as if it were not installed.
-
-    Megatron imports it if it is installed. It requires CUDA, and costs a process seconds of startup.
-    """
-    sys.modules.setdefault("transformer_engine", None)  # pyrefly: ignore[no-matching-overload]
-
-
-def _hide_flash_mla() -> None:
-    """Make every import of flash_mla in this process fail as if it were not installed.
-
-    SGLang requires it, and Megatron imports it for generation, which engines do here. On a machine without a
-    CUDA driver it raises an OSError, which Megatron does not expect.
-    """
-    sys.modules.setdefault("flash_mla", None)  # pyrefly: ignore[no-matching-overload]
+def _hide(package: str) -> None:
+    """Make every import of a package in this process fail as if it were not installed."""
+    sys.modules.setdefault(package, None)  # pyrefly: ignore[no-matching-overload]
 
 
 def without_modules(*modules: str) -> AbstractContextManager[None]:
@@ -155,7 +147,7 @@ def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleTy
     assert _active is None, "this process already runs on a device"
     from megarl.engine import fake_cuda
 
-    _hide_flash_mla()
+    _hide("flash_mla")
     with without_modules(*UNUSED):
         fake_cuda.install(on_wait, transformer_engine)
         rotary.install()

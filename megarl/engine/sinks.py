@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.engine.layers import whole_keys
-from megarl.engine.packed_rows import PackedRows, key_places
+from megarl.engine.packed_rows import PackedRows
 from megarl.engine.shared_prompts import Sequences, kernel_for
 from megarl.models.architecture import Architecture
 from megarl.models.layers import window_of
@@ -87,7 +87,7 @@ class SinkAttention(torch.nn.Module):
             key, value = whole_keys(key, value, self.context)
 
         # Each piece has its own copy of the keys that it sees, in the order of their positions.
-        places, sequences = key_places(packed)
+        places, sequences = packed.key_places
         if self.context is not None or packed.shares_prompts:
             key, value = (tensor.index_select(0, places) for tensor in (key, value))
         return self._attend(query, key, value, sequences)

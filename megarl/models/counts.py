@@ -5,14 +5,14 @@ A row is counted once and multiplied by the number of layers, and of experts, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
-from megarl.models.tensor_table import Head, dimension_sizes, entry_size, rows_of, tower_rows
+from megarl.models.tensor_table import dimension_sizes, entry_size, rows_of, tower_rows
 
 _VOCABULARY_DIVISOR = 128  # each rank's vocabulary rows are a multiple of this, for matrix-unit efficiency
 
@@ -117,7 +117,9 @@ def rank_parameters(
     of_experts = 0
     replicated = 0
 
-    for row in _counted(architecture, with_value_head, trained_only):
+    for row in rows_of(architecture, "value" if with_value_head else "lm"):
+        if trained_only and not row.trains:
+            continue
         whole = _row_size(row, sizes)
         # Experts have a parallelism of their own and are counted separately.
         if row.place is StagePlacement.expert:
@@ -155,15 +157,6 @@ def _whole(architecture: Architecture, with_value_head: bool, trained_only: bool
         trained_only=trained_only,
         pads_vocabulary=False,
     )
-
-
-def _counted(architecture: Architecture, with_value_head: bool, trained_only: bool) -> Iterator[MappingRow]:
-    rows = rows_of(architecture, _head(with_value_head))
-    return (row for row in rows if row.trains or not trained_only)
-
-
-def _head(with_value_head: bool) -> Head:
-    return "value" if with_value_head else "lm"
 
 
 def _row_size(row: MappingRow, sizes: dict[str, int]) -> int:

@@ -245,7 +245,7 @@ class MegatronWorker(WeightExport):
         from megarl.engine.phase_ranges import named_range
 
         begin_s = time.monotonic()
-        self._settle_snapshot()
+        self.await_snapshot()
         rows = self._rows(part)
         trace = self._engine.trace
         if trace is not None:
@@ -330,7 +330,7 @@ class MegatronWorker(WeightExport):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def restore_state(self, parts: tuple[StatePart, ...]) -> int:
         """Load offloaded parts back to the device."""
-        self._settle_snapshot()
+        self.await_snapshot()
         return self._engine.restore(*parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -339,7 +339,7 @@ class MegatronWorker(WeightExport):
         from megarl.engine.checkpoint import begin_save
 
         # A save with adapters restores a base that is offloaded, from which a snapshot may still be copied.
-        self._settle_snapshot()
+        self.await_snapshot()
         assert self._pending_save is None, "the previous save has not been finished"
         self._pending_save = begin_save(self._engine, Path(folder))
 
@@ -376,7 +376,7 @@ class MegatronWorker(WeightExport):
         from megarl.engine.checkpoint import load
 
         self._drop_save()
-        self._settle_snapshot()
+        self.await_snapshot()
         load(self._engine, Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -387,7 +387,7 @@ class MegatronWorker(WeightExport):
         """
         from megarl.engine.snapshot import PendingSnapshot, Staging
 
-        self._settle_snapshot()
+        self.await_snapshot()
         if self._staging is None and platform.current().is_cuda:
             self._staging = Staging()
         self._pending_snapshot = PendingSnapshot(path, step, self._engine, self._staging)
@@ -395,9 +395,6 @@ class MegatronWorker(WeightExport):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def await_snapshot(self) -> None:
         """Wait until the last snapshot is complete. Raises CheckpointError if it failed."""
-        self._settle_snapshot()
-
-    def _settle_snapshot(self) -> None:
         # Cleared first, so that a failed snapshot is reported once.
         pending = self._pending_snapshot
         self._pending_snapshot = None
@@ -413,7 +410,7 @@ class MegatronWorker(WeightExport):
         from megarl.engine.snapshot import load_snapshot
 
         self._drop_save()
-        self._settle_snapshot()
+        self.await_snapshot()
         load_snapshot(self._engine, path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
