@@ -119,18 +119,12 @@ def _specs_of_kinds(
             MODULES[kind].set_modules(spec, architecture, provider)
         set_norms(spec, architecture, norm)
         if not architecture.norms.before:
-            drop_norms_before_blocks(spec, _column_parallel_linear(layers))
+            column = ColumnParallelLinear if provider is None else provider.column_parallel_linear()
+            drop_norms_before_blocks(spec, column)
         spec.module = DecoderLayer
         specs[kinds] = spec
 
     return specs
-
-
-def _column_parallel_linear(layers: Layers) -> type:
-    """Return the class of a column-parallel layer without a norm of its input."""
-    if layers is Layers.transformer_engine:
-        return _transformer_engine().column_parallel_linear()
-    return ColumnParallelLinear
 
 
 def _transformer_engine() -> Any:
@@ -255,11 +249,7 @@ def adapt_expert_biases(model: torch.nn.Module) -> None:
         bias: Any = module.bias
         bias.sequence_parallel = False
         bias.tensor_model_parallel = True
-        module.register_forward_hook(_with_own_output)
-
-
-def _with_own_output(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
-    return outputs[0].clone(), *outputs[1:]
+        module.register_forward_hook(lambda module, inputs, outputs: (outputs[0].clone(), *outputs[1:]))
 
 
 def forget_routes(model: torch.nn.Module) -> None:

@@ -205,7 +205,9 @@ def add_adapters(
 
     for path, linear in list(model.named_modules()):
         weight = weights.get(model.canonical(f"{path}.weight"))
-        if weight is None or not _has_adapters(weight, shapes):
+        if weight is None or not any(
+            parameter_names(weight.megatron_name, tensor.name)[0] in shapes for tensor in weight.tensors
+        ):
             continue
         linear.lora = LinearAdapters(linear, weight, shapes, layout, architecture.lora.scale)
         # before the norm of the layer's output, which norms.py computes in a hook too
@@ -213,10 +215,6 @@ def add_adapters(
 
     if model.pre_process:
         model.embedding.register_forward_hook(_with_gradient)
-
-
-def _has_adapters(weight: Weight, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    return any(parameter_names(weight.megatron_name, tensor.name)[0] in shapes for tensor in weight.tensors)
 
 
 def _adding(switch: AdapterSwitch) -> Callable[..., tuple[Tensor, Any]]:

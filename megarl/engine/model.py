@@ -82,6 +82,9 @@ def transformer_config(
 def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
     """Return Megatron's options for what all layers compute, whatever their kinds."""
     spans_heads = architecture.qk_norm_kind is QKNorm.all_heads
+    unrotated = architecture.layers_without_rope and [
+        int(layer in architecture.layers_without_rope) for layer in range(architecture.num_hidden_layers)
+    ]
 
     return dict(
         num_layers=architecture.num_hidden_layers,
@@ -101,7 +104,7 @@ def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
         layernorm_zero_centered_gamma=architecture.norms.zero_centered,
         attention_output_gate=architecture.has_output_gate,
         softmax_scale=architecture.softmax_scale,
-        no_rope_freq=_layers_without_rope(architecture),
+        no_rope_freq=unrotated or None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
@@ -155,13 +158,6 @@ def _activation(architecture: Architecture, *, on_cpu: bool) -> Callable[[Tensor
     if architecture.activation is Activation.gelu_tanh:
         return partial(F.gelu, approximate="tanh") if on_cpu else F.gelu
     return F.silu
-
-
-def _layers_without_rope(architecture: Architecture) -> list[int] | None:
-    """Return a mark for each layer: 1 if it does not rotate queries and keys. None if all layers do."""
-    if not architecture.layers_without_rope:
-        return None
-    return [int(layer in architecture.layers_without_rope) for layer in range(architecture.num_hidden_layers)]
 
 
 def _recompute_options(recomputation: Recomputation, architecture: Architecture) -> dict[str, Any]:

@@ -21,10 +21,6 @@ from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.machine.usage import keep_freed_memory, trim_heap
 from megarl.models.flops import peak_tflops
 
-# Megatron imports two packages if they are installed, which `activate` hides on a CPU. Transformer Engine
-# requires CUDA, and costs a process seconds of startup. flash_mla, which SGLang requires, is for generation,
-# which engines do here. Without a CUDA driver it raises an OSError, which Megatron does not expect.
-
 # Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
 # killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
@@ -124,7 +120,12 @@ def activate(device: Device) -> Platform:
 
 
 def _hide(package: str) -> None:
-    """Make every import of a package in this process fail as if it were not installed."""
+    """Make every import of a package in this process fail as if it were not installed.
+
+    Megatron imports Transformer Engine, which requires CUDA and costs seconds of startup, and flash_mla, for
+    generation, if they are installed. SGLang requires flash_mla. Without a CUDA driver its import raises an
+    OSError, which Megatron does not expect.
+    """
     sys.modules.setdefault(package, None)  # pyrefly: ignore[no-matching-overload]
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from torch import Tensor
 
 from megarl.engine import platform
 from megarl.engine.engine import MegatronEngine
@@ -47,7 +46,11 @@ def check_replicas(engine: MegatronEngine, owner: str) -> None:
         ConnectionAbortedError: Those of another rank are not.
     """
     groups = engine.groups
-    sums = {name: _sum_of_bits(parameter) for name, parameter in engine.parameters().items()}
+    # The bits of all elements, read as integers: one changed bit always changes the sum.
+    sums = {
+        name: parameter.view(_INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
+        for name, parameter in engine.parameters().items()
+    }
     dense = {name: value for name, value in sums.items() if _EXPERT not in name}
     experts = {name: value for name, value in sums.items() if _EXPERT in name}
     weights = held_weights(engine.spec.architecture, engine.layout, engine.spec.head)
@@ -110,11 +113,6 @@ def suspected(ranks: Sequence[HeldSums]) -> tuple[tuple[int, ...], str]:
     raise AssertionError("all copies are equal")
 
 
-def _sum_of_bits(parameter: Tensor) -> Tensor:
-    """Return the sum of the elements' bits, read as integers: one changed bit always changes it."""
-    return parameter.detach().view(_INTEGERS[parameter.element_size()]).sum(dtype=torch.int64)
-
-
 # in the state that all ranks share
 BASE_CHECKSUM = "base_checksum"
 ORIGINALS_CHECKSUM = "originals_checksum"
@@ -133,9 +131,9 @@ def base_checksum(engine: MegatronEngine) -> Mapping[str, int]:
 
     if engine.known_base_checksum is None:
         with engine.in_memory(StatePart.parameters), engine.adapters.off():
-            parts = [_signed(part) for part in _own_parts(engine)]
+            # As int64, whose overflow in the sum over ranks is the modulus.
+            parts = [(part + MODULUS // 2) % MODULUS - MODULUS // 2 for part in _own_parts(engine)]
 
-        # Sums of int64 overflow, which is the modulus.
         totals = torch.tensor(parts, dtype=torch.int64, device=platform.current().device)
         dist.all_reduce(totals)
         frozen, originals = (int(total) % MODULUS for total in totals)
@@ -170,11 +168,6 @@ def _own_parts(engine: MegatronEngine) -> tuple[int, int]:
     parts = {name: value * (2 * zlib.crc32(name.encode()) + 1) for name, value in sums.items()}
     of_frozen = sum(part for name, part in parts.items() if name in frozen)
     return of_frozen, sum(parts.values()) - of_frozen
-
-
-def _signed(value: int) -> int:
-    value %= MODULUS
-    return value - MODULUS if value >= MODULUS // 2 else value
 
 
 def check_base(folder: Path, base: Mapping[str, int]) -> None:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
+from megarl.models.families import engine_stages
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
 from megarl.models.tensor_table import dimension_sizes, entry_size, rows_of, tower_rows
 
@@ -165,3 +166,28 @@ def _row_size(row: MappingRow, sizes: dict[str, int]) -> int:
 
 def _num_layers(row: MappingRow, architecture: Architecture, layers: Iterable[int]) -> int:
     return sum(row.applies(architecture, layer) for layer in layers)
+
+
+@lru_cache(maxsize=64)
+def stage_shares(architecture: Architecture, num_stages: int) -> tuple[float, ...]:
+    """Return the parameters of each stage, relative to those of the model.
+
+    A tied embedding counts on the first stage and on the last.
+    """
+    if num_stages == 1:
+        return (1.0,)
+    head = architecture.vocab_size * architecture.hidden_size
+    shares = []
+    for layers, is_first, is_last, has_head in engine_stages(architecture, num_stages):
+        held = rank_parameters(
+            architecture,
+            layers=tuple(layers),
+            is_first_stage=is_first,
+            is_last_stage=is_last,
+            tensor_parallel_size=1,
+            expert_parallel_size=1,
+            expert_tensor_parallel_size=1,
+        ).total
+        held += head * (has_head and not is_last)
+        shares.append(held / num_parameters(architecture))
+    return tuple(shares)
