@@ -82,7 +82,7 @@ def transformer_config(
 def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
     """Return Megatron's options for what all layers compute, whatever their kinds."""
     spans_heads = architecture.qk_norm_kind is QKNorm.all_heads
-    unrotated = architecture.layers_without_rope and [
+    unrotated = [
         int(layer in architecture.layers_without_rope) for layer in range(architecture.num_hidden_layers)
     ]
 
@@ -104,7 +104,7 @@ def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
         layernorm_zero_centered_gamma=architecture.norms.zero_centered,
         attention_output_gate=architecture.has_output_gate,
         softmax_scale=architecture.softmax_scale,
-        no_rope_freq=unrotated or None,
+        no_rope_freq=unrotated if any(unrotated) else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
