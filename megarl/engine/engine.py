@@ -78,7 +78,6 @@ class MegatronEngine:
 
     Attributes:
         adapters: Turns the adapters of the model off.
-        places: Offloads and restores the state, and copies tensors that are in memory or offloaded.
         known_base_checksum: The checksums of the base, once they have been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
         router_metrics: The router statistics of the last mini-batch, summed over all ranks; see
@@ -137,7 +136,7 @@ class MegatronEngine:
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._wrapped = wrap_models(self.models, groups.parallel, spec.megatron.ddp) if trainable else []
         self.chunks: list[Any] = list(self._wrapped or self.models)
-        self.places = OffloadableState(self._offloadable_parts())
+        self._places = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._loss_is_finite = True
         self.router_metrics: dict[str, Metric] = {}
@@ -204,22 +203,28 @@ class MegatronEngine:
 
         # A gather in progress would write into memory that has been released.
         await_parameters(self._wrapped)
-        return self.places.offload(parts)
+        return self._places.offload(parts)
 
     def restore(self, *parts: StatePart) -> int:
         """Restore offloaded parts as they were, and return the number of allocated bytes.
 
         Until then, operations that need them raise OffloadedError.
         """
-        return self.places.restore(parts)
+        return self._places.restore(parts)
 
     @contextmanager
     def in_memory(self, *parts: StatePart) -> Generator[None]:
         """Run a block with parts in memory, and offload again what was offloaded."""
-        offloaded = self.places.offloaded.intersection(parts)
+        offloaded = self._places.offloaded.intersection(parts)
         self.restore(*offloaded)
         yield
         self.offload(*offloaded)
+
+    @property
+    def places(self) -> OffloadableState:
+        """Where the state is. It copies tensors that are in memory, whose updates are complete, or offloaded."""
+        await_parameters(self._wrapped)
+        return self._places
 
     @property
     def optimizer(self) -> Optimizer:
@@ -264,7 +269,7 @@ class MegatronEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's shards by Megatron's names of local layers, numbered over the whole model."""
-        self.places.require("return its parameters", StatePart.parameters)
+        self._places.require("return its parameters", StatePart.parameters)
         await_parameters(self._wrapped)
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
@@ -273,7 +278,7 @@ class MegatronEngine:
 
         Only the data-parallel rank's own slice of each gradient is reduced.
         """
-        self.places.require("return its gradients", StatePart.gradients)
+        self._places.require("return its gradients", StatePart.gradients)
         return {
             name: _main_grad(parameter)
             for name, parameter in self._named_parameters()
@@ -307,7 +312,7 @@ class MegatronEngine:
             float32 rows for each output, and the routes of this pass if updates replay them. None except on
             the last pipeline stage.
         """
-        self.places.require("score", StatePart.parameters)
+        self._places.require("score", StatePart.parameters)
         with torch.no_grad(), self.adapters.off() if base else nullcontext():
             results = self._run(batch, micro_batches, None, extras, selects_experts=base, top=top)
 
@@ -369,7 +374,7 @@ class MegatronEngine:
     ) -> tuple[dict[str, Metric], list[Outputs]]:
         """Return the merged metrics, and the outputs of each micro-batch. On other stages, both are empty."""
         assert self._optimizer is not None, "a frozen model has no gradients"
-        self.places.require("train", *StatePart)
+        self._places.require("train", *StatePart)
         self._optimizer.zero_grad()
 
         # A load-balancing loss needs a counting pass before the one with gradients.
@@ -415,7 +420,7 @@ class MegatronEngine:
     def step(self) -> StepStatistics:
         """Apply the gradients."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
-        self.places.require("step", *StatePart)
+        self._places.require("step", *StatePart)
         assert self._gradients_are_made, "a step needs gradients computed after the last offload"
         statistics = self._optimizer.step(loss_is_finite=self._loss_is_finite)
         # The biases that select experts follow no gradient.
