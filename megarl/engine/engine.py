@@ -222,7 +222,7 @@ class MegatronEngine:
 
     @property
     def places(self) -> OffloadableState:
-        """Where the state is. It copies tensors that are in memory, whose updates are complete, or offloaded."""
+        """Where the state is. It copies tensors in memory, whose updates are complete, and offloaded ones."""
         await_parameters(self._wrapped)
         return self._places
 
