@@ -60,7 +60,7 @@ class Steps:
         self._number += 1
         if with_snapshot:
             path = self._paths[self._number % 2]
-            self._pending = PendingSnapshot(path, self._number, self._engine.training_state())
+            self._pending = PendingSnapshot(path, self._number, self._engine)
         with torch.no_grad():
             self._engine.forward(DataProto.from_dict(self._batch).ragged, self._rows, ())
         if self._pending is not None:

@@ -37,8 +37,7 @@ from megarl.config.schema import PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer
 from megarl.doctor.checks import load_for_run
 from megarl.rewards.role import Reward
-from megarl.roles.models import Absent, Actor, Critic, Scorer
-from megarl.roles.teachers import Teachers
+from megarl.roles.models import Absent, Actor, Critic, Scorer, Teachers
 from megarl.rollout.driver.rollout import Rollout
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import find_resume

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,17 +22,17 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch import Tensor
 
 from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
 from megarl.checkpoints.torch_dist import DistributedTensor, StoredItem, TorchDistIndex, read_index
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, write_index, write_items
 from megarl.engine import platform
-from megarl.engine.base_checksum import base_checksum, check_base
-from megarl.engine.engine import MegatronEngine, TrainingState
+from megarl.engine.engine import MegatronEngine
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.optimizer import MOMENTS
+from megarl.engine.offload import OffloadableState, StatePart
+from megarl.engine.optimizer import MOMENTS, Optimizer
 from megarl.engine.sharding import Shard, sharding_of
+from megarl.engine.weight_checks import base_checksum, check_base
 from megarl.machine.background import in_background
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.machine.wording import counted
@@ -129,15 +130,14 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     """
     # Rank 0 creates the folder before any rank writes into it.
     _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder, "written")
-    state = engine.training_state()
     base = base_checksum(engine)
-    common = _common_state(state, base) if dist.get_rank() == 0 else {}
+    common = _common_state(engine.optimizer, base) if dist.get_rank() == 0 else {}
 
     # The host copies are complete when this function returns; only writing continues in the background.
-    return PendingSave(folder, list(_host_items(state)), common)
+    return PendingSave(folder, list(_host_items(engine)), common)
 
 
-def write_tensors(folder: Path, shards: Iterable[Shard], copy: Callable[[Tensor, int, int], Tensor]) -> None:
+def write_tensors(folder: Path, shards: Iterable[Shard], places: OffloadableState) -> None:
     """Write slices of tensors as a distributed checkpoint without a training state.
 
     All ranks of the model call this function.
@@ -145,7 +145,7 @@ def write_tensors(folder: Path, shards: Iterable[Shard], copy: Callable[[Tensor,
     Args:
         folder: The folder, which is created with its parents.
         shards: This rank's slices. Over all ranks, they cover each tensor once.
-        copy: Returns a host copy of some elements of a tensor, see OffloadableState.host_copy.
+        places: Copies the tensors, which may be offloaded.
 
     Raises:
         CheckpointError: A rank cannot write. Raised on all ranks.
@@ -154,29 +154,29 @@ def write_tensors(folder: Path, shards: Iterable[Shard], copy: Callable[[Tensor,
     _on_all_ranks(
         lambda: folder.mkdir(parents=True, exist_ok=True) if dist.get_rank() == 0 else None, folder, "written"
     )
-    items = [_item_of(shard, copy) for shard in shards]
+    items = [_item_of(shard, places) for shard in shards]
     PendingSave(folder, items, {}).finish()
 
 
-def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
-    sharding = sharding_of(state.models, state.groups)
-    slices = state.optimizer.slices()
+def _host_items(engine: MegatronEngine) -> Iterable[ItemToWrite]:
+    sharding = sharding_of(engine.models, engine.groups)
+    slices = engine.optimizer.slices()
 
     # Weights and optimizer state are copied one slice at a time, from memory or the host buffer.
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:
-                yield _item_of(shard, state.places.host_copy)
+                yield _item_of(shard, engine.places)
 
     # Objects that Megatron stores in addition to tensors, and the random state.
-    for entry in (*sharding.objects, _rng_entry(state.groups)):
+    for entry in (*sharding.objects, _rng_entry(engine.groups)):
         if is_main_replica(entry.replica_id):
             # Megatron stores a list with one element.
             yield ItemToWrite(entry.unique_key, [entry.data])
 
 
-def _item_of(shard: Shard, copy: Callable[[Tensor, int, int], Tensor]) -> ItemToWrite:
-    data = copy(shard.tensor, shard.start, shard.place.volume).view(shard.place.shape)
+def _item_of(shard: Shard, places: OffloadableState) -> ItemToWrite:
+    data = places.host_copy(shard.tensor, shard.start, shard.place.volume).view(shard.place.shape)
     return ItemToWrite(shard.key, data, shard.shape, shard.place.starts)
 
 
@@ -192,21 +192,19 @@ def _rng_entry(groups: ParallelGroups) -> ShardedObject:
     )
 
 
-def _common_state(state: TrainingState, base: Mapping[str, int]) -> dict:
+def _common_state(optimizer: Optimizer, base: Mapping[str, int]) -> dict:
     """Return the state that all ranks share, in the place where Megatron's own programs expect it."""
     settings = {
         "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    optimizer = state.optimizer.megatron_state(param_state_sharding_type=OPTIMIZER_FORMAT)
-
     return {
         "checkpoint_version": 3.0,
         "content_metadata": settings,
-        "optimizer": optimizer,
-        "opt_param_scheduler": state.optimizer.schedule_state(),
-        "step_counts": state.optimizer.counts(),
+        "optimizer": optimizer.megatron_state(param_state_sharding_type=OPTIMIZER_FORMAT),
+        "opt_param_scheduler": optimizer.schedule_state(),
+        "step_counts": optimizer.counts(),
         **base,
     }
 
@@ -221,39 +219,39 @@ def load(engine: MegatronEngine, folder: Path) -> None:
         CheckpointError: The folder is damaged or belongs to another model. Raised on all ranks, before
             anything is changed.
     """
-    state = engine.training_state()
+    # Tensors are filled in place, so all of them must be in memory.
+    with engine.in_memory(*StatePart):
+        # Compare the folder with the model before anything is overwritten.
+        index = _on_all_ranks(lambda: _checked_index(folder), folder, "read")
+        shards = trained_shards(engine)
+        vocab_size = engine.spec.architecture.vocab_size
+        _on_all_ranks(lambda: _check_shards(index, shards, vocab_size), folder, "read")
+        _check_complete(index, shards)
+        base = base_checksum(engine)
+        _on_all_ranks(lambda: check_base(folder, base), folder, "read")
 
-    # Tensors are filled in place, so all of them must be in memory. They are offloaded again at the end.
-    offloaded = state.places.offloaded
-    engine.restore(*offloaded)
+        # A NaN that remains after loading reveals an element that was not filled.
+        for shard in shards:
+            shard.view.fill_(float("nan"))
+        wanted = {
+            str(number): _sharded_tensor(shard, index.tensors[shard.key])
+            for number, shard in enumerate(shards)
+        }
+        common: Any = dist_checkpointing.load(
+            {"shards": wanted}, str(folder), validate_access_integrity=False
+        )
+        _on_all_ranks(lambda: _check_loaded(folder, shards), folder, "read")
 
-    # Compare the folder with the model before anything is overwritten.
-    index = _on_all_ranks(lambda: _checked_index(folder), folder, "read")
-    shards = trained_shards(state)
-    _on_all_ranks(lambda: _check_shards(index, shards, state.vocab_size), folder, "read")
-    _check_complete(index, shards)
-    base = base_checksum(engine)
-    _on_all_ranks(lambda: check_base(folder, base), folder, "read")
-
-    # A NaN that remains after loading reveals an element that was not filled.
-    for shard in shards:
-        shard.view.fill_(float("nan"))
-    wanted = {
-        str(number): _sharded_tensor(shard, index.tensors[shard.key]) for number, shard in enumerate(shards)
-    }
-    common: Any = dist_checkpointing.load({"shards": wanted}, str(folder), validate_access_integrity=False)
-    _on_all_ranks(lambda: _check_loaded(folder, shards), folder, "read")
-
-    # Counts and random state are set only after all tensors have been loaded.
-    state.optimizer.set_counts(**common["step_counts"])
-    _load_random_state(index, state.groups)
-    engine.offload(*offloaded)
+        # Counts and random state are set only after all tensors have been loaded.
+        engine.optimizer.set_counts(**common["step_counts"])
+        _load_random_state(index, engine.groups)
 
 
-def trained_shards(state: TrainingState) -> list[Shard]:
+def trained_shards(engine: MegatronEngine) -> list[Shard]:
     """Return everything that a checkpoint restores in this rank's memory: parameters and optimizer state."""
-    sharding = sharding_of(state.models, state.groups)
-    return [*sharding.of_parameters(), *sharding.of_optimizer(state.optimizer.slices())]
+    sharding = sharding_of(engine.models, engine.groups)
+    parameters = chain.from_iterable(sharding.parameters.values())
+    return [*parameters, *sharding.of_optimizer(engine.optimizer.slices())]
 
 
 def _checked_index(folder: Path) -> TorchDistIndex:

@@ -31,7 +31,6 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from megarl.engine.delta_mixing import DeltaRows, delta_rows, equal_rows, mix
-from megarl.engine.norms import submodules_of
 from megarl.engine.packed_rows import PackedRows
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.delta_net import has_delta_net
@@ -257,7 +256,7 @@ def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) ->
         inputs = provider.column_parallel_layer_norm_linear()
         outputs = provider.row_parallel_linear()
 
-    modules = submodules_of(layer)
+    modules: Any = layer.submodules
     modules.self_attention = ModuleSpec(
         module=GatedDeltaNet,
         params={"delta_net": architecture.delta_net, "input_layer": inputs, "output_layer": outputs},

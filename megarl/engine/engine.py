@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,21 +23,20 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
-from megarl.config.schema import OptimConfig, RoutingReplay
+from megarl.config.schema import RoutingReplay
 from megarl.engine import platform
 from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
-from megarl.engine.lora import AdapterSwitch, BaseWeights, freeze_base
+from megarl.engine.lora import AdapterSwitch, freeze_base
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
-from megarl.engine.model import ModelChunk, build_chunks, keep_hidden
+from megarl.engine.model import build_chunks, keep_hidden
 from megarl.engine.moe_router import (
     RoutedTokens,
     RouterStatistics,
     freeze_routers,
-    router_arguments,
     selection_biases,
 )
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
@@ -74,24 +73,15 @@ _LOSS = "loss of the engine"  # no metric of a loss has this name
 _LossShare = tuple[Tensor, Mapping[str, Metric], Outputs]
 
 
-class TrainingState(NamedTuple):
-    """The state that a checkpoint stores. `places` copies tensors in memory and offloaded ones."""
-
-    models: Sequence[ModelChunk]
-    optimizer: Optimizer
-    places: OffloadableState
-    groups: ParallelGroups
-    vocab_size: int
-
-
 class MegatronEngine:
     """One model with weights from the spec's folder. A trained value head that is missing starts at zero.
 
     Attributes:
         adapters: Turns the adapters of the model off.
-        base_weights: The original weights of modules that train in full next to adapters.
         known_base_checksum: The checksums of the base, once they have been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
+        router_metrics: The router statistics of the last mini-batch, summed over all ranks; see
+            RouterStatistics.metrics.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
         trace: A StepTrace, which records training passes, if set.
     """
@@ -109,7 +99,6 @@ class MegatronEngine:
         )
         require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
         self.adapters = AdapterSwitch()
-        self.base_weights = BaseWeights()
         self.known_base_checksum: Mapping[str, int] | None = None
         self.trace: Any = None
         self.models = build_chunks(
@@ -139,24 +128,33 @@ class MegatronEngine:
             freeze_routers(model, biases_only=not spec.routers.freeze_router)
             if spec.architecture.lora is not None:
                 freeze_base(model, spec.architecture, spec.head)
-            if spec.freeze_vision:
-                model.freeze_tower()
+            if spec.freeze_vision and model.visual is not None:
+                model.visual.requires_grad_(False)
 
         self._routes = self._route_keeper()
 
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
         self._wrapped = wrap_models(self.models, groups.parallel, spec.megatron.ddp) if trainable else []
         self.chunks: list[Any] = list(self._wrapped or self.models)
-        self._state = OffloadableState(self._offloadable_parts())
+        self._places = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._loss_is_finite = True
-        self._router_metrics: dict[str, Metric] = {}
+        self.router_metrics: dict[str, Metric] = {}
         self._bias_steps: Tensor | None = None  # (L, E), of the last mini-batch
         self._load(spec.path)
         expect_no_gather(self._wrapped)
 
         # Created after loading, because the optimizer copies the weights into its float32 masters.
-        self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
+        self._optimizer: Optimizer | None = None
+        if spec.optim is not None:
+            self._optimizer = Optimizer(
+                spec.optim,
+                self.chunks,
+                {parameter: name for name, parameter in self._named_parameters()},
+                dtype,
+                spec.total_optimizer_steps,
+                spec.megatron.optimizer,
+            )
         name_phases(self.chunks, self._optimizer.megatron_configs if self._optimizer is not None else ())
 
     def _route_keeper(self) -> RouterReplayBuffer | None:
@@ -174,32 +172,17 @@ class MegatronEngine:
         layers = [layer for model in self.models for layer in model.decoder.layers]
         return RouterReplayBuffer(architecture, self.groups, layers, self._device)
 
-    def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
-        names = {parameter: name for model in self.models for name, parameter in model.canonical_parameters()}
-        return Optimizer(
-            optim,
-            self.chunks,
-            names,
-            dtype,
-            self.spec.total_optimizer_steps,
-            self.spec.megatron.optimizer,
-        )
-
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
-        parts = {StatePart.parameters: MovableState(self._weight_list)}
+        parts = {
+            StatePart.parameters: MovableState(lambda: [*self._parameter_list(), *self.adapters.originals])
+        }
         if self.spec.optim is not None:
             parts[StatePart.optimizer] = MovableState(self._optimizer_tensors)
-            parts[StatePart.gradients] = MovableState(self._gradient_list, kept=False)
+            parts[StatePart.gradients] = MovableState(lambda: self.gradients().values(), kept=False)
         return parts
 
     def _parameter_list(self) -> list[torch.nn.Parameter]:
         return [parameter for model in self.models for parameter in model.parameters()]
-
-    def _weight_list(self) -> list[Tensor]:
-        return [*self._parameter_list(), *self.base_weights.tensors]
-
-    def _gradient_list(self) -> list[Tensor]:
-        return [_main_grad(parameter) for parameter in self._parameter_list() if parameter.requires_grad]
 
     def _optimizer_tensors(self) -> list[Tensor]:
         """Return the tensors of the optimizer except parameters, which in float32 it steps directly."""
@@ -220,22 +203,35 @@ class MegatronEngine:
 
         # A gather in progress would write into memory that has been released.
         await_parameters(self._wrapped)
-        return self._state.offload(parts)
+        return self._places.offload(parts)
 
     def restore(self, *parts: StatePart) -> int:
         """Restore offloaded parts as they were, and return the number of allocated bytes.
 
         Until then, operations that need them raise OffloadedError.
         """
-        return self._state.restore(parts)
+        return self._places.restore(parts)
 
-    def training_state(self) -> TrainingState:
-        """Return the training state of an engine that trains."""
+    @contextmanager
+    def in_memory(self, *parts: StatePart) -> Generator[None]:
+        """Run a block with parts in memory, and offload again what was offloaded."""
+        offloaded = self._places.offloaded.intersection(parts)
+        self.restore(*offloaded)
+        yield
+        self.offload(*offloaded)
+
+    @property
+    def places(self) -> OffloadableState:
+        """Where the state is. It copies tensors in memory, whose updates are complete, and offloaded ones."""
+        await_parameters(self._wrapped)
+        return self._places
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of an engine that trains. The parameters that it has updated are complete."""
         assert self._optimizer is not None, "a frozen model equals its folder and is never saved"
         await_parameters(self._wrapped)
-        return TrainingState(
-            self.models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size
-        )
+        return self._optimizer
 
     def _load(self, folder: str) -> None:
         value_head = value_head_of(
@@ -256,7 +252,7 @@ class MegatronEngine:
             value_head=value_head,
         )
         if self.spec.runs_base:
-            self.base_weights.keep(
+            self.adapters.keep(
                 parameter
                 for name, parameter in self._named_parameters()
                 if parameter.requires_grad and name in base
@@ -273,7 +269,7 @@ class MegatronEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's shards by Megatron's names of local layers, numbered over the whole model."""
-        self._state.require("return its parameters", StatePart.parameters)
+        self._places.require("return its parameters", StatePart.parameters)
         await_parameters(self._wrapped)
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
@@ -282,7 +278,7 @@ class MegatronEngine:
 
         Only the data-parallel rank's own slice of each gradient is reduced.
         """
-        self._state.require("return its gradients", StatePart.gradients)
+        self._places.require("return its gradients", StatePart.gradients)
         return {
             name: _main_grad(parameter)
             for name, parameter in self._named_parameters()
@@ -316,11 +312,8 @@ class MegatronEngine:
             float32 rows for each output, and the routes of this pass if updates replay them. None except on
             the last pipeline stage.
         """
-        self._state.require("score", StatePart.parameters)
-        with torch.no_grad(), ExitStack() as switched:
-            if base:
-                switched.enter_context(self.adapters.off())
-                switched.enter_context(self.base_weights.in_use())
+        self._places.require("score", StatePart.parameters)
+        with torch.no_grad(), self.adapters.off() if base else nullcontext():
             results = self._run(batch, micro_batches, None, extras, selects_experts=base, top=top)
 
         # Collecting the routes is a collective of the whole replica, not only of its last stage. What the
@@ -381,7 +374,7 @@ class MegatronEngine:
     ) -> tuple[dict[str, Metric], list[Outputs]]:
         """Return the merged metrics, and the outputs of each micro-batch. On other stages, both are empty."""
         assert self._optimizer is not None, "a frozen model has no gradients"
-        self._state.require("train", *StatePart)
+        self._places.require("train", *StatePart)
         self._optimizer.zero_grad()
 
         # A load-balancing loss needs a counting pass before the one with gradients.
@@ -393,7 +386,7 @@ class MegatronEngine:
         # Every rank contributes to the router statistics, whatever its pipeline stage.
         if tally is not None:
             tally.reduce(self.groups)
-            self._router_metrics = merge_metrics([tally.metrics()])
+            self.router_metrics = merge_metrics([tally.metrics()])
             if rate := self.spec.routers.bias_update_rate:
                 self._bias_steps = tally.bias_steps(rate)
 
@@ -424,32 +417,20 @@ class MegatronEngine:
 
         return RouterStatistics(architecture, self._device, losses, counted.shares)
 
-    def router_metrics(self) -> dict[str, Metric]:
-        """Return the router metrics of the last `forward_backward` (see RouterStatistics), on every rank.
-
-        Empty for a model without experts.
-        """
-        return dict(self._router_metrics)
-
     def step(self) -> StepStatistics:
         """Apply the gradients."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
-        self._state.require("step", *StatePart)
+        self._places.require("step", *StatePart)
         assert self._gradients_are_made, "a step needs gradients computed after the last offload"
         statistics = self._optimizer.step(loss_is_finite=self._loss_is_finite)
-        if not statistics.is_skipped:
-            self._update_selection_biases()
+        # The biases that select experts follow no gradient.
+        if not statistics.is_skipped and self._bias_steps is not None:
+            for model in self.models:
+                for layer, bias in selection_biases(model).items():
+                    bias.add_(self._bias_steps[layer])
 
         start_gather(self._wrapped)
         return statistics
-
-    def _update_selection_biases(self) -> None:
-        """Move the selection biases towards an even load, if the run asks for it."""
-        if self._bias_steps is None:
-            return
-        for model in self.models:
-            for layer, bias in selection_biases(model).items():
-                bias.add_(self._bias_steps[layer])
 
     def _run(
         self,
@@ -561,11 +542,14 @@ class MegatronEngine:
         top: TopK | None,
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
-        routed = (
-            router_arguments(RoutedTokens.of(micro_batch, tally, self.groups))
-            if routes_tokens(self.spec.architecture)
-            else {}
-        )
+        routed = {}
+        if routes_tokens(self.spec.architecture):
+            # Megatron passes the attention bias, which megarl's models do not use, to each layer, even under
+            # recomputation. Its padding mask is lost if only some layers are recomputed.
+            counts = self.groups.own_part(micro_batch.inputs.counts.t().flatten())  # hidden is (S, b, H)
+            tokens = RoutedTokens(counts, tally, micro_batch.routes)
+            routed = {"extra_block_kwargs": {"attention_bias": tokens}}
+
         # A recomputation in the backward pass repeats these modules, and must not be recorded again.
         traced = self.trace if self.trace is not None and loss is not None else None
         with nullcontext() if traced is None else traced.recording(micro_batch):

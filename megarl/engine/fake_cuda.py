@@ -29,6 +29,7 @@ from megarl.engine.cpu_adaptations import (
     replace_streams,
     use_cpu_generator,
 )
+from megarl.machine.replaced import replaced
 from megarl.machine.wording import counted
 
 CUDA = torch.device("cuda", 0)
@@ -41,18 +42,6 @@ _SETTINGS = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
 
 _NORM = "aten::_fused_rms_norm"
 _KERNELS = torch.library.Library("aten", "IMPL", "CUDA")  # registrations live as long as this object
-
-
-class _FakeRuntime:
-    """The part of the CUDA runtime that pins memory. It reports success."""
-
-    @staticmethod
-    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:  # noqa: N802
-        return 0
-
-    @staticmethod
-    def cudaHostUnregister(pointer: int) -> int:  # noqa: N802
-        return 0
 
 
 def _adapt_cuda(on_wait: Callable[[], None]) -> None:
@@ -83,7 +72,10 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
     cuda.synchronize = lambda *arguments: on_wait()
     # The properties of an H100.
     replace_streams(Stream, (9, 0), num_processors=132, name="fake")
-    cuda.cudart = _FakeRuntime
+    # Registering host memory succeeds.
+    cuda.cudart = lambda: types.SimpleNamespace(
+        cudaHostRegister=lambda pointer, size, flags: 0, cudaHostUnregister=lambda pointer: 0
+    )
 
 
 def _to_cuda(
@@ -353,10 +345,7 @@ def import_transformer_engine(compiled: types.ModuleType) -> None:
     # Last, so that nothing else is imported from there.
     sys.path.append(str(folder.parent))
     sys.modules[compiled.__name__] = compiled
-    before = {name: os.environ.get(name) for name in _SETTINGS}
-    os.environ.update(_SETTINGS)
-
-    try:
+    with replaced(os.environ, _SETTINGS):
         # The package imports its part for torch, which would look for the compiled module, if it can.
         sys.modules[_FRAMEWORK] = None  # pyrefly: ignore[unsupported-operation]
         common: Any = importlib.import_module(f"{_PACKAGE}.common")
@@ -365,12 +354,6 @@ def import_transformer_engine(compiled: types.ModuleType) -> None:
         sys.modules[_EXPORT] = _Export(_EXPORT)
         importlib.import_module(_FRAMEWORK)
         _accept_fake_tensors()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _accept_fake_tensors() -> None:

@@ -56,6 +56,12 @@ class ParallelGroups:
         part = part * parallel.context_parallel_size + self.context_rank
         return part * parallel.tensor_parallel_size + self.tensor_rank
 
+    def own_part(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of values of tokens, of which each sequence-parallel rank has a part."""
+        if not self.parallel.sequence_parallel:
+            return tokens
+        return tokens.chunk(self.parallel.tensor_parallel_size)[self.tensor_rank]
+
     @property
     def num_chunks(self) -> int:
         return self.parallel.virtual_pipeline_parallel_size or 1

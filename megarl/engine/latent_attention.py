@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megarl.engine.cpu_kernels import linear
 from megarl.engine.layers import RMSNorm
-from megarl.engine.norms import submodules_of
 from megarl.engine.rotary import attention_factor
 from megarl.models.architecture import Architecture, YarnScaling
 from megarl.models.latent import latent_of, megatron_sizes
@@ -129,7 +128,7 @@ def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) ->
     Args:
         provider: Megatron's provider of Transformer Engine's classes, None for local layers.
     """
-    modules = submodules_of(layer)
+    modules: Any = layer.submodules
     modules.self_attention.module = LatentSelfAttention
     if provider is None:
         attention = modules.self_attention.submodules

@@ -18,7 +18,6 @@ from torch import Tensor
 from megarl.config.schema import Layers, ParallelConfig
 from megarl.engine import delta_net, latent_attention, sinks
 from megarl.engine.moe_router import router_class
-from megarl.engine.norms import submodules_of
 from megarl.engine.rotary import attention_factor, set_local_rotation
 from megarl.models.architecture import Architecture
 from megarl.models.delta_net import DELTA_NET
@@ -115,7 +114,7 @@ def _expert_options(
 
 
 def _set_experts(layer: ModuleSpec, architecture: Architecture, provider: Any) -> None:
-    modules = submodules_of(layer)
+    modules: Any = layer.submodules
     modules.mlp.keywords["submodules"].router = router_class(architecture)  # a functools.partial
     if provider is not None:
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,10 +28,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
 from megarl.engine.layer_kinds import MODULES
-from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
-from megarl.engine.moe_router import RoutedDeepstackLayer, RoutedLayer
-from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms, submodules_of
-from megarl.engine.vision import DeepstackLayer
+from megarl.engine.layers import AttentionCore, DecoderLayer, RMSNorm, sharing_prompts
+from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
@@ -89,7 +86,6 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
     every = layers_of(architecture)
-    layer_specs = [specs[_kinds(every[layer])] for layer in held]
 
     # The first layers add features of images to their outputs, which the first stage has.
     num_deepstack = architecture.num_image_layers
@@ -98,16 +94,10 @@ def block_spec(
             f"the first (virtual) pipeline stage has {counted(len(held), 'layer')}, but features of images "
             f"are added to the first {num_deepstack}: use fewer pipeline stages or virtual stages"
         )
-    deepstack_layer = RoutedDeepstackLayer if routes_tokens(architecture) else DeepstackLayer
-    for place, layer in enumerate(held):
-        if layer < num_deepstack:
-            layer_specs[place] = replace(layer_specs[place], module=deepstack_layer)
 
-    # After the last attention, only tokens that predict another one are needed.
-    if config.num_layers - 1 in held and ends_with_predictors(architecture):
-        layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
-
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[_kinds(every[layer])] for layer in held], layer_norm=norm
+    )
 
 
 def _kinds(layer: tuple[LayerPart, ...]) -> tuple[PartKind, ...]:
@@ -129,20 +119,12 @@ def _specs_of_kinds(
             MODULES[kind].set_modules(spec, architecture, provider)
         set_norms(spec, architecture, norm)
         if not architecture.norms.before:
-            drop_norms_before_blocks(spec, _column_parallel_linear(layers))
-        # Dense layers also receive the routers' tokens as an attention bias, which they must not apply.
-        if routes_tokens(architecture):
-            spec.module = RoutedLayer
+            column = ColumnParallelLinear if provider is None else provider.column_parallel_linear()
+            drop_norms_before_blocks(spec, column)
+        spec.module = DecoderLayer
         specs[kinds] = spec
 
     return specs
-
-
-def _column_parallel_linear(layers: Layers) -> type:
-    """Return the class of a column-parallel layer without a norm of its input."""
-    if layers is Layers.transformer_engine:
-        return _transformer_engine().column_parallel_linear()
-    return ColumnParallelLinear
 
 
 def _transformer_engine() -> Any:
@@ -152,7 +134,7 @@ def _transformer_engine() -> Any:
 
 
 def ends_with_predictors(architecture: Architecture) -> bool:
-    """Return whether the model's last layer is a LogitLayer. Routers count all tokens in each layer."""
+    """Return whether the last layer keeps only predictors. Routers count all tokens in each layer."""
     return not routes_tokens(architecture)
 
 
@@ -163,7 +145,7 @@ def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> Mod
         qk_layernorm=config.qk_layernorm or config.multi_latent_attention,
         multi_latent_attention=config.multi_latent_attention,
     )
-    modules = submodules_of(layer)
+    modules: Any = layer.submodules
     attention = modules.self_attention.submodules
     attention.core_attention = sharing_prompts(attention.core_attention)
     return layer
@@ -176,7 +158,7 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    modules = submodules_of(layer)
+    modules: Any = layer.submodules
     attention = modules.self_attention.submodules
     attention.core_attention = AttentionCore
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
@@ -267,11 +249,7 @@ def adapt_expert_biases(model: torch.nn.Module) -> None:
         bias: Any = module.bias
         bias.sequence_parallel = False
         bias.tensor_model_parallel = True
-        module.register_forward_hook(_with_own_output)
-
-
-def _with_own_output(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
-    return outputs[0].clone(), *outputs[1:]
+        module.register_forward_hook(lambda module, inputs, outputs: (outputs[0].clone(), *outputs[1:]))
 
 
 def forget_routes(model: torch.nn.Module) -> None:

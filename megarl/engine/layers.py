@@ -1,4 +1,4 @@
-"""The local layers that replace Megatron's: the attention core, and a model's last layer.
+"""The layers that replace Megatron's: the whole layer, its norm and its attention core.
 
 They support padded and packed batches, on a CPU and on CUDA. None of them reads anything from the device: the
 sequence lengths were known on the host when the batch was made.
@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megarl.engine.packed_rows import AttentionPlan, PackedRows, attention_plan, key_places
+from megarl.engine.moe_router import RoutedTokens
+from megarl.engine.packed_rows import AttentionPlan, PackedRows
 from megarl.engine.shared_prompts import attend as attend_shared
 
 _CAUSAL = (-1, 0)  # everything before a token, nothing after it
@@ -172,7 +174,7 @@ class AttentionCore(torch.nn.Module):
                 return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
             return self.attend_varlen(query, key, value, packed_seq_params)
 
-        return self.attend_packed(query, key, value, attention_plan(packed_seq_params))
+        return self.attend_packed(query, key, value, packed_seq_params.attention_plan)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend to all keys before the first query's own, and causally to the rest.
@@ -284,7 +286,7 @@ def attend_pieces(
     Returns:
         (T / C, heads * D).
     """
-    places, sequences = key_places(packed)
+    places, sequences = packed.key_places
     # The maxima are known on the host, so the device is not asked for them.
     mixed = varlen_attn(
         query,
@@ -359,19 +361,56 @@ def sharing_prompts(attention: type) -> Any:
     return SharingAttention
 
 
-class LogitLayer(TransformerLayer):
-    """A last layer that, after its attention, keeps only the tokens of packed rows that predict another.
+class DecoderLayer(TransformerLayer):
+    """A layer that does what Megatron's does not: a part of it is needed by each layer of some models.
 
-    For the attention, all tokens are keys and values.
+    It passes the routed tokens to its router, if it has one. The first layers of a model that reads images
+    add features of images to their output (see `Deepstack`). The last layer keeps, after its attention, only
+    the tokens of packed rows that predict another; for the attention, all tokens are keys and values.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if isinstance(self.mlp, MoELayer):
+            self.mlp.register_forward_pre_hook(_tell, with_kwargs=True)
+            # Recomputed as a whole, so that the router receives the tokens again.
+            self.recompute_mlp = self.mlp.moe_layer_recompute
+            self.mlp.moe_layer_recompute = False
+
+    def forward(
+        self,
+        *arguments: Any,
+        attention_bias: RoutedTokens | None = None,
+        packed_seq_params: PackedRows | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        # Dense layers also receive the routers' tokens as an attention bias, which they must not apply.
+        options["padding_mask"] = attention_bias
+        outputs: Any = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        deepstack = None if packed_seq_params is None else packed_seq_params.deepstack
+        if deepstack is None or self.layer_number > len(deepstack[0]):
+            return outputs
+
+        hidden, context = outputs
+        features, places = deepstack
+        return hidden.index_add(0, places, features[self.layer_number - 1][:, None]), context
 
     def _forward_attention(
         self, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any
     ) -> tuple[Tensor, Any]:
-        """Run the attention: hidden (T, 1, H) -> (K, 1, H). Also returns Megatron's context."""
+        """Run the attention: hidden (T, 1, H), in the last layer -> (K, 1, H). Also returns the context."""
         hidden, context = super()._forward_attention(
             *arguments, packed_seq_params=packed_seq_params, **options
         )
-        if packed_seq_params is not None and packed_seq_params.predicting is not None:
-            hidden = hidden.index_select(0, packed_seq_params.predicting)
+        predicting = None if packed_seq_params is None else packed_seq_params.predicting
+        if predicting is not None and self.layer_number == self.config.num_layers:
+            hidden = hidden.index_select(0, predicting)
         return hidden, context
+
+
+def _tell(
+    experts: MoELayer, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    router: Any = experts.router
+    router.tokens = options.pop("padding_mask", None)
+    return arguments, options

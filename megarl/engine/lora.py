@@ -38,48 +38,36 @@ from megarl.weights.shard_layout import ShardLayout, held_weights, shard_shapes,
 
 
 class AdapterSwitch:
-    """Turns the adapters of a model off, which makes it the model that it was trained from."""
+    """Turns the adapters of a model off, which makes it the model that it was trained from.
+
+    Weights that train in full next to adapters are then replaced by copies of their first values, which are
+    in memory, or offloaded, with the parameters. The other weights are frozen and need no copies.
+    """
 
     def __init__(self) -> None:
         self.is_on = True
+        self._originals: list[tuple[torch.nn.Parameter, Tensor]] = []
+
+    @property
+    def originals(self) -> list[Tensor]:
+        return [original for _, original in self._originals]
+
+    def keep(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Copy the present values of parameters."""
+        self._originals = [(parameter, parameter.detach().clone()) for parameter in parameters]
 
     @contextlib.contextmanager
     def off(self) -> Generator[None]:
-        """Run the model without its adapters within the block."""
+        """Run the model without its adapters within the block. Gradients and the optimizer do not change."""
+        trained = [parameter.data for parameter, _ in self._originals]
         self.is_on = False
+        for parameter, original in self._originals:
+            parameter.data = original
         try:
             yield
         finally:
             self.is_on = True
-
-
-class BaseWeights:
-    """Copies of weights as they were before training. They are in memory, or offloaded, with the parameters.
-
-    A pass of the model without its adapters uses the copies; the other frozen weights need none.
-    """
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[torch.nn.Parameter, Tensor]] = []
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [copy for _, copy in self._copies]
-
-    def keep(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy the present values of parameters."""
-        self._copies = [(parameter, parameter.detach().clone()) for parameter in parameters]
-
-    @contextlib.contextmanager
-    def in_use(self) -> Generator[None]:
-        """Run the model with the copies within the block. Gradients and the optimizer are not affected."""
-        trained = [parameter.data for parameter, _ in self._copies]
-        for parameter, copy in self._copies:
-            parameter.data = copy
-        try:
-            yield
-        finally:
-            for (parameter, _), data in zip(self._copies, trained, strict=True):
+            for (parameter, _), data in zip(self._originals, trained, strict=True):
                 parameter.data = data
 
 
@@ -217,7 +205,9 @@ def add_adapters(
 
     for path, linear in list(model.named_modules()):
         weight = weights.get(model.canonical(f"{path}.weight"))
-        if weight is None or not _has_adapters(weight, shapes):
+        if weight is None or not any(
+            parameter_names(weight.megatron_name, tensor.name)[0] in shapes for tensor in weight.tensors
+        ):
             continue
         linear.lora = LinearAdapters(linear, weight, shapes, layout, architecture.lora.scale)
         # before the norm of the layer's output, which norms.py computes in a hook too
@@ -225,10 +215,6 @@ def add_adapters(
 
     if model.pre_process:
         model.embedding.register_forward_hook(_with_gradient)
-
-
-def _has_adapters(weight: Weight, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    return any(parameter_names(weight.megatron_name, tensor.name)[0] in shapes for tensor in weight.tensors)
 
 
 def _adding(switch: AdapterSwitch) -> Callable[..., tuple[Tensor, Any]]:

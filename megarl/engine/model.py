@@ -82,6 +82,9 @@ def transformer_config(
 def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
     """Return Megatron's options for what all layers compute, whatever their kinds."""
     spans_heads = architecture.qk_norm_kind is QKNorm.all_heads
+    unrotated = [
+        int(layer in architecture.layers_without_rope) for layer in range(architecture.num_hidden_layers)
+    ]
 
     return dict(
         num_layers=architecture.num_hidden_layers,
@@ -101,7 +104,7 @@ def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
         layernorm_zero_centered_gamma=architecture.norms.zero_centered,
         attention_output_gate=architecture.has_output_gate,
         softmax_scale=architecture.softmax_scale,
-        no_rope_freq=_layers_without_rope(architecture),
+        no_rope_freq=unrotated if any(unrotated) else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
@@ -155,13 +158,6 @@ def _activation(architecture: Architecture, *, on_cpu: bool) -> Callable[[Tensor
     if architecture.activation is Activation.gelu_tanh:
         return partial(F.gelu, approximate="tanh") if on_cpu else F.gelu
     return F.silu
-
-
-def _layers_without_rope(architecture: Architecture) -> list[int] | None:
-    """Return a mark for each layer: 1 if it does not rotate queries and keys. None if all layers do."""
-    if not architecture.layers_without_rope:
-        return None
-    return [int(layer in architecture.layers_without_rope) for layer in range(architecture.num_hidden_layers)]
 
 
 def _recompute_options(recomputation: Recomputation, architecture: Architecture) -> dict[str, Any]:
@@ -244,6 +240,7 @@ class ModelChunk(GPTModel):
         self.head = head
         self.architecture = architecture
         self._vision = architecture.vision if self.pre_process else None
+        self.visual: Any = None
         if self._vision is not None:
             self.visual = build_tower(self._vision)
             if config.recompute_granularity == "full":
@@ -303,16 +300,6 @@ class ModelChunk(GPTModel):
         run: Callable[..., Tensor] = super().forward  # Megatron takes None where it declares a tensor
         return run(tokens, positions, mask, packed_seq_params=packed_seq_params, **options)
 
-    @property
-    def has_tower(self) -> bool:
-        """Whether this chunk has the vision tower."""
-        return self._vision is not None
-
-    def freeze_tower(self) -> None:
-        """Exclude the vision tower from training, if this chunk has it."""
-        if self._vision is not None:
-            self.visual.requires_grad_(False)
-
     def canonical_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters with their names in local layers, numbered over the whole model."""
         for name, parameter in self.named_parameters():
@@ -354,7 +341,7 @@ def keep_float32(chunk: ModelChunk) -> ModelChunk:
 
     Biases have no values yet.
     """
-    if chunk.has_tower:
+    if chunk.visual is not None:
         keep_frequencies(chunk.visual)
     for module in chunk.modules():
         if isinstance(module, BiasedExpertRouter):

@@ -20,17 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.batch.metrics import Metric
 from megarl.config.schema import ExpertsConfig
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
-from megarl.engine.vision import DeepstackLayer
+from megarl.engine.micro_batch import MicroBatchRoutes
 from megarl.models.architecture import Architecture, RouterScore
 from megarl.models.experts import experts_of
 
@@ -49,16 +46,6 @@ class RoutedTokens(NamedTuple):
     counts: Tensor
     tally: RouterStatistics | None
     routes: MicroBatchRoutes | None
-
-    @classmethod
-    def of(
-        cls, micro_batch: MicroBatch, tally: RouterStatistics | None, groups: ParallelGroups
-    ) -> RoutedTokens:
-        """Describe the tokens of a micro-batch. Each sequence-parallel rank has a part of them."""
-        flat = micro_batch.inputs.counts.t().flatten()  # hidden states are (S, b, H)
-        if groups.parallel.sequence_parallel:
-            flat = flat.chunk(groups.parallel.tensor_parallel_size)[groups.tensor_rank]
-        return cls(flat, tally, micro_batch.routes)
 
 
 class RouterStatistics:
@@ -252,44 +239,6 @@ def selection_biases(model: torch.nn.Module) -> dict[int, Tensor]:
         for module in model.modules()
         if isinstance(module, BiasedExpertRouter)
     }
-
-
-def router_arguments(tokens: RoutedTokens) -> dict[str, Any]:
-    """Return the argument of the model's forward pass that brings `tokens` to the routers.
-
-    Megatron passes the attention bias, which megarl's models do not use, to each layer, even under
-    recomputation. Megatron's padding mask is lost if only some layers are recomputed, and can only express
-    yes and no.
-    """
-    return {"extra_block_kwargs": {"attention_bias": tokens}}
-
-
-class RoutedLayer(TransformerLayer):
-    """A layer of an MoE model, which passes the routed tokens to its router."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        if isinstance(self.mlp, MoELayer):
-            self.mlp.register_forward_pre_hook(_tell, with_kwargs=True)
-            # Recomputed as a whole, so that the router receives the tokens again.
-            self.recompute_mlp = self.mlp.moe_layer_recompute
-            self.mlp.moe_layer_recompute = False
-
-    def forward(self, *arguments: Any, attention_bias: RoutedTokens | None = None, **options: Any) -> Any:
-        options["padding_mask"] = attention_bias
-        return super().forward(*arguments, **options)
-
-
-class RoutedDeepstackLayer(DeepstackLayer, RoutedLayer):
-    """A layer of an MoE model that adds features of images to its output."""
-
-
-def _tell(
-    experts: MoELayer, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    router: Any = experts.router
-    router.tokens = options.pop("padding_mask", None)
-    return arguments, options
 
 
 def freeze_routers(model: torch.nn.Module, *, biases_only: bool) -> None:

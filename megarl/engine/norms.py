@@ -141,11 +141,6 @@ def linear_class(module: torch.nn.Module) -> type:
     return kind
 
 
-def submodules_of(layer: ModuleSpec) -> Any:
-    """Return the modules of a layer, which Megatron declares as `object`."""
-    return layer.submodules
-
-
 def set_norms(layer: ModuleSpec, architecture: Architecture, norm: Any) -> None:
     """Give a layer the norms of an architecture other than those before blocks and of each head.
 
@@ -153,7 +148,7 @@ def set_norms(layer: ModuleSpec, architecture: Architecture, norm: Any) -> None:
         layer: The layer, whose modules are replaced.
         norm: Builds a norm.
     """
-    modules = submodules_of(layer)
+    modules: Any = layer.submodules
     attention = modules.self_attention.submodules
     if architecture.norms.after:
         assert not routes_tokens(architecture), "experts have no norm of their output"
@@ -173,7 +168,7 @@ def drop_norms_before_blocks(layer: ModuleSpec, column_parallel_linear: type) ->
         layer: The layer, whose modules are replaced.
         column_parallel_linear: The class of a linear layer without a norm of its input.
     """
-    modules = submodules_of(layer)
+    modules: Any = layer.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = IdentityOp
     modules.self_attention.submodules.linear_qkv = column_parallel_linear
     modules.mlp.keywords["submodules"].linear_fc1 = column_parallel_linear

@@ -187,11 +187,8 @@ class MovableState:
         self._find = find
         self._kept = kept
         self._host_buffer = new_host_buffer()
-        self._offloaded: list[tuple[UntypedStorage, int]] | None = None  # with their sizes
-
-    @property
-    def is_offloaded(self) -> bool:
-        return self._offloaded is not None
+        # The storages with their sizes; None: in memory.
+        self.offloaded: list[tuple[UntypedStorage, int]] | None = None
 
     def offload(self) -> int:
         """Offload the state.
@@ -202,7 +199,7 @@ class MovableState:
         Raises:
             OSError: There is not enough space. Nothing has been moved.
         """
-        if self._offloaded is not None:
+        if self.offloaded is not None:
             return 0
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._find()}
         moved = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
@@ -212,7 +209,7 @@ class MovableState:
             self._host_buffer.put([storage for storage, _ in moved])
         for storage, _ in moved:
             storage.resize_(0)
-        self._offloaded = moved
+        self.offloaded = moved
 
         # Other processes can use the memory only after the allocator has returned it.
         platform.current().return_freed_memory()
@@ -221,19 +218,19 @@ class MovableState:
 
     def restore(self) -> int:
         """Restore the state. Returns the number of allocated bytes; 0 if nothing is offloaded."""
-        if self._offloaded is None:
+        if self.offloaded is None:
             return 0
 
         # The storages grow in place, which makes every view of them valid again.
-        for storage, size in self._offloaded:
+        for storage, size in self.offloaded:
             storage.resize_(size)
             if not self._kept:
                 _bytes_of(storage).zero_()
 
         if self._kept:
-            self._host_buffer.take([storage for storage, _ in self._offloaded])
-        nbytes = sum(size for _, size in self._offloaded)
-        self._offloaded = None
+            self._host_buffer.take([storage for storage, _ in self.offloaded])
+        nbytes = sum(size for _, size in self.offloaded)
+        self.offloaded = None
 
         return nbytes
 
@@ -248,7 +245,7 @@ class MovableState:
             Whether the tensor is offloaded.
         """
         identity = tensor.untyped_storage()._cdata  # the address is lost with the memory
-        for number, (storage, _) in enumerate(self._offloaded or ()):
+        for number, (storage, _) in enumerate(self.offloaded or ()):
             if storage._cdata == identity:
                 assert self._kept
                 first = (int(tensor.storage_offset()) + start) * tensor.itemsize
@@ -266,7 +263,7 @@ class OffloadableState:
 
     @property
     def offloaded(self) -> frozenset[StatePart]:
-        return frozenset(part for part, state in self._parts.items() if state.is_offloaded)
+        return frozenset(part for part, state in self._parts.items() if state.offloaded is not None)
 
     def offload(self, parts: Iterable[StatePart]) -> int:
         """Offload parts and return the number of freed bytes. Skips offloaded and absent parts."""

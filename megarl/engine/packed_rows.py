@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -55,8 +56,6 @@ class PackedRows(PackedSeqParams):
         self.predicting: Tensor | None = None
         # Features that the first layers add to image tokens (see vision.py).
         self.deepstack: Deepstack | None = None
-        self.attention_plan: AttentionPlan | None = None
-        self.key_places: tuple[Tensor, Sequences] | None = None
         self.delta_rows: Any = None  # a DeltaRows, made by the first gated delta net
         prompt_of = prompt_of or [None] * len(lengths)
         self.shares_prompts = any(prompt is not None for prompt in prompt_of)
@@ -91,6 +90,81 @@ class PackedRows(PackedSeqParams):
         """Whether the positions of tokens are not 0, 1, 2, ... in each sequence."""
         return self.shares_prompts or self.place.size > 1
 
+    @cached_property
+    def attention_plan(self) -> AttentionPlan:
+        """The plan of the attention calls, which is made once per micro-batch and cached for all layers.
+
+        Padding repeats the last token of a piece. It comes after all real tokens, so that causal attention
+        hides it from them; its outputs are dropped, so that its gradient is zero.
+        """
+        calls: list[AttentionCall] = []
+        gathered = []
+        gathered_keys = []
+        real = []
+
+        for members in _share_calls(self.pieces):
+            first = members[0]
+            length = max(piece.length for piece in members)
+            # One column per property of the pieces, to be broadcast against token offsets.
+            starts, lengths, prompts, own = torch.tensor(
+                [(piece.start, piece.length, piece.prompt.start, piece.own.start) for piece in members]
+            ).T[..., None]
+            offset = torch.arange(length)
+            num_own = len(first.own) - first.length
+            within = torch.minimum(offset, lengths - 1)
+            # A piece sees its prompt, its sequence up to its first query, and its own tokens.
+            keys = [
+                prompts + torch.arange(len(first.prompt)),
+                own + torch.arange(num_own),
+                own + num_own + within,
+            ]
+            gathered.append((starts + within).flatten())
+            gathered_keys.append(torch.cat(keys, dim=1).flatten())
+            real.append((offset < lengths).flatten())
+            calls.append((len(members), length, len(first.prompt) + num_own))
+
+        gather = torch.cat(gathered)
+        gather_keys = torch.cat(gathered_keys)
+        is_real = torch.cat(real)
+        tokens = torch.arange(sum(self.lengths) // self.place.size)
+        size = self.place.size
+
+        # The keys are in rank order, as `whole_keys` gathers them.
+        if size > 1:
+            gather_keys = whole_order(self.lengths, size)[gather_keys]
+        elif torch.equal(gather, tokens) and not any(before for _, _, before in calls):
+            # The tokens are already in the right order, so no copy is needed.
+            return calls, None, None, None
+
+        # The inverse of `gather` for real tokens.
+        scatter = torch.empty_like(tokens)
+        scatter[gather[is_real]] = is_real.nonzero()[:, 0]
+        device = self.cu_seqlens_q.device
+        gather, gather_keys, scatter = (to_device(index, device) for index in (gather, gather_keys, scatter))
+
+        return calls, gather, gather_keys, scatter
+
+    @cached_property
+    def key_places(self) -> tuple[Tensor, Sequences]:
+        """The keys that pieces see, concatenated piece by piece, and the pieces as sequences of one call.
+
+        The first is (N,) on the device, the position of each key among the keys of all ranks, which are in
+        rank order. Both are determined once per micro-batch and cached.
+        """
+        device = self.cu_seqlens_q.device
+        # The keys are gathered in rank order, so positions in the batch are translated.
+        order = whole_order(self.lengths, self.place.size)
+        places = torch.cat(
+            [
+                torch.arange(seen.start, seen.stop)
+                for piece in self.pieces
+                for seen in (piece.prompt, piece.own)
+            ]
+        )
+        queries = [piece.length for piece in self.pieces]
+        keys = [piece.num_keys for piece in self.pieces]
+        return to_device(order[places], device), sequences_of(queries, keys, device)
+
 
 # Features of images that layers of the language model add to their outputs: (D, N, H), of layer d for this
 # rank's N image tokens; and (N,) the positions of these tokens among those of this rank.
@@ -106,64 +180,6 @@ AttentionCall = tuple[int, int, int]
 # which are padding; indices of the keys that they see, including prompts, among the keys of all ranks; and
 # (T,) the position of each token in the first. The tensors are None if tokens are in the order of the calls.
 AttentionPlan = tuple[list[AttentionCall], Tensor | None, Tensor | None, Tensor | None]
-
-
-def attention_plan(packed: PackedRows) -> AttentionPlan:
-    """Return the plan for a packed batch, which is made once per micro-batch and cached for all layers.
-
-    Padding repeats the last token of a piece. It comes after all real tokens, so that causal attention hides
-    it from them; its outputs are dropped, so that its gradient is zero.
-    """
-    if packed.attention_plan is not None:
-        return packed.attention_plan
-    calls: list[AttentionCall] = []
-    gathered = []
-    gathered_keys = []
-    real = []
-
-    for members in _share_calls(packed.pieces):
-        first = members[0]
-        length = max(piece.length for piece in members)
-        # One column per property of the pieces, to be broadcast against token offsets.
-        starts, lengths, prompts, own = torch.tensor(
-            [(piece.start, piece.length, piece.prompt.start, piece.own.start) for piece in members]
-        ).T[..., None]
-        offset = torch.arange(length)
-        num_own = len(first.own) - first.length
-        within = torch.minimum(offset, lengths - 1)
-        # A piece sees its prompt, its sequence up to its first query, and its own tokens.
-        keys = [
-            prompts + torch.arange(len(first.prompt)),
-            own + torch.arange(num_own),
-            own + num_own + within,
-        ]
-        gathered.append((starts + within).flatten())
-        gathered_keys.append(torch.cat(keys, dim=1).flatten())
-        real.append((offset < lengths).flatten())
-        calls.append((len(members), length, len(first.prompt) + num_own))
-
-    gather = torch.cat(gathered)
-    gather_keys = torch.cat(gathered_keys)
-    is_real = torch.cat(real)
-    tokens = torch.arange(sum(packed.lengths) // packed.place.size)
-    size = packed.place.size
-
-    # The keys are in rank order, as `whole_keys` gathers them.
-    if size > 1:
-        gather_keys = whole_order(packed.lengths, size)[gather_keys]
-    elif torch.equal(gather, tokens) and not any(before for _, _, before in calls):
-        # The tokens are already in the right order, so no copy is needed.
-        packed.attention_plan = calls, None, None, None
-        return packed.attention_plan
-
-    # The inverse of `gather` for real tokens.
-    scatter = torch.empty_like(tokens)
-    scatter[gather[is_real]] = is_real.nonzero()[:, 0]
-    device = packed.cu_seqlens_q.device
-    gather, gather_keys, scatter = (to_device(index, device) for index in (gather, gather_keys, scatter))
-    packed.attention_plan = calls, gather, gather_keys, scatter
-
-    return packed.attention_plan
 
 
 def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
@@ -188,26 +204,3 @@ def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
 
     # In batch order, so that tokens need not be moved if no padding is needed.
     return sorted(sorted(members) for members in calls)
-
-
-def key_places(packed: PackedRows) -> tuple[Tensor, Sequences]:
-    """Return the keys that pieces see, concatenated piece by piece, and the pieces as sequences of one call.
-
-    The first is (N,) on the device, the position of each key among the keys of all ranks, which are in rank
-    order. Both are determined once per micro-batch and cached.
-    """
-    if packed.key_places is None:
-        device = packed.cu_seqlens_q.device
-        # The keys are gathered in rank order, so positions in the batch are translated.
-        order = whole_order(packed.lengths, packed.place.size)
-        places = torch.cat(
-            [
-                torch.arange(seen.start, seen.stop)
-                for piece in packed.pieces
-                for seen in (piece.prompt, piece.own)
-            ]
-        )
-        queries = [piece.length for piece in packed.pieces]
-        keys = [piece.num_keys for piece in packed.pieces]
-        packed.key_places = to_device(order[places], device), sequences_of(queries, keys, device)
-    return packed.key_places

@@ -98,7 +98,7 @@ def activate(device: Device) -> Platform:
         torch.cuda.set_device(index)
         # Without its compiled part, its import fails with an error that Megatron does not expect.
         if not has_transformer_engine():
-            _hide_transformer_engine()
+            _hide("transformer_engine")
         with without_modules(*UNUSED):
             rotary.install()
         pickle_as_torch()
@@ -107,8 +107,8 @@ def activate(device: Device) -> Platform:
     else:
         from megarl.engine import cpu_adaptations
 
-        _hide_transformer_engine()
-        _hide_flash_mla()
+        _hide("transformer_engine")
+        _hide("flash_mla")
         with without_modules(*UNUSED):
             cpu_adaptations.install()
         pickle_as_torch()
@@ -119,21 +119,14 @@ def activate(device: Device) -> Platform:
     return _active
 
 
-def _hide_transformer_engine() -> None:
-    """Make every import of Transformer Engine in this process fail as if it were not installed.
+def _hide(package: str) -> None:
+    """Make every import of a package in this process fail as if it were not installed.
 
-    Megatron imports it if it is installed. It requires CUDA, and costs a process seconds of startup.
+    Megatron imports Transformer Engine, which requires CUDA and costs seconds of startup, and flash_mla, for
+    generation, if they are installed. SGLang requires flash_mla. Without a CUDA driver its import raises an
+    OSError, which Megatron does not expect.
     """
-    sys.modules.setdefault("transformer_engine", None)  # pyrefly: ignore[no-matching-overload]
-
-
-def _hide_flash_mla() -> None:
-    """Make every import of flash_mla in this process fail as if it were not installed.
-
-    SGLang requires it, and Megatron imports it for generation, which engines do here. On a machine without a
-    CUDA driver it raises an OSError, which Megatron does not expect.
-    """
-    sys.modules.setdefault("flash_mla", None)  # pyrefly: ignore[no-matching-overload]
+    sys.modules.setdefault(package, None)  # pyrefly: ignore[no-matching-overload]
 
 
 def without_modules(*modules: str) -> AbstractContextManager[None]:
@@ -155,7 +148,7 @@ def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleTy
     assert _active is None, "this process already runs on a device"
     from megarl.engine import fake_cuda
 
-    _hide_flash_mla()
+    _hide("flash_mla")
     with without_modules(*UNUSED):
         fake_cuda.install(on_wait, transformer_engine)
         rotary.install()

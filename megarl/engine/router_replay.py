@@ -133,7 +133,7 @@ class RouterReplayBuffer:
         for micro_batch, rows in zip(made, micro_batches, strict=True):
             places = micro_batch.inputs.places
             assert places is not None, "routes are replayed in packed rows"
-            places = places._replace(sources=self._own_part(places.sources))
+            places = places._replace(sources=self._groups.own_part(places.sources))
             given = (
                 None if column is None else self._given(column.select(torch.as_tensor(rows)), places, rows)
             )
@@ -162,12 +162,6 @@ class RouterReplayBuffer:
                 "option of Megatron-Core, such as moe_router_fusion, bypasses them; remove it, or use "
                 "engine.routing_replay=off"
             )
-
-    def _own_part(self, tokens: Tensor) -> Tensor:
-        """Return the part of a rank's tokens that its routers see under sequence parallelism."""
-        if not self._groups.parallel.sequence_parallel:
-            return tokens
-        return tokens.chunk(self._groups.parallel.tensor_parallel_size)[self._groups.tensor_rank]
 
     def _given(
         self, column: RaggedTensor, places: TokenPositions, rows: Sequence[int]

@@ -121,10 +121,6 @@ class Sharding(NamedTuple):
     objects: list[ShardedObject]
     is_first_copy: bool
 
-    def of_parameters(self) -> Iterator[Shard]:
-        for shards in self.parameters.values():
-            yield from shards
-
     def of_optimizer(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
         """Yield moments and float32 masters, with the keys of Megatron's `fully_reshardable` format."""
         for part in slices:

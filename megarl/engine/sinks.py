@@ -21,8 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.engine.layers import whole_keys
-from megarl.engine.norms import submodules_of
-from megarl.engine.packed_rows import PackedRows, key_places
+from megarl.engine.packed_rows import PackedRows
 from megarl.engine.shared_prompts import Sequences, kernel_for
 from megarl.models.architecture import Architecture
 from megarl.models.layers import window_of
@@ -88,7 +87,7 @@ class SinkAttention(torch.nn.Module):
             key, value = whole_keys(key, value, self.context)
 
         # Each piece has its own copy of the keys that it sees, in the order of their positions.
-        places, sequences = key_places(packed)
+        places, sequences = packed.key_places
         if self.context is not None or packed.shares_prompts:
             key, value = (tensor.index_select(0, places) for tensor in (key, value))
         return self._attend(query, key, value, sequences)
@@ -114,8 +113,8 @@ class SinkAttention(torch.nn.Module):
 
 def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) -> None:
     """Replace the core of attention: no other one has sinks and windows for shared prompts."""
-    attention = submodules_of(layer).self_attention.submodules
-    attention.core_attention = partial(SinkAttention, architecture=architecture)
+    modules: Any = layer.submodules
+    modules.self_attention.submodules.core_attention = partial(SinkAttention, architecture=architecture)
 
 
 def _equal_sequences(count: int, length: int, device: torch.device) -> Sequences:

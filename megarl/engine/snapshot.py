@@ -24,7 +24,8 @@ from megarl.checkpoints.snapshot_file import (
 )
 from megarl.engine import platform
 from megarl.engine.checkpoint import random_state, set_random_state, trained_shards
-from megarl.engine.engine import MegatronEngine, TrainingState
+from megarl.engine.engine import MegatronEngine
+from megarl.engine.offload import StatePart
 from megarl.engine.sharding import Shard
 from megarl.machine.background import in_background
 from megarl.machine.errors import CheckpointError
@@ -96,16 +97,16 @@ class PendingSnapshot:
         staging: The buffers through which tensors of a GPU pass; None copies directly, as on a CPU.
     """
 
-    def __init__(self, path: str, step: int, state: TrainingState, staging: Staging | None = None) -> None:
+    def __init__(self, path: str, step: int, engine: MegatronEngine, staging: Staging | None = None) -> None:
         # The random state changes with the next use of the model, so it is read now.
-        record = {"counts": state.optimizer.counts(), "random": random_state()}
+        record = {"counts": engine.optimizer.counts(), "random": random_state()}
         torch.save(record, buffer := io.BytesIO())
 
         self._path = path
         self._step = step
         self._record = buffer.getvalue()
         self._lock = threading.Lock()  # held while a tensor is copied
-        self._tensors = [self._copied(shard, state, staging) for shard in trained_shards(state)]
+        self._tensors = [self._copied(shard, engine, staging) for shard in trained_shards(engine)]
 
         # The copies are queued on the current stream, and must end before the thread reads them.
         self._stream = torch.cuda.Stream() if platform.current().is_cuda else None
@@ -139,12 +140,12 @@ class PendingSnapshot:
             write_snapshot(self._path, self._step, self._tensors, self._record)
 
     def _copied(
-        self, shard: Shard, state: TrainingState, staging: Staging | None
+        self, shard: Shard, engine: MegatronEngine, staging: Staging | None
     ) -> tuple[SnapshotTensor, Callable[[torch.Tensor], None]]:
         def copy_to(target: torch.Tensor) -> None:
             with self._lock:
                 if shard.tensor.untyped_storage().nbytes() == 0:  # offloaded
-                    state.places.read_offloaded(shard.tensor, shard.start, target)
+                    engine.places.read_offloaded(shard.tensor, shard.start, target)
                 elif staging is not None:
                     staging.copy(shard.view, target)
                 else:
@@ -168,29 +169,23 @@ def load_snapshot(engine: MegatronEngine, path: str) -> None:
         CheckpointError: The snapshot is damaged, or of another layout.
     """
     snapshot = open_snapshot(path)
-    state = engine.training_state()
 
     # Tensors are filled in place, so all of them must be in memory.
-    offloaded = state.places.offloaded
-    engine.restore(*offloaded)
-    shards = trained_shards(state)
-    if [(shard.key, shard.place) for shard in shards] != [each[:2] for each in snapshot.index[:-1]]:
-        raise CheckpointError(f"the snapshot of step {snapshot.step} is of a rank with another layout")
-    for number, shard in enumerate(shards):
-        shard.view.copy_(snapshot.tensor(number, shard.tensor.dtype))
+    with engine.in_memory(*StatePart):
+        shards = trained_shards(engine)
+        if [(shard.key, shard.place) for shard in shards] != [each[:2] for each in snapshot.index[:-1]]:
+            raise CheckpointError(f"the snapshot of step {snapshot.step} is of a rank with another layout")
+        for number, shard in enumerate(shards):
+            shard.view.copy_(snapshot.tensor(number, shard.tensor.dtype))
 
-    record = _record(snapshot)
-    state.optimizer.set_counts(**record["counts"])
-    set_random_state(record["random"])
-    engine.offload(*offloaded)
+        record = _record(snapshot)
+        engine.optimizer.set_counts(**record["counts"])
+        set_random_state(record["random"])
 
 
 def wanted_tensors(engine: MegatronEngine) -> list[WantedTensor]:
     """Return what a snapshot of this rank restores, to find it in snapshots of another layout."""
-    return [
-        (shard.key, shard.shape, shard.place, shard.is_padded)
-        for shard in trained_shards(engine.training_state())
-    ]
+    return [(shard.key, shard.shape, shard.place, shard.is_padded) for shard in trained_shards(engine)]
 
 
 def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]]) -> None:
@@ -205,33 +200,34 @@ def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]])
         CheckpointError: A snapshot is damaged.
     """
     snapshots = {path: open_snapshot(path) for path in sources}
-    state = engine.training_state()
-    offloaded = state.places.offloaded
-    engine.restore(*offloaded)
     stored: dict[str, list[tuple[SnapshotFile, int]]] = defaultdict(list)
     for path, numbers in sources.items():
         for number in numbers:
             stored[snapshots[path].index[number].key].append((snapshots[path], number))
 
-    for shard in trained_shards(state):
-        view = shard.view
-        num_filled = 0
-        if shard.is_padded:
-            view.zero_()  # rows that are not stored
-        for snapshot, number in stored[shard.key]:
-            place = snapshot.index[number].place
-            common = place.intersect(shard.place)
-            if common is not None:
-                elements = snapshot.tensor(number, shard.tensor.dtype)
-                from_place = common.relative_to(place.starts).index
-                view[common.relative_to(shard.place.starts).index].copy_(elements[from_place])
-                num_filled += common.volume
-        assert num_filled == shard.place.volume or shard.is_padded, f"{shard.key} {shard.place} is not filled"
+    with engine.in_memory(*StatePart):
+        for shard in trained_shards(engine):
+            _fill(shard, stored[shard.key])
 
-    # All ranks have made the same number of updates.
-    record = _record(next(iter(snapshots.values())))
-    state.optimizer.set_counts(**record["counts"])
-    engine.offload(*offloaded)
+        # All ranks have made the same number of updates.
+        engine.optimizer.set_counts(**_record(next(iter(snapshots.values())))["counts"])
+
+
+def _fill(shard: Shard, stored: Sequence[tuple[SnapshotFile, int]]) -> None:
+    """Fill a shard from tensors of snapshots that have parts of it."""
+    view = shard.view
+    num_filled = 0
+    if shard.is_padded:
+        view.zero_()  # rows that are not stored
+    for snapshot, number in stored:
+        place = snapshot.index[number].place
+        common = place.intersect(shard.place)
+        if common is not None:
+            elements = snapshot.tensor(number, shard.tensor.dtype)
+            from_place = common.relative_to(place.starts).index
+            view[common.relative_to(shard.place.starts).index].copy_(elements[from_place])
+            num_filled += common.volume
+    assert num_filled == shard.place.volume or shard.is_padded, f"{shard.key} {shard.place} is not filled"
 
 
 def _record(snapshot: SnapshotFile) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class StepTrace:
         ]
 
         engine.trace = self
-        write_tensors(folder / BEFORE, self._weights(), engine.training_state().places.host_copy)
+        write_tensors(folder / BEFORE, self._weights(), engine.places)
 
     def begin_update(self, rows: Rows) -> None:
         """Name the rows of the next mini-batch."""
@@ -81,7 +81,7 @@ class StepTrace:
     def end_update(self) -> None:
         """Write what was recorded, and the gradients, before the optimizer step."""
         folder = self._folder / mini_batch_folder(self._number)
-        write_tensors(folder, self._gradients(), self._engine.training_state().places.host_copy)
+        write_tensors(folder, self._gradients(), self._engine.places)
         groups = self._engine.groups
         if groups.tensor_rank == 0:
             arrays = {name: torch.cat(parts).numpy() for name, parts in self._recorded.items()}
@@ -95,7 +95,7 @@ class StepTrace:
         for handle in self._handles:
             handle.remove()
         self._engine.trace = None
-        write_tensors(self._folder / AFTER, self._weights(), self._engine.training_state().places.host_copy)
+        write_tensors(self._folder / AFTER, self._weights(), self._engine.places)
 
     def _modules(self) -> Iterator[tuple[str, torch.nn.Module, bool]]:
         """Yield (name, module, whether its output may be of the chosen tokens only) in any order."""
@@ -164,15 +164,14 @@ class StepTrace:
         self._recorded[f"{name}|values"].append(values.float().cpu())
 
     def _weights(self) -> Iterator[Shard]:
-        state = self._engine.training_state()
-        sharding = sharding_of(state.models, state.groups)
-        yield from (shard for shard in sharding.of_weights(state.optimizer.slices()) if shard.is_main)
+        sharding = sharding_of(self._engine.models, self._engine.groups)
+        slices = self._engine.optimizer.slices()
+        yield from (shard for shard in sharding.of_weights(slices) if shard.is_main)
 
     def _gradients(self) -> Iterator[Shard]:
         """Yield the reduced gradients: on each data-parallel rank, those that its optimizer reads."""
-        state = self._engine.training_state()
-        sharding = sharding_of(state.models, state.groups)
-        for part in state.optimizer.slices():
+        sharding = sharding_of(self._engine.models, self._engine.groups)
+        for part in self._engine.optimizer.slices():
             gradient: Tensor = part.parameter.main_grad  # pyrefly: ignore[missing-attribute]
             flat = gradient.view(-1)[part.start : part.stop]
             for shard in sharding.parameters[part.parameter]:

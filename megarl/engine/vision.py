@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.engine.packed_rows import Deepstack, PackedRows
@@ -179,18 +178,3 @@ class _Entrance(torch.autograd.Function):
         found = ctx.leaf.grad
         ctx.leaf.grad = None
         return gradient, torch.zeros_like(ctx.leaf) if found is None else found.to(ctx.dtype), None
-
-
-class DeepstackLayer(TransformerLayer):
-    """A layer that adds features of images to its output: see `Deepstack`."""
-
-    def forward(
-        self, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any
-    ) -> tuple[Tensor, Any]:
-        outputs: Any = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
-        hidden, context = outputs
-        deepstack = None if packed_seq_params is None else packed_seq_params.deepstack
-        if deepstack is not None:
-            features, places = deepstack
-            hidden = hidden.index_add(0, places, features[self.layer_number - 1][:, None])
-        return hidden, context

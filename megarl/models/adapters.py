@@ -56,8 +56,7 @@ def parameter_names(linear: str, projection: str) -> tuple[str, str]:
         linear: The Megatron name of the linear layer's weight.
         projection: The Hugging Face name of the projection's weight.
     """
-    module = projection.removesuffix(_SUFFIX).rpartition(".")[2]
-    prefix = f"{linear.removesuffix(_SUFFIX)}{ADAPTER}{module}"
+    prefix = f"{linear.removesuffix(_SUFFIX)}{ADAPTER}{module_of(projection)}"
     return f"{prefix}.a", f"{prefix}.b"
 
 
@@ -135,7 +134,7 @@ def available_targets(rows: Sequence[MappingRow]) -> tuple[str, ...]:
     """Return the names of the projections that can have an adapter, without repetitions."""
     every = LoRA(rank=1, alpha=1)
     names = (name for row in rows for name, _ in _targets_of(row, every))
-    return tuple(dict.fromkeys(name.removesuffix(_SUFFIX).rpartition(".")[2] for name in names))
+    return tuple(dict.fromkeys(map(module_of, names)))
 
 
 def adapter_problems(
@@ -156,7 +155,11 @@ def adapter_problems(
         return
 
     # Projections that are parts of a fused tensor have no name of their own in PEFT's format.
-    parts = [row.megatron for row in rows if _LINEAR.fullmatch(row.megatron) and _has_parts(row)]
+    parts = [
+        row.megatron
+        for row in rows
+        if _LINEAR.fullmatch(row.megatron) and any(not isinstance(entry, tuple) for entry in row.tensors)
+    ]
     if parts:
         yield (
             f"{name} stores {parts[0]} as a part of a tensor, which cannot have an adapter yet; train all "
@@ -169,7 +172,3 @@ def adapter_problems(
         if not any(True for row in rows for _ in _targets_of(row, lora)):
             known = ", ".join(available_targets(rows))
             yield f"{target!r} is not a projection of {name} that can have an adapter; it has {known}"
-
-
-def _has_parts(row: MappingRow) -> bool:
-    return any(not isinstance(entry, tuple) for entry in row.tensors)

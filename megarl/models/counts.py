@@ -5,14 +5,15 @@ A row is counted once and multiplied by the number of layers, and of experts, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
+from megarl.models.families import engine_stages
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
-from megarl.models.tensor_table import Head, dimension_sizes, entry_size, rows_of, tower_rows
+from megarl.models.tensor_table import dimension_sizes, entry_size, rows_of, tower_rows
 
 _VOCABULARY_DIVISOR = 128  # each rank's vocabulary rows are a multiple of this, for matrix-unit efficiency
 
@@ -117,7 +118,9 @@ def rank_parameters(
     of_experts = 0
     replicated = 0
 
-    for row in _counted(architecture, with_value_head, trained_only):
+    for row in rows_of(architecture, "value" if with_value_head else "lm"):
+        if trained_only and not row.trains:
+            continue
         whole = _row_size(row, sizes)
         # Experts have a parallelism of their own and are counted separately.
         if row.place is StagePlacement.expert:
@@ -157,18 +160,34 @@ def _whole(architecture: Architecture, with_value_head: bool, trained_only: bool
     )
 
 
-def _counted(architecture: Architecture, with_value_head: bool, trained_only: bool) -> Iterator[MappingRow]:
-    rows = rows_of(architecture, _head(with_value_head))
-    return (row for row in rows if row.trains or not trained_only)
-
-
-def _head(with_value_head: bool) -> Head:
-    return "value" if with_value_head else "lm"
-
-
 def _row_size(row: MappingRow, sizes: dict[str, int]) -> int:
     return sum(entry_size(entry, sizes, row.place) for entry in row.tensors)
 
 
 def _num_layers(row: MappingRow, architecture: Architecture, layers: Iterable[int]) -> int:
     return sum(row.applies(architecture, layer) for layer in layers)
+
+
+@lru_cache(maxsize=64)
+def stage_shares(architecture: Architecture, num_stages: int) -> tuple[float, ...]:
+    """Return the parameters of each stage, relative to those of the model.
+
+    A tied embedding counts on the first stage and on the last.
+    """
+    if num_stages == 1:
+        return (1.0,)
+    head = architecture.vocab_size * architecture.hidden_size
+    shares = []
+    for layers, is_first, is_last, has_head in engine_stages(architecture, num_stages):
+        held = rank_parameters(
+            architecture,
+            layers=tuple(layers),
+            is_first_stage=is_first,
+            is_last_stage=is_last,
+            tensor_parallel_size=1,
+            expert_parallel_size=1,
+            expert_tensor_parallel_size=1,
+        ).total
+        held += head * (has_head and not is_last)
+        shares.append(held / num_parameters(architecture))
+    return tuple(shares)

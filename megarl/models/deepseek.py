@@ -40,11 +40,6 @@ def _read_layers(reader: ConfigReader) -> Architecture:
     return read_trunk(reader, read_experts=read_sigmoid_experts, read_latent=read_latent, may_have_mtp=True)
 
 
-def _read(reader: ConfigReader) -> Architecture:
-    # Kimi-K2 has a name of its own.
-    return replace(_read_layers(reader), model_type=_MODEL_TYPE)
-
-
 def _read_sparse(reader: ConfigReader) -> Architecture:
     """Read a model with indexers (DSA, DeepSeek-AI 2025)."""
     index_topk = reader.number("index_topk", int)
@@ -97,7 +92,8 @@ def _check_types_of_layers(reader: ConfigReader, architecture: Architecture) -> 
 DEEPSEEK_V3 = Family(
     model_type=_MODEL_TYPE,
     class_prefix="DeepseekV3",
-    read=_read,
+    # Kimi-K2 has a name of its own.
+    read=lambda reader: replace(_read_layers(reader), model_type=_MODEL_TYPE),
     rows=(
         *trunk_rows(LATENT_ROWS),
         *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
@@ -134,7 +130,7 @@ DEEPSEEK_V3 = Family(
         "topk_group": 1,
         "num_nextn_predict_layers": 1,
     },
-    sglang_stages=SGLangStages(),
+    sglang_stages=SGLangStages.plain,
     sglang_fields=_FIXED,
     sglang_differences={
         "a tied embedding": lambda architecture: architecture.tie_word_embeddings,

@@ -11,7 +11,7 @@ from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
-from megarl.models.family import Family
+from megarl.models.family import Family, SGLangStages
 from megarl.models.gemma import GEMMA3_TEXT
 from megarl.models.glm import GLM4_MOE
 from megarl.models.gpt_oss import GPT_OSS
@@ -149,3 +149,30 @@ def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) 
         if name not in allowed and not is_own_code:
             supported = ", ".join(sorted(allowed))
             reader.problems.append(f"field 'architectures' names {name!r}; supported: {supported}")
+
+
+# A pipeline stage of an engine: the global numbers of its layers; whether it has the embedding; whether it
+# has the last norm; and whether it has an output layer, which only the last stage uses.
+EngineStage = tuple[range, bool, bool, bool]
+
+
+def engine_stages(architecture: Architecture, num_stages: int) -> tuple[EngineStage, ...]:
+    """Return the stages, in the order of the forward pass.
+
+    If the layers do not divide evenly, the last stages have one more each
+    (`sglang.srt.distributed.utils.get_pp_indices`).
+
+    Args:
+        architecture: A model whose family has `sglang_stages`, or of any family for one stage.
+        num_stages: At most the number of layers.
+    """
+    each, larger = divmod(architecture.num_hidden_layers, num_stages)
+    on_every = FAMILIES[architecture.model_type].sglang_stages is SGLangStages.head_on_every
+    stages = []
+    first = 0
+    for number in range(num_stages):
+        stop = first + each + (number >= num_stages - larger)
+        is_last = number == num_stages - 1
+        stages.append((range(first, stop), number == 0, is_last, is_last or on_every))
+        first = stop
+    return tuple(stages)

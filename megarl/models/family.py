@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.class_defaults import CLASS_DEFAULTS
@@ -20,16 +21,12 @@ def stored_name(name: str, prefixes: Mapping[str, str]) -> str:
     return name if found is None else prefixes[found] + name.removeprefix(found)
 
 
-class SGLangStages(NamedTuple):
-    """How SGLang distributes a model of a family over pipeline stages.
+class SGLangStages(Enum):
+    """How SGLang distributes a model of a family over pipeline stages."""
 
-    Attributes:
-        ties: Whether the last stage has a copy of a tied embedding. Otherwise it has no output layer.
-        head_on_every: Whether every stage has an untied output layer, although only the last one uses it.
-    """
-
-    ties: bool = False
-    head_on_every: bool = False
+    plain = "plain"
+    ties = "ties"  # the last stage has a copy of a tied embedding; otherwise it has no output layer
+    head_on_every = "head_on_every"  # every stage has an untied output layer, although only the last uses it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ GLM4_MOE = Family(
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
     },
-    sglang_stages=SGLangStages(head_on_every=True),
+    sglang_stages=SGLangStages.head_on_every,
     sglang_differences={"a tied embedding": lambda architecture: architecture.tie_word_embeddings},
     models="GLM-4.5, 4.6 and 4.7 and their Air models",
     limits=(

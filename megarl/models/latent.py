@@ -38,10 +38,6 @@ def _has_latent_queries(architecture: Architecture, layer: int | None) -> bool:
     return latent_of(architecture).q_lora_rank is not None
 
 
-def _has_direct_queries(architecture: Architecture, layer: int | None) -> bool:
-    return not _has_latent_queries(architecture, layer)
-
-
 def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterator[tuple[str, str, float]]:
     # SGLang merges q_a_proj with kv_a_proj_with_mqa, on every rank.
     if sizes["A"]:
@@ -77,7 +73,7 @@ LATENT_ROWS = (
         place=StagePlacement.layer,
         cut=Cut.column,
         tensors=((HF_LAYER + "self_attn.q_proj.weight", "Q H"),),
-        applies=_has_direct_queries,
+        applies=lambda architecture, layer: not _has_latent_queries(architecture, layer),
     ),
     MappingRow(
         megatron=MEGATRON_LAYER + "self_attention.linear_q_down_proj.weight",

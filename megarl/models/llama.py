@@ -62,7 +62,7 @@ LLAMA = Family(
             "original_max_position_embeddings": 64,
         },
     },
-    sglang_stages=SGLangStages(head_on_every=True),
+    sglang_stages=SGLangStages.head_on_every,
     models="Llama 2 and 3.0 to 3.3, and other models published as `LlamaForCausalLM`",
 )
 # Dense models with full attention. Mistral 7B v0.1 has a sliding window, which is refused. The heads of the
@@ -73,7 +73,7 @@ MISTRAL = Family(
     read=read_trunk,
     rows=TRUNK_ROWS,
     example_fields=EXAMPLE | {"head_dim": 32, "sliding_window": None},
-    sglang_stages=SGLangStages(head_on_every=True),
+    sglang_stages=SGLangStages.head_on_every,
     models="Mistral 7B from v0.2 on, Nemo, Small, Large 2, Ministral 8B",
 )
 # Every layer has experts, and no layer has a dense feed-forward.
@@ -83,7 +83,7 @@ MIXTRAL = Family(
     read=partial(read_trunk, read_experts=partial(read_softmax_experts, size_field="intermediate_size")),
     rows=(*TRUNK_ROWS, *expert_rows("block_sparse_moe", gate="w1", up="w3", down="w2")),
     example_fields=EXAMPLE | {"num_local_experts": 8, "num_experts_per_tok": 2},
-    sglang_stages=SGLangStages(head_on_every=True),
+    sglang_stages=SGLangStages.head_on_every,
     sglang_differences=SGLANG_DIFFERENCES,
     models="Mixtral 8x7B and 8x22B",
 )

@@ -89,7 +89,7 @@ QWEN2 = Family(
     read=partial(read_trunk, qkv_bias=True),
     rows=TRUNK_ROWS,
     example_fields=EXAMPLE,
-    sglang_stages=SGLangStages(ties=True),
+    sglang_stages=SGLangStages.ties,
     models="Qwen2 and Qwen2.5",
 )
 QWEN3 = Family(
@@ -98,7 +98,7 @@ QWEN3 = Family(
     read=partial(read_trunk, qk_norm=True),
     rows=TRUNK_ROWS,
     example_fields=EXAMPLE | {"head_dim": 32},
-    sglang_stages=SGLangStages(ties=True),
+    sglang_stages=SGLangStages.ties,
     models="Qwen3",
 )
 QWEN2_MOE = Family(
@@ -109,7 +109,7 @@ QWEN2_MOE = Family(
     example_fields=EXAMPLE
     | EXPERTS_OF_EXAMPLE
     | {"shared_expert_intermediate_size": 48, "mlp_only_layers": []},
-    sglang_stages=SGLangStages(head_on_every=True),
+    sglang_stages=SGLangStages.head_on_every,
     sglang_differences=SGLANG_DIFFERENCES,
     models="Qwen1.5-MoE, Qwen2-57B-A14B",
 )
@@ -119,7 +119,7 @@ QWEN3_MOE = Family(
     read=partial(read_trunk, qk_norm=True, read_experts=read_experts),
     rows=(*TRUNK_ROWS, *SPARSE_ROWS),
     example_fields=EXAMPLE | EXPERTS_OF_EXAMPLE | {"head_dim": 32, "norm_topk_prob": True},
-    sglang_stages=SGLangStages(head_on_every=True),
+    sglang_stages=SGLangStages.head_on_every,
     sglang_differences=SGLANG_DIFFERENCES,
     models="Qwen3-30B-A3B, Qwen3-235B-A22B and their later versions",
 )

@@ -162,7 +162,7 @@ class MegatronRole:
         plan, parts = self.split(batch, reads)
 
         def restore(results: list[Any]) -> DataProto:
-            return restored_rows(results[0], plan, keys)
+            return restored_rows(results[0], plan.restore_order(), keys)
 
         future = DerivedFuture([call(parts), *moves], restore)
         self._schedule.runs(phase, future)
@@ -256,9 +256,10 @@ def _prompts(columns: Mapping[str, RaggedTensor]) -> list[RowPrompt]:
     return [(first_at[place], place[1]) for place in places]
 
 
-def restored_rows(parts: Sequence[DataProto], plan: MicroBatchPlan, names: Mapping[str, str]) -> DataProto:
-    """Return the scores of all replicas in the order of the batch, renamed by `names`."""
-    order = plan.restore_order()
+def restored_rows(
+    parts: Sequence[DataProto], order: Sequence[int], names: Mapping[str, str] = MappingProxyType({})
+) -> DataProto:
+    """Return the scores of all parts, such as replicas, in the order of the batch, renamed by `names`."""
     return DataProto.from_dict(
         {
             names.get(key, key): RaggedTensor.gather([part.ragged[key] for part in parts], order)

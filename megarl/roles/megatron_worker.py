@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to 
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.snapshot import PendingSnapshot, Staging
     from megarl.engine.speed_probe import SpeedProbe
-    from megarl.engine.step_trace import StepTrace
     from megarl.engine.top_tokens import TopK
     from megarl.engine.vocab_parallel import Extra
 
@@ -199,9 +199,7 @@ class MegatronWorker(WeightExport):
         self._pending_save: PendingSave | None = None
         self._pending_snapshot: PendingSnapshot | None = None
         self._staging: Staging | None = None
-        self._trace: StepTrace | None = None
         self._num_updates = 0
-        self._probe: SpeedProbe | None = None
 
         self._images = ImageProcessor.of_model(spec.path, spec.architecture)
 
@@ -247,10 +245,11 @@ class MegatronWorker(WeightExport):
         from megarl.engine.phase_ranges import named_range
 
         begin_s = time.monotonic()
-        self._settle_snapshot()
+        self.await_snapshot()
         rows = self._rows(part)
-        if self._trace is not None:
-            self._trace.begin_update(rows)
+        trace = self._engine.trace
+        if trace is not None:
+            trace.begin_update(rows)
         arguments = (rows, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         scores: Mapping[str, RaggedTensor] = {}
         with named_range(f"{self.role}: forward and backward"):
@@ -258,8 +257,8 @@ class MegatronWorker(WeightExport):
                 of_loss, scores = self._engine.forward_backward_scored(*arguments)
             else:
                 of_loss = self._engine.forward_backward(*arguments)
-        if self._trace is not None:
-            self._trace.end_update()
+        if trace is not None:
+            trace.end_update()
         self._check_replicas()
         with named_range(f"{self.role}: optimizer step"):
             step = self._engine.step()  # reads the gradient norm, which synchronizes with the device
@@ -272,9 +271,7 @@ class MegatronWorker(WeightExport):
             grids_of_micro_batches(rows, part.meta_info[MICRO_BATCHES]),
         )
         self._measure_speed()
-        routers = {
-            f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()
-        }
+        routers = {f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics.items()}
         # The metrics of a mini-batch whose update was dropped would make those of the step NaN.
         of_update = (
             {} if step.is_skipped else {**of_loss, f"{loss.name}/grad_norm": Metric.same(step.grad_norm)}
@@ -293,14 +290,17 @@ class MegatronWorker(WeightExport):
         """Time the same work as all other ranks, as a phase of the call; see trainers/step_observers.py."""
         if not self._spec.measures_speed:
             return
-        if self._probe is None:
-            from megarl.engine.speed_probe import SpeedProbe
-
-            self._probe = SpeedProbe()
-            self._probe.run()  # the first products load libraries
         self._probe.settle()
         with self.phase("measure_speed"):
             self._probe.run()
+
+    @cached_property
+    def _probe(self) -> SpeedProbe:
+        from megarl.engine.speed_probe import SpeedProbe
+
+        probe = SpeedProbe()
+        probe.run()  # the first products load libraries
+        return probe
 
     def _check_replicas(self) -> None:
         """Compare weights with their copies, if that is due.
@@ -310,7 +310,7 @@ class MegatronWorker(WeightExport):
         self._num_updates += 1
         every = self._spec.check_replicas_every
         if every and self._num_updates % every == 0:
-            from megarl.engine.replica_check import check_replicas
+            from megarl.engine.weight_checks import check_replicas
 
             check_replicas(self._engine, f"rank {self.rank} (node {self.node})")
 
@@ -330,7 +330,7 @@ class MegatronWorker(WeightExport):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def restore_state(self, parts: tuple[StatePart, ...]) -> int:
         """Load offloaded parts back to the device."""
-        self._settle_snapshot()
+        self.await_snapshot()
         return self._engine.restore(*parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -339,7 +339,7 @@ class MegatronWorker(WeightExport):
         from megarl.engine.checkpoint import begin_save
 
         # A save with adapters restores a base that is offloaded, from which a snapshot may still be copied.
-        self._settle_snapshot()
+        self.await_snapshot()
         assert self._pending_save is None, "the previous save has not been finished"
         self._pending_save = begin_save(self._engine, Path(folder))
 
@@ -376,7 +376,7 @@ class MegatronWorker(WeightExport):
         from megarl.engine.checkpoint import load
 
         self._drop_save()
-        self._settle_snapshot()
+        self.await_snapshot()
         load(self._engine, Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -387,17 +387,14 @@ class MegatronWorker(WeightExport):
         """
         from megarl.engine.snapshot import PendingSnapshot, Staging
 
-        self._settle_snapshot()
+        self.await_snapshot()
         if self._staging is None and platform.current().is_cuda:
             self._staging = Staging()
-        self._pending_snapshot = PendingSnapshot(path, step, self._engine.training_state(), self._staging)
+        self._pending_snapshot = PendingSnapshot(path, step, self._engine, self._staging)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def await_snapshot(self) -> None:
         """Wait until the last snapshot is complete. Raises CheckpointError if it failed."""
-        self._settle_snapshot()
-
-    def _settle_snapshot(self) -> None:
         # Cleared first, so that a failed snapshot is reported once.
         pending = self._pending_snapshot
         self._pending_snapshot = None
@@ -413,7 +410,7 @@ class MegatronWorker(WeightExport):
         from megarl.engine.snapshot import load_snapshot
 
         self._drop_save()
-        self._settle_snapshot()
+        self.await_snapshot()
         load_snapshot(self._engine, path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -435,14 +432,13 @@ class MegatronWorker(WeightExport):
         """Record the following updates in a folder until `end_trace`; see engine/step_trace.py."""
         from megarl.engine.step_trace import StepTrace
 
-        self._trace = StepTrace(self._engine, Path(folder), share_of_rows)
+        StepTrace(self._engine, Path(folder), share_of_rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def end_trace(self) -> None:
         """Write the weights after the last recorded update."""
-        assert self._trace is not None, "no trace has begun"
-        self._trace.close()
-        self._trace = None
+        assert self._engine.trace is not None, "no trace has begun"
+        self._engine.trace.close()
 
     @register(blocking=False)
     def begin_profile(self) -> None:

@@ -5,8 +5,12 @@ Each handle plans micro-batches, dispatches them, and restores the order of rows
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, SFTLoss
 from megarl.algorithms.rollout_correction import refuse_unusable_log_probs
@@ -109,6 +113,46 @@ class Scorer(MegatronRole):
                 "top_log_probs": TEACHER_TOP_LOG_PROBS,
             },
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teachers:
+    """The teachers of a run, by data source.
+
+    Attributes:
+        by_source: The teacher of each data source.
+        other: The teacher of all other data sources, if there is one.
+    """
+
+    by_source: Mapping[str, Scorer]
+    other: Scorer | None
+
+    def log_probs(self, batch: DataProto) -> DerivedFuture:
+        """Return what `Scorer.log_probs` does, in the order of the batch. Teachers work concurrently.
+
+        Raises:
+            ValueError: The batch has no `data_source`, or no teacher scores that of a row.
+        """
+        if "data_source" not in batch.non_tensor_batch:
+            raise ValueError(
+                "the batch has no data_source, by which the teacher of a row is chosen; add the array "
+                "`data_source` to its non_tensor_batch"
+            )
+
+        rows_of: dict[Scorer, list[int]] = {}
+        for row, source in enumerate(batch.non_tensor_batch["data_source"]):
+            scorer = self.by_source.get(source, self.other)
+            if scorer is None:
+                raise ValueError(
+                    f"row {row} of the batch has data_source {source!r}, which no teacher scores; there are "
+                    f"teachers of {', '.join(map(repr, self.by_source))}"
+                )
+            rows_of.setdefault(scorer, []).append(row)
+
+        futures = [scorer.log_probs(batch.select_idxs(np.array(rows))) for scorer, rows in rows_of.items()]
+        # Results come in the order of the teachers. This is the position of each row of the batch in them.
+        order = np.argsort(np.concatenate([*rows_of.values()]), kind="stable")
+        return DerivedFuture(futures, lambda parts: restored_rows(parts, order.tolist()))
 
 
 class Critic(MegatronRole):
@@ -302,7 +346,7 @@ class Actor(MegatronRole):
         # The log-probs enter the batch only when the future is awaited, for metrics and stored samples.
         def finish(results: list[Any]) -> dict[str, float]:
             metrics, scores = zip(*results[0], strict=True)  # of each replica
-            batch.take_in(restored_rows(scores, plan, _OF_ACTOR))
+            batch.take_in(restored_rows(scores, plan.restore_order(), _OF_ACTOR))
             return over_updates([merge_metrics(metrics)])
 
         future = DerivedFuture([self.group.call(ActorWorker.update_scored, parts, loss), *moves], finish)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 
 import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.batch_arithmetic import max_conversation_tokens
-from megarl.config.schema import MicroBatchConfig, OverlongConversation, PPOConfig
+from megarl.config.schema import ModelConfig, RewardModelConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import register
 from megarl.data.chat_clock import set_chat_time
@@ -22,57 +21,30 @@ from megarl.models.families import read_fields
 from megarl.roles.megatron_worker import MegatronWorker
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Rules for building conversations.
+def conversation_encoder(
+    config: RewardModelConfig,
+    architecture: Architecture,
+    chat_time: datetime | None,
+    *,
+    trust_remote_code: bool,
+) -> ConversationEncoder:
+    """Return the conversation encoder of a reward model.
 
-    The policy's tokenizer decodes answers, and the reward model's tokenizer encodes them.
-
-    Attributes:
-        max_length: Maximum tokens of a conversation.
-        micro_batch: How a replica's conversations are split.
-    """
-
-    policy_path: str
-    trust_remote_code: bool
-    max_length: int
-    overlong: OverlongConversation
-    micro_batch: MicroBatchConfig
-    chat_time: datetime | None = None
-
-    @classmethod
-    def of(cls, config: PPOConfig, architecture: Architecture, chat_time: datetime | None) -> Reading:
-        """Build the rules.
-
-        Args:
-            architecture: Architecture of the reward model.
-            chat_time: See TokenRules.
-        """
-        model = config.reward.model
-        return cls(
-            policy_path=config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-            max_length=max_conversation_tokens(model, architecture),
-            overlong=model.overlong,
-            micro_batch=model.micro_batch,
-            chat_time=chat_time,
-        )
-
-
-def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> ConversationEncoder:
-    """Return the conversation encoder of the reward model in the folder `path`.
+    Args:
+        chat_time: See TokenRules.
 
     Raises:
         ValueError: The folder lacks a tokenizer or a chat template.
     """
-    tokenizer = load_tokenizer(path, reading.trust_remote_code, key="reward.model.path")
-    set_chat_time(tokenizer, reading.chat_time)
+    assert config.path is not None
+    tokenizer = load_tokenizer(config.path, trust_remote_code, key="reward.model.path")
+    set_chat_time(tokenizer, chat_time)
     return ConversationEncoder(
         tokenizer,
-        vocab_size=vocab_size,
-        pad_token_id=read_fields(path).get("pad_token_id"),
-        max_length=reading.max_length,
-        overlong=reading.overlong,
+        vocab_size=architecture.vocab_size,
+        pad_token_id=read_fields(config.path).get("pad_token_id"),
+        max_length=max_conversation_tokens(config, architecture),
+        overlong=config.overlong,
     )
 
 
@@ -83,11 +55,16 @@ class RewardModelWorker(MegatronWorker):
     communicate.
     """
 
-    def __init__(self, spec: ModelSpec, reading: Reading) -> None:
+    def __init__(
+        self, spec: ModelSpec, config: RewardModelConfig, policy: ModelConfig, chat_time: datetime | None
+    ) -> None:
         super().__init__(spec)
-        self._reading = reading
-        self._policy_tokenizer = load_tokenizer(reading.policy_path, reading.trust_remote_code)
-        self._encoder = conversation_encoder(spec.path, spec.architecture.vocab_size, reading)
+        self._micro_batch = config.micro_batch
+        # The policy's tokenizer decodes answers, and the reward model's tokenizer encodes them.
+        self._policy_tokenizer = load_tokenizer(policy.path, policy.trust_remote_code)
+        self._encoder = conversation_encoder(
+            config, spec.architecture, chat_time, trust_remote_code=policy.trust_remote_code
+        )
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def score_conversations(self, part: DataProto) -> DataProto:
@@ -136,8 +113,8 @@ class RewardModelWorker(MegatronWorker):
         plan = plan_micro_batches(
             [len(conversation.token_ids) for conversation in conversations],
             dp_size=1,  # the size of this replica
-            sequences=self._reading.micro_batch.sequences,
-            max_tokens=self._reading.micro_batch.max_tokens,
+            sequences=self._micro_batch.sequences,
+            max_tokens=self._micro_batch.max_tokens,
             multiple_of=parallel.micro_batch_multiple,
             context_parallel_size=parallel.context_parallel_size,
         )

@@ -16,11 +16,8 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import (
     DType,
     ParallelConfig,
-    PPOConfig,
-    PreferenceConfig,
     RunConfig,
     RunKind,
-    SFTConfig,
 )
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import WorkerFuture, gather
@@ -31,9 +28,8 @@ from megarl.models.architecture import LoRA
 from megarl.models.families import REWARD_CLASS, read_architecture
 from megarl.models.tensor_table import Head
 from megarl.roles.megatron_worker import MegatronWorker
-from megarl.roles.models import Actor
+from megarl.roles.models import ABSENT, Absent, Actor, Critic
 from megarl.roles.preferences import PairModel
-from megarl.roles.start import PPORoles
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.peft_folder import write_config
 
@@ -175,24 +171,11 @@ def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mappin
     write_manifest(folder, description, {name: checksum for rank in ranks for name, checksum in rank.items()})
 
 
-def ppo_models(config: PPOConfig, roles: PPORoles) -> SavedModels:
-    groups = {"actor": roles.actor.group}
-    if roles.critic:
-        groups["critic"] = roles.critic.group
-    return _trained_models(config, groups, roles.actor)
-
-
-def sft_models(config: SFTConfig, actor: Actor) -> SavedModels:
-    return _trained_models(config, {"actor": actor.group}, actor)
-
-
-def pair_models(config: PreferenceConfig, model: PairModel) -> SavedModels:
-    return _trained_models(config, {"actor": model.group}, model)
-
-
-def _trained_models(
-    config: RunConfig, groups: Mapping[str, RoleGroup], actor: Actor | PairModel
+def saved_models(
+    config: RunConfig, actor: Actor | PairModel, critic: Critic | Absent = ABSENT
 ) -> SavedModels:
+    """Return the models of a run that train."""
+    groups = {name: handle.group for name, handle in (("actor", actor), ("critic", critic)) if handle}
     # Frozen models are not saved: a resumed run loads them from their own folders.
     models = [
         SavedModel(

@@ -38,12 +38,11 @@ from megarl.rewards.role import Reward
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.megatron_worker import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker
-from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
+from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer, Teachers
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
 from megarl.roles.reward_model import RewardModel
-from megarl.roles.reward_model_worker import Reading, RewardModelWorker
-from megarl.roles.teachers import Teachers
+from megarl.roles.reward_model_worker import RewardModelWorker
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
 from megarl.rollout.driver.scaling import ReplicaScaling
@@ -334,9 +333,9 @@ def _workers(
     for role in model_roles(config):
         architecture = models[role.name]
         # A role with its own tokenizer also needs to know how to encode conversations.
-        reading = () if role.reads_policy_tokens else (Reading.of(config, architecture, rules.chat_time),)
+        own = () if role.reads_policy_tokens else (config.reward.model, config.model, rules.chat_time)
         worker = _WORKERS[role.kind] if role.base_of is None else BaseWorker
-        workers[role.name] = RayClassWithInitArgs(worker, starter.model(role, architecture), *reading)
+        workers[role.name] = RayClassWithInitArgs(worker, starter.model(role, architecture), *own)
 
     return workers
 

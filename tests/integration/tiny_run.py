@@ -64,7 +64,7 @@ from megarl.roles.model_recovery import single_recovery
 from megarl.roles.model_snapshots import model_snapshots
 from megarl.roles.models import Actor
 from megarl.roles.preferences import PairPolicy
-from megarl.roles.saved_models import SavedModels, pair_models, sft_models
+from megarl.roles.saved_models import SavedModels, saved_models
 from megarl.roles.start import PPORoles, start_preferences, start_sft
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.metric_table import unknown_metrics
@@ -333,7 +333,7 @@ def run_sft(
         )
         if data is not None:
             loader.load_state_dict(data)
-        saved = sft_models(config, actor)
+        saved = saved_models(config, actor)
         with (
             _ended([actor.group]),
             closing(model_snapshots(config, saved, None)) as snapshots,
@@ -373,7 +373,7 @@ def run_pairs(config: PreferenceConfig) -> Finished:
                 for pairs, name in ((train, "train"), (held_out, "validation")):
                     absent = read_reference(config, pairs, range(len(pairs)), output_dir / name)
                     compute_reference(config, model, pairs, absent, output_dir / name)
-            saved = pair_models(config, model)
+            saved = saved_models(config, model)
             PreferenceTrainer(
                 config, model, loader, held_out, monitor, _checkpoints(config, saved, monitor)
             ).fit()

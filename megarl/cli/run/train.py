@@ -47,8 +47,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import reads_images
 from megarl.roles.model_recovery import ppo_recovery, single_recovery
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference
-from megarl.roles.reward_model_worker import Reading, conversation_encoder
-from megarl.roles.saved_models import pair_models, ppo_models, sft_models
+from megarl.roles.reward_model_worker import conversation_encoder
+from megarl.roles.saved_models import saved_models
 from megarl.roles.start import start_pair_reference, start_ppo, start_preferences, start_sft
 from megarl.rollout.driver.rollout import TokenRules
 from megarl.tracking.run_files import writing
@@ -152,7 +152,7 @@ def build_ppo(
     report_filtered(session.console, data_sets)
     # Start the roles, then restore models, run files and trainer from the checkpoint.
     roles = start_ppo(config, models, rules, *session.processes)
-    saved = ppo_models(config, roles)
+    saved = saved_models(config, roles.actor, roles.critic)
     snapshots = restore_models(session, config, saved, resume)
     monitor = open_monitor(session, config, roles.groups, resume)
     # A user's own loop cannot be repeated.
@@ -225,9 +225,8 @@ def check_reward_chats(
     chat_time: datetime | None,
 ) -> None:
     """Raise ConversationError for prompts that the reward model could not read."""
-    assert config.reward.model.path is not None
     encoder = conversation_encoder(
-        config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture, chat_time)
+        config.reward.model, architecture, chat_time, trust_remote_code=config.model.trust_remote_code
     )
     for data_set in data_sets.values():
         check_chats(encoder, (data_set[index] for index in range(len(data_set))))
@@ -279,16 +278,15 @@ def _train_on_answers(
 
     with open_session(context, resume) as session:
         report_filtered(session.console, data_sets)
-        # What differs between the kinds: how the model starts, what is saved, and the trainer's class.
+        # What differs between the kinds: how the model starts, and the trainer's class.
         if isinstance(config, SFTConfig):
             model = start_sft(config, architectures["actor"], *session.processes)
-            saved = sft_models(config, model)
             trainer = partial(SFTTrainer, config, model)
         else:
             step = 0 if resume is None else resume.step
             model = _start_on_pairs(config, session, architectures, data_sets, loader, step)
-            saved = pair_models(config, model)
             trainer = partial(PreferenceTrainer, config, model)
+        saved = saved_models(config, model)
         snapshots = restore_models(session, config, saved, resume)
         with open_monitor(session, config, [model.group], resume) as monitor:
             recovery = step_recovery(

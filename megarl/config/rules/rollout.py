@@ -24,6 +24,7 @@ from megarl.config.speculation import ALGORITHM, SECTION
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
+from megarl.models.family import SGLangStages
 from megarl.models.layers import kinds_of
 from megarl.models.rope import sglang_rope_differs
 from megarl.models.tensor_table import dimension_sizes
@@ -297,7 +298,7 @@ def stages_fit_model(config: PPOConfig, policy: Architecture) -> Findings:
             f"is {stages}, but {path} is of the family {policy.model_type}, which SGLang or megarl does not "
             f"support in stages; use 1 and a larger tensor_parallel_size. Supported: {able}",
         )
-    elif policy.tie_word_embeddings and not support.ties:
+    elif policy.tie_word_embeddings and support is not SGLangStages.ties:
         yield Finding(
             (_PP,),
             f"is {stages}, but {path} ({policy.model_type}) ties its output layer to the embedding, which "

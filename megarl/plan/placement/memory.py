@@ -34,10 +34,11 @@ from megarl.models.counts import (
     num_parameters,
     num_tower_parameters,
     rank_parameters,
+    stage_shares,
     without_saved_modules,
 )
 from megarl.models.draft import DraftModel, read_draft_if_there
-from megarl.models.engine_stages import engine_stages, stage_shares
+from megarl.models.families import engine_stages
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, state_bytes
 from megarl.plan.placement.activations import WorkingMemory, working_memory

@@ -71,7 +71,7 @@ def _separate_gradients(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _other_optimizers(engine: MegatronEngine) -> Iterator[str]:
-    whole = engine.training_state().optimizer.megatron_optimizer
+    whole = engine.optimizer.megatron_optimizer
     for part in getattr(whole, "chained_optimizers", [whole]):
         made_by = type(part.optimizer)
         if made_by.__module__.partition(".")[0] != "transformer_engine":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from megarl.config.batch_arithmetic import rounded_up
 from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig
 from megarl.models.architecture import Architecture
-from megarl.models.engine_stages import engine_stages
+from megarl.models.families import engine_stages
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import LM_HEAD_TENSOR, hf_tensors
 from megarl.plan.placement.memory import weight_bytes

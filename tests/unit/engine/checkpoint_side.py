@@ -87,7 +87,7 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
 
 
 def kept_state(engine: MegatronEngine) -> Tensors:
-    optimizer = engine.training_state().optimizer
+    optimizer = engine.optimizer
     tensors = {name: value.clone() for name, value in engine.parameters().items()}
     for number, part in enumerate(optimizer.slices()):
         tensors |= {f"{number}.{name}": value.clone() for name, value in part.tensors.items()}
@@ -212,9 +212,9 @@ def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list
     before = kept_state(engine)
     engine.offload(*StatePart)
     save_whole(engine, settings, moved)
-    offloaded = engine.training_state().places.offloaded
+    offloaded = engine.places.offloaded
     load(engine, moved)
-    assert engine.training_state().places.offloaded == offloaded
+    assert engine.places.offloaded == offloaded
     engine.restore(*StatePart)
     assert same([before], [kept_state(engine)])
 
@@ -233,7 +233,7 @@ def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[
         f"model{number}": model.sharded_state_dict(metadata=metadata)
         for number, model in enumerate(engine.models)
     }
-    optimizer = engine.training_state().optimizer.megatron_optimizer.sharded_state_dict(
+    optimizer = engine.optimizer.megatron_optimizer.sharded_state_dict(
         models, is_loading=True, metadata=metadata
     )
     wanted = {**models, "optimizer": optimizer}

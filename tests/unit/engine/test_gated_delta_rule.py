@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.engine.gated_delta_rule import causal_convolution, gated_delta_rule, normalized, row_chunks
+from megarl.engine.delta_mixing import causal_convolution, gated_delta_rule, normalized, row_chunks
 
 CPU = torch.device("cpu")
 # More than two chunks of 64; a whole chunk; less than one; a single token.

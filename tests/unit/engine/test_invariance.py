@@ -183,7 +183,7 @@ def run_splits(
                 engine.forward_backward(
                     part, mine.local_micro_batches, loss_for(head, batch, aggregation, episodes)
                 )
-                | engine.router_metrics()
+                | engine.router_metrics
             )
             gathered = gather(metrics if groups.tensor_rank == groups.context_rank == 0 else {})
             results.setdefault(head, {})[name] = Result(

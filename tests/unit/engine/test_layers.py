@@ -295,7 +295,7 @@ def attend_sharing(
     platform.activate(Device.cpu)
     from megarl.engine import layers, shared_prompts
     from megarl.engine.layers import AttentionCore
-    from megarl.engine.packed_rows import PackedRows, attention_plan
+    from megarl.engine.packed_rows import PackedRows
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
@@ -306,7 +306,7 @@ def attend_sharing(
         mixed = core(query, key, value, packed_seq_params=packed)
         (mixed * heads.weight).sum().backward()
     elif way == "mask":
-        mixed = core.attend_packed(query, key, value, attention_plan(packed))
+        mixed = core.attend_packed(query, key, value, packed.attention_plan)
         (mixed * heads.weight).sum().backward()
     else:
         with (
@@ -332,7 +332,7 @@ def attend_among_ranks(
     from megarl.engine import layers, shared_prompts
     from megarl.engine.context import RankSlice, own_tokens
     from megarl.engine.layers import AttentionCore, attend_pieces
-    from megarl.engine.packed_rows import PackedRows, attention_plan
+    from megarl.engine.packed_rows import PackedRows
 
     core = AttentionCore(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), softmax_scale=scale)
     ranks = [PackedRows(lengths, torch.device("cpu"), prompt_of, RankSlice(3, rank)) for rank in range(3)]
@@ -363,7 +363,7 @@ def attend_among_ranks(
                 packed.max_seqlen_kv = max(packed.max_seqlen_kv, layers.KEY_BLOCK + 1)
                 mixed = core(query[own], key, value, packed_seq_params=packed)
             elif way == "mask":
-                mixed = core.attend_packed(query[own], key, value, attention_plan(packed))
+                mixed = core.attend_packed(query[own], key, value, packed.attention_plan)
             elif packed.shared is None:
                 mixed = attend_pieces(query[own], key, value, packed, scale)
             else:
@@ -474,12 +474,12 @@ def plan_on_host(lengths: list[int]) -> int:
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megarl.engine.packed_rows import PackedRows, attention_plan
+    from megarl.engine.packed_rows import PackedRows
 
     packed = PackedRows(lengths, torch.device("cpu"))
     packed.cu_seqlens_q = packed.cu_seqlens_q.to("meta")  # contains no readable numbers
 
-    return len({id(attention_plan(packed)) for _ in range(3)})
+    return len({id(packed.attention_plan) for _ in range(3)})
 
 
 def test_the_plan_of_attention_asks_nothing_of_the_device(rank_pool: RankPool) -> None:

@@ -71,7 +71,7 @@ def configured(folder: str) -> dict[str, Any]:
     engine.forward_backward(take(make_batch(), [1, 2]), [[0, 1]], negative_log_likelihood)
     assert engine.step().grad_norm > 0
     (chunk,) = engine.chunks
-    optimizer = engine.training_state().optimizer.megatron_optimizer
+    optimizer = engine.optimizer.megatron_optimizer
     (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
 
     return {
@@ -200,7 +200,7 @@ def train(folder: str, options: dict[str, Any], num_steps: int) -> dict[str, Any
         for _ in range(num_steps):
             engine.forward_backward(batch, [[0, 1]], negative_log_likelihood)
             norms.append(engine.step().grad_norm)
-        optimizer = engine.training_state().optimizer
+        optimizer = engine.optimizer
         counts = optimizer.counts()
         optimizer.set_counts(**counts)
         slices = optimizer.slices()

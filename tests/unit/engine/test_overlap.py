@@ -133,7 +133,7 @@ def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: 
     step(0)
     named = {name: value.clone() for name, value in engine.parameters().items()}
     step(1)
-    places = engine.training_state().places
+    places = engine.places
     stored = {
         str(number): places.host_copy(parameter, 0, parameter.numel())
         for number, parameter in enumerate(

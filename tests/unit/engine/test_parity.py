@@ -210,7 +210,7 @@ def run_engine(
         engine = build(groups, folders[case.folder], optim=OptimConfig(), **case.spec)
         engine.forward_backward(part, micro_batches, weighted_sum(case.keys))
         gradients = hf_gradients(engine)
-        routers = values_of(engine.router_metrics()) if name in OF_EXPERTS else {}
+        routers = values_of(engine.router_metrics) if name in OF_EXPERTS else {}
         if name in WITH_LOGITS:
             engine = with_logits(engine)
         outputs = join_rows(rows, engine.forward(part, micro_batches), num_rows)

@@ -155,7 +155,7 @@ def run_engine(
             )
             metrics = engine.forward_backward(rows, micro_batches, loss, loss.extras)
             gathered = gather(metrics if groups.tensor_rank == groups.context_rank == 0 else {})
-            of_routers = values_of(engine.router_metrics())
+            of_routers = values_of(engine.router_metrics)
             results.append(Result(values_of(merge_metrics(gathered)) | of_routers, hf_gradients(engine)))
 
     return results

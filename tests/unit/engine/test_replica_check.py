@@ -26,7 +26,7 @@ def check(parallel: ParallelConfig, folder: str, changed: str | None, rank: int)
     """Run in a rank: change a bit of the first parameter whose name contains `changed`, and compare."""
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig())
-    from megarl.engine.replica_check import check_replicas
+    from megarl.engine.weight_checks import check_replicas
 
     if changed is not None and groups.rank == rank:
         name = next(name for name in engine.parameters() if changed in name)

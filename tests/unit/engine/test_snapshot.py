@@ -56,7 +56,7 @@ def restore(settings: Settings) -> Restored:
 
     # The state may be offloaded, and stays so.
     engine.offload(StatePart.optimizer)
-    PendingSnapshot(path, 2, engine.training_state()).wait()
+    PendingSnapshot(path, 2, engine).wait()
     assert files.complete()["rank"].step == 2
     engine.restore(StatePart.optimizer)
     first = (draws(), train(engine, 2, first=2))
@@ -122,7 +122,7 @@ def snapshot_and_save(settings: Settings, folder: Path) -> Steps:
     engine = open_engine(settings)
     train(engine, 2)
     (path := folder / f"rank-{dist.get_rank()}").touch()
-    PendingSnapshot(str(path), 2, engine.training_state()).wait()
+    PendingSnapshot(str(path), 2, engine).wait()
     save_whole(engine, settings, folder / "before")
     steps = train(engine, 1, first=2)
     save_whole(engine, settings, folder / "next before")
@@ -256,7 +256,7 @@ def copy_three_times(settings: Settings, folder: Path) -> Copied:
     found = []
     for number, way in enumerate((None, staging, Offloading(nbytes=4096, least=64))):
         (path := folder / f"{number}-{dist.get_rank()}").touch()
-        pending = PendingSnapshot(str(path), 2, engine.training_state(), way)
+        pending = PendingSnapshot(str(path), 2, engine, way)
         pending.wait()
         with pending.stands_still():
             found.append(contents(str(path)))

@@ -149,7 +149,9 @@ def test_parts_have_what_the_role_reads_without_padding() -> None:
     for part, rank in zip(parts, plan.ranks, strict=True):
         assert part.ragged[ROUTED_EXPERTS] == routes.select(torch.tensor(rank.rows))
     assert (
-        restored_rows([part.select([ROUTED_EXPERTS]) for part in parts], plan, {}).ragged[ROUTED_EXPERTS]
+        restored_rows([part.select([ROUTED_EXPERTS]) for part in parts], plan.restore_order()).ragged[
+            ROUTED_EXPERTS
+        ]
         == routes
     )
 

@@ -21,8 +21,10 @@ from megarl.config.schema import (
     DType,
     EngineConfig,
     MicroBatchConfig,
+    ModelConfig,
     OverlongConversation,
     ParallelConfig,
+    RewardModelConfig,
 )
 from megarl.controller.dispatch import route_mesh
 from megarl.controller.futures import RemoteFuture
@@ -31,7 +33,7 @@ from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.roles.megatron_worker import megatron_mesh
 from megarl.roles.reward_model import RewardModel
-from megarl.roles.reward_model_worker import Reading, RewardModelWorker
+from megarl.roles.reward_model_worker import RewardModelWorker
 from tests.ranks import RankPool
 from tests.unit.data.chats import character_tokenizer, user
 from tests.unit.engine.rank_side import ALL_LAYOUTS
@@ -107,7 +109,7 @@ def reference_scores(folder: str, side: str, max_length: int = 1000) -> Tensor:
 
 
 def score_in_rank(
-    parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], reading: Reading
+    parallel: ParallelConfig, parts: Sequence[DataProto], folders: dict[str, str], config: RewardModelConfig
 ) -> DataProto:
     """Score in a rank, with the worker built as in a worker process, except for the existing process
     group."""
@@ -127,7 +129,7 @@ def score_in_rank(
     )
 
     try:
-        worker = RewardModelWorker(spec, reading)
+        worker = RewardModelWorker(spec, config, ModelConfig(path=folders["policy"]), chat_time=None)
         replica = megatron_worker.megatron_mesh(parallel)[torch.distributed.get_rank()].dp
         return worker.score_conversations(parts[replica])
     finally:
@@ -168,13 +170,13 @@ def score(
     pool: RankPool, folders: dict[str, str], parallel: ParallelConfig, **changes: Any
 ) -> dict[str, Tensor]:
     settings = {
-        "policy_path": folders["policy"],
-        "trust_remote_code": False,
+        "path": folders["reward_model"],
+        "parallel": parallel,
         "max_length": 200,
         "overlong": OverlongConversation.refuse,
         "micro_batch": MicroBatchConfig(max_tokens=200),
     }
-    group = Ranks(pool, parallel, folders=folders, reading=Reading(**settings | changes))  # type: ignore[arg-type]
+    group = Ranks(pool, parallel, folders=folders, config=RewardModelConfig(**settings | changes))  # type: ignore[arg-type]
     return RewardModel(group, parallel).score(policy_batch()).get().tensors  # type: ignore[arg-type]
 
 

@@ -10,8 +10,7 @@ import torch
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.controller.futures import DerivedFuture
-from megarl.roles.models import Scorer
-from megarl.roles.teachers import Teachers
+from megarl.roles.models import Scorer, Teachers
 
 ROWS = [[1], [2, 3], [4, 5, 6], [7], [8, 9]]
 

@@ -138,7 +138,7 @@ def fused_layers(rank: int) -> None:
         for module in (*fused, decoder.final_layernorm):
             assert any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
         assert any(name.endswith("linear_qkv.layer_norm_weight") for name, _ in decoder.named_parameters())
-        assert type(decoder.layers[-1]).__name__ == "LogitLayer"
+        assert type(decoder.layers[-1]).__name__ == "DecoderLayer"
         assert chunks[0].config.apply_rope_fusion
         return chunks
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.models.families import FAMILIES, read_architecture
+from megarl.models.family import SGLangStages
 from megarl.models.fp8 import quantized_tensors, scale_name, scale_shape
 from megarl.models.quantization import BLOCK_FP8
 from megarl.weights.sync.forecast import engine_slices, stage_slices
@@ -180,7 +181,8 @@ def test_a_push_of_fp8_gives_what_sglangs_own_load_gives(forked_processes: None,
 IN_STAGES = {
     name: model
     for name, model in {**MODELS, "llama-untied": ("llama", False, "LlamaForCausalLM")}.items()
-    if (stages := FAMILIES[model[0]].sglang_stages) is not None and (stages.ties or not model[1])
+    if (stages := FAMILIES[model[0]].sglang_stages) is SGLangStages.ties
+    or (stages is not None and not model[1])
 }
 
 
