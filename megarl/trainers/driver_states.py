@@ -19,7 +19,7 @@ from megarl.checkpoints.run_folder import STEP_NAME, file_checksum, files_of, st
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import parse_json
-from megarl.plan.placement.snapshots import NUM_KEPT
+from megarl.plan.placement.model_state import NUM_KEPT
 
 FOLDER = "driver"
 STATE_FILE = "trainer.json"  # also in checkpoints

@@ -40,7 +40,8 @@ from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.memory import DeviceMemory, Usage, plan_memory
+from megarl.plan.placement.memory import DeviceMemory, plan_memory
+from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport

@@ -12,11 +12,11 @@ from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.memory import budget_problems, plan_memory
+from megarl.plan.placement.memory import PlacedMemory, budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.search.engines import EngineChoice, with_engines
 from megarl.plan.search.placements import Pool, placement_of
-from megarl.plan.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
+from megarl.plan.search.pool_memory import MemoryShare, peak_of_pool, share_of_engines, share_of_models
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.solution import Solution
@@ -132,7 +132,7 @@ class Branch:
         best: BestSolutions,
         rejections: Rejections,
         pools: tuple[Pool, ...],
-        memory: PoolMemory,
+        memory: PlacedMemory,
         max_staleness: int,
     ) -> None:
         self._space = space
@@ -223,7 +223,7 @@ class Branch:
     def _share(self, unit: str, variant: Choice) -> MemoryShare:
         key = (unit, id(variant))
         if key not in self._shares:
-            self._shares[key] = self._memory.of_models(variant.memory, variant.parallel.stage_size)
+            self._shares[key] = share_of_models(self._memory, variant.memory, variant.parallel.stage_size)
         return self._shares[key]
 
     def _choose_engines(
@@ -244,7 +244,7 @@ class Branch:
                 self._rejections.reject(LEVEL, Reason.slower)
                 continue
 
-            share = self._memory.of_engines(engines.usage, engines.num_devices)
+            share = share_of_engines(self._memory, engines.usage, engines.num_devices)
             if peak_of_pool([*shares[pool], share]) > self._limit:
                 self._rejections.reject(LEVEL, Reason.memory, "the engines in a pool with others")
                 continue

@@ -12,7 +12,8 @@ from megarl.config.validate import RULES, Needs, checks_of
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
-from megarl.plan.placement.memory import Usage, engine_share, engine_usage, row_cache
+from megarl.plan.placement.memory import engine_share, engine_usage, row_cache
+from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.requests import engine_problems
 from megarl.plan.search.placements import Pool
 from megarl.plan.search.predicted_costs import PredictedCosts

@@ -1,22 +1,16 @@
-"""The memory of pools before a placement is planned: with the parts of the memory plan, and equal to it.
-
-What is in memory in each phase depends only on which roles share devices. So one small placement for each
-partition, with one device for each pool, decides it for all sizes.
-"""
+"""The memory of pools before a placement is planned: with the parts of the memory plan, and equal to it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from megarl.models.architecture import Architecture
-from megarl.plan.placement.dataflow import ENGINE, Item, Phase
-from megarl.plan.placement.memory import RoleMemory, Usage
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.activations import RoleMemory
+from megarl.plan.placement.memory import PlacedMemory
+from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.plan.placement.requests import base_roles
-from megarl.plan.placement.transport import sync_buffers
 from megarl.plan.search.placements import Partition
-from megarl.plan.search.space import ROLLOUT, Space, roles_of
+from megarl.plan.search.space import Space, roles_of
 
 # The bytes of a unit on the devices of its pool, by pipeline stage and phase, and the number of devices of a
 # stage. Stages follow each other from the pool's first device.
@@ -24,7 +18,10 @@ MemoryShare = tuple[tuple[tuple[int, ...], ...], int]
 
 
 def skeleton(space: Space, partition: Partition) -> PlacementPlan:
-    """Return a placement with the pools of a partition that have one device each."""
+    """Return a placement with the pools of a partition that have one device each.
+
+    What is in memory in each phase depends only on which roles share devices, so it decides it for all sizes.
+    """
     roles = {unit: [role.name for role in roles_of(space.config, unit)] for unit in space.units}
     groups = [
         _group(str(number), role, (number,))
@@ -47,52 +44,23 @@ def _group(pool: str, role: str, devices: tuple[int, ...]) -> GroupPlan:
     return GroupPlan(name=role, pool=pool, roles=(role,), processes=(process,), reservation=role)
 
 
-class PoolMemory:
-    """The memory of the units of one partition.
-
-    Args:
-        partition: The units of each pool.
-
-    Raises:
-        ConfigError: The configured transport of weights does not work in this placement.
-    """
-
-    def __init__(self, space: Space, partition: Partition, architectures: Mapping[str, Architecture]) -> None:
-        self.plan = skeleton(space, partition)
-        turns = OffloadPlan(self.plan)
-        self._phases = [phase for phase in turns.phases if phase.roles]
-        self._held = turns.held()
-        self._engines_move = turns.engines_move
-        self._buffers = sync_buffers(space.config, self.plan, turns, architectures)
-
-    def of_models(self, memory: Mapping[str, Sequence[RoleMemory]], per_stage: int) -> MemoryShare:
-        """Return the bytes of a unit's models, from the memory of each role by stage."""
-        stages = zip(*memory.values(), strict=True)
-        totals = tuple(
-            tuple(
-                sum(self._of_model(role, each, phase) for role, each in zip(memory, stage, strict=True))
-                for phase in self._phases
-            )
-            for stage in stages
+def share_of_models(
+    placed: PlacedMemory, memory: Mapping[str, Sequence[RoleMemory]], per_stage: int
+) -> MemoryShare:
+    """Return the bytes of a unit's models, from the memory of each role by stage."""
+    totals = tuple(
+        tuple(
+            sum(placed.of_model(role, each, phase).total for role, each in zip(memory, stage, strict=True))
+            for phase in placed.phases
         )
-        return totals, per_stage
+        for stage in zip(*memory.values(), strict=True)
+    )
+    return totals, per_stage
 
-    def _of_model(self, role: str, memory: RoleMemory, phase: Phase) -> int:
-        usage = memory.usage(role, phase, self._held[phase.name])
-        return usage.total + self._buffers.in_phase(phase.name, role, memory.state.parameters)
 
-    def of_engines(self, usage: Usage, num_devices: int) -> MemoryShare:
-        """Return the bytes of the engines, which have the first `num_devices` devices of their pool."""
-        totals = []
-        for phase in self._phases:
-            if Item(ROLLOUT, ENGINE) not in self._held[phase.name]:
-                totals.append(0)
-                continue
-            # Engines that share their devices have no cache until their weights are new.
-            has_no_cache = phase.name == "update_weights" and self._engines_move
-            buckets = self._buffers.in_phase(phase.name, ROLLOUT, usage.parameters)
-            totals.append(usage.total - usage.kv_cache * has_no_cache + buckets)
-        return (tuple(totals),), num_devices
+def share_of_engines(placed: PlacedMemory, usage: Usage, num_devices: int) -> MemoryShare:
+    """Return the bytes of the engines, which have the first `num_devices` devices of their pool."""
+    return (tuple(placed.of_engine(usage, phase).total for phase in placed.phases),), num_devices
 
 
 def peak_of_pool(shares: Sequence[MemoryShare]) -> int:
@@ -118,9 +86,9 @@ def least_bytes(memory: Mapping[str, Sequence[RoleMemory]], bases: Collection[st
         memory: The memory of each role by stage.
         bases: Roles whose model is another role's, which have no state of their own.
     """
-    return max(_least(each) for role, stages in memory.items() if role not in bases for each in stages)
-
-
-def _least(memory: RoleMemory) -> int:
-    state, work = memory
-    return max(state.parameters + work.score, state.total + max(work.train, work.step))
+    return max(
+        max(each.state.parameters + each.score, each.state.total + max(each.train, each.step))
+        for role, stages in memory.items()
+        if role not in bases
+        for each in stages
+    )

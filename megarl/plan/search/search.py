@@ -16,7 +16,7 @@ from megarl.config.validate import RULES, Needs, checks_of, read_architectures, 
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.memory import budget_problems, plan_memory
+from megarl.plan.placement.memory import PlacedMemory, budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.search.branch import BestSolutions, Branch
 from megarl.plan.search.placements import (
@@ -27,7 +27,7 @@ from megarl.plan.search.placements import (
     placement_of,
     refuse_unpinned_pools,
 )
-from megarl.plan.search.pool_memory import PoolMemory
+from megarl.plan.search.pool_memory import skeleton
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.solution import Solution
@@ -163,7 +163,7 @@ def _explore(
         for partition in partitions(space, max_staleness)
         for pools in device_splits(space, partition)
     ]
-    memories: dict[Partition, PoolMemory] = {}
+    memories: dict[Partition, PlacedMemory] = {}
 
     # Fast splits first, so that slow ones are cut.
     for _, pools in sorted(splits, key=itemgetter(0)):
@@ -177,7 +177,7 @@ def _explore(
         partition = tuple(pool.units for pool in pools)
         try:
             if partition not in memories:
-                memories[partition] = PoolMemory(space, partition, architectures)
+                memories[partition] = PlacedMemory(space.config, skeleton(space, partition), architectures)
         except ConfigError as error:
             rejections.reject("placements", Reason.rules, "; ".join(error.problems))
             continue

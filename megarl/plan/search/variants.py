@@ -28,8 +28,9 @@ from megarl.config.schema import (
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of
+from megarl.plan.placement.activations import RoleMemory, role_memory
 from megarl.plan.placement.layer_sizes import layers_of_stage
-from megarl.plan.placement.memory import RoleMemory, model_state, role_memory
+from megarl.plan.placement.model_state import model_state
 from megarl.plan.search.pool_memory import least_bytes
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.rejections import Reason, Rejections
@@ -321,15 +322,15 @@ class VariantTable:
             *(
                 size
                 for stages in memory.values()
-                for state, work in stages
+                for each in stages
                 for size in (
-                    state.parameters,
-                    state.gradients,
-                    state.optimizer,
-                    work.score,
-                    work.train,
-                    work.step,
-                    work.stays,
+                    each.state.parameters,
+                    each.state.gradients,
+                    each.state.optimizer,
+                    each.score,
+                    each.train,
+                    each.step,
+                    each.stays,
                 )
             ),
         )

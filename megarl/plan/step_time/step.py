@@ -13,10 +13,10 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, Item, Phase, phases_of, waits_for
-from megarl.plan.placement.memory import Usage, engine_weights, model_state, pushed_bytes
+from megarl.plan.placement.memory import engine_weights, pushed_bytes
+from megarl.plan.placement.model_state import Usage, model_state, rank_snapshot_bytes
 from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.placement_plan import PlacementPlan
-from megarl.plan.placement.snapshots import rank_snapshot_bytes
 from megarl.plan.placement.transport import choose_transport
 from megarl.plan.step_time.device import DeviceProfile
 from megarl.plan.step_time.lengths import Lengths

@@ -9,8 +9,8 @@ from megarl.config.roles import ModelRole
 from megarl.config.schema import RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
-from megarl.plan.placement.activations import sharing_is_another_way, working_memory
-from megarl.plan.placement.memory import model_state, stage_of, step_memory
+from megarl.plan.placement.activations import role_memory, sharing_is_another_way
+from megarl.plan.placement.model_state import stage_of
 
 # Suffixes of phases.
 UNEVEN = ", uneven"  # one expert has twice its share of the tokens
@@ -42,20 +42,18 @@ def predicted_memory(
     config: RunConfig, role: ModelRole, architecture: Architecture, rank: int
 ) -> PredictedMemory:
     stage = stage_of(role.parallel, rank)
-    state = model_state(role, architecture, config.model.dtype, stage)
-    held = state.total
-    step = step_memory(config, role, architecture, stage)
-    work = working_memory(config, role, architecture, stage, step, uneven=False, shares=False)
+    work = role_memory(config, role, architecture, stage, uneven=False, shares=False)
+    state = work.state
     built = 0 if role.optim is None else max(0, state.parameters - state.optimizer)
     passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}
 
     # Predict the passes with uneven routing as well.
     if routes_tokens(architecture):
-        crowded = working_memory(config, role, architecture, stage, step, uneven=True, shares=False)
+        crowded = role_memory(config, role, architecture, stage, uneven=True, shares=False)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
     # And those with shared prompts.
     if sharing_is_another_way(config, role, architecture):
-        sharing = working_memory(config, role, architecture, stage, step, uneven=False, shares=True)
+        sharing = role_memory(config, role, architecture, stage, uneven=False, shares=True)
         passes |= {f"score{SHARED}": sharing.score, f"train{SHARED}": sharing.train}
 
     transient = {"build": built, **passes, "offload": work.stays, "restore": work.stays}
@@ -65,9 +63,9 @@ def predicted_memory(
         if phase != "step"
     }
     return PredictedMemory(
-        held,
+        state.total,
         work.stays,
-        {phase: held + size for phase, size in transient.items()},
+        {phase: state.total + size for phase, size in transient.items()},
         batches,
         max(0, work.step - work.stays),
     )

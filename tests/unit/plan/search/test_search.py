@@ -20,9 +20,9 @@ from megarl.config.schema import (
 )
 from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
-from megarl.plan.placement.memory import budget_problems, engine_usage, plan_memory
+from megarl.plan.placement.memory import PlacedMemory, budget_problems, engine_usage, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.pool_memory import PoolMemory, peak_of_pool
+from megarl.plan.search.pool_memory import peak_of_pool, share_of_engines, share_of_models, skeleton
 from megarl.plan.search.rejections import Reason
 from megarl.plan.search.search import search
 from megarl.plan.search.solution import Solution
@@ -131,10 +131,11 @@ def test_memory_of_pools_is_that_of_the_plan() -> None:
     architectures, _ = read_architectures(config)
     plan = plan_placement(config)
     partition = (("actor", "critic", ROLLOUT),)
-    pool = PoolMemory(space, partition, architectures)
+    pool = PlacedMemory(config, skeleton(space, partition), architectures)
     roles = {role.name: role for role in model_roles(config)}
     shares = [
-        pool.of_models(
+        share_of_models(
+            pool,
             {
                 role.name: memory_by_stage(config, role, architectures[role.name])
                 for role in roles_of(config, unit)
@@ -143,7 +144,7 @@ def test_memory_of_pools_is_that_of_the_plan() -> None:
         )
         for unit in space.units
     ]
-    shares.append(pool.of_engines(engine_usage(config, architectures["actor"]), 4))
+    shares.append(share_of_engines(pool, engine_usage(config, architectures["actor"]), 4))
     assert peak_of_pool(shares) == max(device.peak for device in plan_memory(config, plan, architectures))
 
 
