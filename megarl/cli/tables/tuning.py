@@ -8,13 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table, table_of_numbers
+from megarl.config.schema import RolloutConfig
 from megarl.machine.wording import counted
 from megarl.plan.placement.dataflow import phases_of
-from megarl.plan.search.engines import EngineChoice
-from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.search import ClusterResult
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import Space
+from megarl.plan.search.space import Reason, Rejections, Space, units_of
 from megarl.plan.search.variants import describe
 from megarl.plan.step_time.step import PredictedStep
 
@@ -57,10 +56,10 @@ def choices_table(solutions: Sequence[Solution]) -> Table:
 
     for number, each in enumerate(solutions, 1):
         first = str(number)
-        for name, choice in each.choices.items():
-            drawn.add_row(first, name, describe(choice))
+        for name, roles in units_of(each.config).items():
+            drawn.add_row(first, name, describe(roles[0]))
             first = ""
-        drawn.add_row("", "rollout", _engines(each.engines))
+        drawn.add_row("", "rollout", _engines(each.config.rollout))
 
     drawn.caption = (
         "TP, PP, VPP, CP, EP, ETP, DP: tensor, pipeline, virtual pipeline, context, expert, expert tensor "
@@ -85,12 +84,13 @@ def _pools(solution: Solution) -> str:
     return f"{solution.config.placement.strategy.value}: {pools}"
 
 
-def _engines(choice: EngineChoice) -> str:
-    expert = f", EP {choice.expert}" if choice.expert > 1 else ""
-    memory = "" if choice.fraction is None else f", {choice.fraction:.0%} of the memory"
-    ahead = f", max_staleness {choice.max_staleness}" if choice.max_staleness else ""
-    sizes = f"{choice.num_replicas:,} x TP {choice.tensor}{expert}"
-    return f"{sizes}, {choice.concurrency:,} sequences{memory}{ahead}"
+def _engines(rollout: RolloutConfig) -> str:
+    expert = f", EP {rollout.expert_parallel_size}" if rollout.expert_parallel_size > 1 else ""
+    share = rollout.memory_share_of(rollout.engine)
+    memory = "" if share is None else f", {share:.0%} of the memory"
+    ahead = f", max_staleness {rollout.max_staleness}" if rollout.max_staleness else ""
+    sizes = f"{rollout.num_replicas:,} x TP {rollout.tensor_parallel_size}{expert}"
+    return f"{sizes}, {rollout.max_concurrency:,} sequences{memory}{ahead}"
 
 
 def slower_in(solution: Solution, best: Solution) -> str:

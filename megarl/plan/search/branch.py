@@ -7,27 +7,31 @@ The best configurations are planned and checked as `megarl check` does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
+from megarl.plan.placement.activations import RoleMemory
 from megarl.plan.placement.memory import PlacedMemory, budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.engines import EngineChoice, with_engines
+from megarl.plan.search.engines import EngineShape
 from megarl.plan.search.placements import Pool, placement_of
-from megarl.plan.search.pool_memory import MemoryShare, peak_of_pool, share_of_engines, share_of_models
 from megarl.plan.search.predicted_costs import PredictedCosts
-from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Space
+from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space
 from megarl.plan.search.tables import Tables
-from megarl.plan.search.variants import Choice, VariantTable, with_choice
+from megarl.plan.search.variants import Variant, VariantTable
 from megarl.plan.step_time.step import GENERATION, StepSchedule
 
 # The most configurations with the same pools that are planned. More of them differ by less than the bounds.
 _MOST_PLANNED = 400
 LEVEL = "configurations"
+
+# The bytes of a unit on the devices of its pool, by pipeline stage and phase, and the number of devices of a
+# stage. Stages follow each other from the pool's first device.
+MemoryShare = tuple[tuple[tuple[int, ...], ...], int]
 
 
 class BestSolutions:
@@ -64,13 +68,13 @@ class BestSolutions:
         return self.bound_s - self._costs.overhead_s(self._space.config)
 
     def complete(
-        self, pools: tuple[Pool, ...], variants: Mapping[str, Choice], engines: EngineChoice
+        self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: EngineShape
     ) -> None:
         """Plan, check and predict a configuration, and keep it if it is among the best."""
-        config = self._space.config.with_sections(placement=placement_of(self._space, pools))
-        for unit in self._space.units:
-            config = with_choice(config, unit, variants[unit])
-        config = with_engines(config, engines)
+        sections: dict[str, Any] = {"placement": placement_of(self._space, pools), "rollout": engines.rollout}
+        for variant in variants.values():
+            sections |= variant.sections
+        config = self._space.config.with_sections(**sections)
 
         try:
             plan = plan_placement(config)
@@ -93,17 +97,7 @@ class BestSolutions:
             self._rejections.reject(LEVEL, Reason.memory, problem)
             return
 
-        self._keep(
-            Solution(
-                config=config,
-                plan=plan,
-                memory=memory,
-                step=step,
-                pools=pools,
-                choices=variants,
-                engines=engines,
-            )
-        )
+        self._keep(Solution(config=config, plan=plan, memory=memory, step=step, pools=pools))
 
     def _keep(self, new: Solution) -> None:
         """Insert a solution. Of each kind only the fastest one is kept."""
@@ -149,7 +143,7 @@ class Branch:
         self._shares: dict[tuple[str, int], MemoryShare] = {}
         self._units: list[tuple[str, int]] = []
         self._variants: list[VariantTable] = []
-        self._engines: list[EngineChoice] = []
+        self._engines: list[EngineShape] = []
         self._fastest: list[float] = []
         self._num_planned = 0
 
@@ -178,7 +172,7 @@ class Branch:
         return next(number for number, pool in enumerate(self._pools) if unit in pool.units)
 
     def _choose(
-        self, chosen: dict[str, Choice], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
+        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
     ) -> None:
         """Choose a variant of the next unit.
 
@@ -220,14 +214,14 @@ class Branch:
         longest = max(of_pools, default=0.0)
         return max(longest, generation_s) if self._max_staleness else longest + generation_s
 
-    def _share(self, unit: str, variant: Choice) -> MemoryShare:
+    def _share(self, unit: str, variant: Variant) -> MemoryShare:
         key = (unit, id(variant))
         if key not in self._shares:
             self._shares[key] = share_of_models(self._memory, variant.memory, variant.parallel.stage_size)
         return self._shares[key]
 
     def _choose_engines(
-        self, chosen: dict[str, Choice], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
+        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
     ) -> None:
         times = {name: seconds for each in chosen.values() for name, seconds in each.phases.items()}
         pool = self._pool_of(ROLLOUT)
@@ -244,9 +238,45 @@ class Branch:
                 self._rejections.reject(LEVEL, Reason.slower)
                 continue
 
-            share = share_of_engines(self._memory, engines.usage, engines.num_devices)
+            share = share_of_engines(self._memory, engines)
             if peak_of_pool([*shares[pool], share]) > self._limit:
                 self._rejections.reject(LEVEL, Reason.memory, "the engines in a pool with others")
                 continue
             self._num_planned += 1
             self._best.complete(self._pools, chosen, engines)
+
+
+def share_of_models(
+    placed: PlacedMemory, memory: Mapping[str, Sequence[RoleMemory]], per_stage: int
+) -> MemoryShare:
+    """Return the bytes of a unit's models, from the memory of each role by stage."""
+    totals = tuple(
+        tuple(
+            sum(placed.of_model(role, each, phase).total for role, each in zip(memory, stage, strict=True))
+            for phase in placed.phases
+        )
+        for stage in zip(*memory.values(), strict=True)
+    )
+    return totals, per_stage
+
+
+def share_of_engines(placed: PlacedMemory, engines: EngineShape) -> MemoryShare:
+    """Return the bytes of the engines, which have the first devices of their pool."""
+    num_devices = engines.rollout.num_replicas * engines.rollout.tensor_parallel_size
+    return (tuple(placed.of_engine(engines.usage, phase).total for phase in placed.phases),), num_devices
+
+
+def peak_of_pool(shares: Sequence[MemoryShare]) -> int:
+    """Return the bytes of the fullest device of a pool that these units share."""
+    if len(shares) == 1:
+        return max(map(max, shares[0][0]))
+    # Between two of these devices, the stages of all units are the same.
+    starts = {stage * per_stage for totals, per_stage in shares for stage in range(len(totals))}
+    return max(_most_at(shares, start) for start in starts)
+
+
+def _most_at(shares: Sequence[MemoryShare], device: int) -> int:
+    stages = [
+        totals[device // per_stage] for totals, per_stage in shares if device // per_stage < len(totals)
+    ]
+    return max(sum(of_phase) for of_phase in zip(*stages, strict=True))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.config.rules import rollout as rollout_rules
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import PPOConfig, RolloutConfig, SGLangConfig
 from megarl.config.validate import RULES, Needs, checks_of
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
@@ -17,8 +17,7 @@ from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.requests import engine_problems
 from megarl.plan.search.placements import Pool
 from megarl.plan.search.predicted_costs import PredictedCosts
-from megarl.plan.search.rejections import Reason, Rejections
-from megarl.plan.search.space import Space
+from megarl.plan.search.space import Reason, Rejections, Space
 
 LEVEL = "engines"
 _MOST_TENSOR = 64
@@ -26,46 +25,37 @@ _CONCURRENCIES = (64, 128, 256, 512, 1024)
 _FRACTIONS = (0.5, 0.6, 0.7, 0.8, 0.85)
 
 
-class EngineChoice(NamedTuple):
-    """The values that are chosen for the engines, and what follows from them.
+class EngineShape(NamedTuple):
+    """The section `rollout` with a shape of the engines, and what follows from it.
 
     Attributes:
-        fraction: The share of a device that an engine takes, None if it is not configurable.
         seconds: The time of a step's generation.
         usage: The memory of a device.
     """
 
-    num_replicas: int
-    tensor: int
-    expert: int
-    concurrency: int
-    fraction: float | None
-    max_staleness: int
-    seconds: float = 0.0
-    usage: Usage = Usage()
-
-    @property
-    def num_devices(self) -> int:
-        return self.num_replicas * self.tensor
+    rollout: RolloutConfig
+    seconds: float
+    usage: Usage
 
 
-def with_engines(config: PPOConfig, choice: EngineChoice) -> PPOConfig:
-    """Return the configuration with what is chosen for the engines."""
+def with_engines(
+    config: PPOConfig, sizes: tuple[int, int, int], max_staleness: int, **others: Any
+) -> PPOConfig:
+    """Return the configuration with other engines.
+
+    Args:
+        sizes: The number of replicas, the devices of each, and the groups of experts.
+        others: Values of other keys of the section `rollout`.
+    """
+    num_replicas, tensor, expert = sizes
     section = replace(
         config.rollout,
-        num_replicas=choice.num_replicas,
-        tensor_parallel_size=choice.tensor,
-        expert_parallel_size=choice.expert,
-        max_concurrency=choice.concurrency,
-        max_staleness=choice.max_staleness,
+        num_replicas=num_replicas,
+        tensor_parallel_size=tensor,
+        expert_parallel_size=expert,
+        max_staleness=max_staleness,
+        **others,
     )
-
-    needs = config.rollout.engine.needs
-    if choice.fraction is not None and needs.section is not None and needs.memory_arg is not None:
-        settings = getattr(section, needs.section)
-        arguments = {**settings.server_args, needs.memory_arg: choice.fraction}
-        section = replace(section, **{needs.section: replace(settings, server_args=arguments)})
-
     return config.with_sections(rollout=section)
 
 
@@ -76,7 +66,7 @@ def engines_of(
     max_staleness: int,
     costs: PredictedCosts,
     rejections: Rejections,
-) -> list[EngineChoice]:
+) -> list[EngineShape]:
     """Return the shapes of the engines in a pool, from fast to slow.
 
     A shape that is neither faster nor smaller than another one with as many devices is left out.
@@ -87,31 +77,42 @@ def engines_of(
             rejections.consider(LEVEL)
             rejections.reject(LEVEL, Reason.divisibility, problem)
             continue
-        num_replicas, tensor, expert = sizes
-        for fraction in _fractions(space):
-            for concurrency in _concurrencies(space, num_replicas):
-                choice = EngineChoice(num_replicas, tensor, expert, concurrency, fraction, max_staleness)
+        for share in _with_shares(space):
+            for concurrency in _concurrencies(space, sizes[0]):
                 rejections.consider(LEVEL)
-                config = with_engines(space.config, choice)
+                config = with_engines(
+                    space.config, sizes, max_staleness, max_concurrency=concurrency, **share
+                )
                 usage = engine_usage(config, policy)
                 if not _fits(space, config, policy, usage):
-                    said = f"an engine of {counted(tensor, 'device')} needs {sized(usage.total)} on each"
+                    said = f"an engine of {counted(sizes[1], 'device')} needs {sized(usage.total)} on each"
                     rejections.reject(LEVEL, Reason.memory, said)
                     continue
                 seconds = costs.generation_time(config, policy).seconds
-                found.append(choice._replace(seconds=seconds, usage=usage))
+                found.append(EngineShape(config.rollout, seconds, usage))
 
-    # The configured share of a device comes first among equally fast shapes, and then the smallest. The
-    # chosen values, without the time and the memory, make the order unique.
-    share = space.config.rollout.memory_share_of(space.config.rollout.engine)
-    found.sort(key=lambda each: (each.seconds, each.fraction != share, each.usage.total, each[:-2]))
+    found.sort(key=lambda each: _rank(space, each))
     return list(_undominated(found, rejections))
 
 
-def _undominated(found: Sequence[EngineChoice], rejections: Rejections) -> Iterator[EngineChoice]:
+def _rank(space: Space, shape: EngineShape) -> tuple[Any, ...]:
+    """Return a key that sorts shapes from fast to slow.
+
+    The configured share of a device comes first among equally fast shapes, and then the smallest. The chosen
+    values make the order unique.
+    """
+    rollout = shape.rollout
+    engine = rollout.engine
+    share = rollout.memory_share_of(engine)
+    sizes = (rollout.num_replicas, rollout.tensor_parallel_size, rollout.expert_parallel_size)
+    is_other = share != space.config.rollout.memory_share_of(engine)
+    return (shape.seconds, is_other, shape.usage.total, *sizes, rollout.max_concurrency, share)
+
+
+def _undominated(found: Sequence[EngineShape], rejections: Rejections) -> Iterator[EngineShape]:
     least: dict[int, int] = {}
     for each in found:
-        tensor = each.tensor
+        tensor = each.rollout.tensor_parallel_size
         # No earlier shape is slower, so a later one is only of use if it needs less memory.
         if tensor in least and least[tensor] <= each.usage.total:
             rejections.reject(LEVEL, Reason.dominated)
@@ -148,13 +149,22 @@ def _expert_groups(space: Space, policy: Architecture, tensor: int) -> list[int]
     return [each for each in range(1, tensor + 1) if tensor % each == 0]
 
 
-def _fractions(space: Space) -> list[float | None]:
-    key = space.memory_key
-    configured = space.config.rollout.memory_share_of(space.config.rollout.engine)
+def _with_shares(space: Space) -> list[dict[str, SGLangConfig]]:
+    """Return the section of the engine with each share of a device, as the values of other keys."""
+    rollout = space.config.rollout
+    needs = rollout.engine.needs
+    settings = rollout.settings_of(rollout.engine)
+    is_free = needs.memory_key is not None and not space.is_pinned(needs.memory_key)
     # On a CPU an engine has no share of a device.
-    if key is None or space.is_pinned(key) or engine_share(space.config) is None:
-        return [configured]
-    return sorted({*_FRACTIONS, configured})
+    if not is_free or engine_share(space.config) is None:
+        return [{}]
+    assert needs.section is not None
+    assert settings is not None
+    arguments = settings.server_args
+    return [
+        {needs.section: replace(settings, server_args={**arguments, needs.memory_arg: share})}
+        for share in sorted({*_FRACTIONS, rollout.memory_share_of(rollout.engine)})
+    ]
 
 
 def _concurrencies(space: Space, num_replicas: int) -> list[int]:
@@ -170,8 +180,7 @@ def _concurrencies(space: Space, num_replicas: int) -> list[int]:
 def _problem(
     space: Space, policy: Architecture, sizes: tuple[int, int, int], max_staleness: int
 ) -> str | None:
-    choice = EngineChoice(*sizes, space.config.rollout.max_concurrency, None, max_staleness)
-    config = with_engines(space.config, choice)
+    config = with_engines(space.config, sizes, max_staleness)
     for problem in engine_problems(config):
         return problem
     for violation in rollout_rules.whole_model(config):

@@ -14,7 +14,9 @@ from typing import NamedTuple
 from megarl.config.roles import TEACHER, model_roles
 from megarl.config.schema import PlacementConfig, PlacementStrategy
 from megarl.machine.errors import ConfigError
-from megarl.plan.search.space import ROLLOUT, Space, roles_of
+from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
+from megarl.plan.placement.requests import base_roles
+from megarl.plan.search.space import ROLLOUT, Space, units_of
 
 Partition = tuple[tuple[str, ...], ...]  # the units of each pool, with the engines as a unit
 _MOST_PARTS = 16  # of the devices, in a search over pools
@@ -147,8 +149,8 @@ def placement_of(space: Space, pools: Sequence[Pool]) -> PlacementConfig:
 
 
 def _roles(space: Space, units: Sequence[str]) -> list[str]:
-    roles = [role.name for unit in space.units if unit in units for role in roles_of(space.config, unit)]
-    return [*roles, *([ROLLOUT] if ROLLOUT in units else [])]
+    names = [role.name for unit, roles in units_of(space.config).items() if unit in units for role in roles]
+    return [*names, *([ROLLOUT] if ROLLOUT in units else [])]
 
 
 def _strategy(space: Space, partition: Partition) -> PlacementStrategy:
@@ -209,3 +211,30 @@ def refuse_unpinned_pools(space: Space) -> None:
             "file, or keep the placement with --pin placement"
         )
         raise ConfigError("placement", [problem])
+
+
+def skeleton(space: Space, partition: Partition) -> PlacementPlan:
+    """Return a placement with the pools of a partition that have one device each.
+
+    What is in memory in each phase depends only on which roles share devices, so it decides it for all sizes.
+    """
+    roles = {unit: [role.name for role in roles] for unit, roles in units_of(space.config).items()}
+    groups = [
+        _group(str(number), role, (number,))
+        for number, units in enumerate(partition)
+        for unit in units
+        for role in roles.get(unit, (unit,))
+    ]
+
+    return PlacementPlan(
+        strategy=space.config.placement.strategy,
+        num_nodes=1,
+        devices_per_node=len(partition),
+        groups=(*groups, _group("reward", "reward", ())),
+        bases=tuple(base_roles(space.config).items()),
+    )
+
+
+def _group(pool: str, role: str, devices: tuple[int, ...]) -> GroupPlan:
+    process = ProcessPlan(pool=pool, group=role, rank=0, roles=(role,), node=0, devices=devices)
+    return GroupPlan(name=role, pool=pool, roles=(role,), processes=(process,), reservation=role)

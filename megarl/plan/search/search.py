@@ -26,12 +26,11 @@ from megarl.plan.search.placements import (
     partitions,
     placement_of,
     refuse_unpinned_pools,
+    skeleton,
 )
-from megarl.plan.search.pool_memory import skeleton
 from megarl.plan.search.predicted_costs import PredictedCosts
-from megarl.plan.search.rejections import Reason, Rejections
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import Space, free_keys
+from megarl.plan.search.space import Reason, Rejections, Space, free_keys
 from megarl.plan.search.tables import Tables
 from megarl.plan.step_time.step import PredictedStep
 

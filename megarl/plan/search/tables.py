@@ -12,11 +12,10 @@ from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
 from megarl.config.validate import RULES, Check, Needs, checks_of
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
-from megarl.plan.search.engines import EngineChoice, engines_of
+from megarl.plan.search.engines import EngineShape, engines_of
 from megarl.plan.search.placements import Pool
 from megarl.plan.search.predicted_costs import PredictedCosts
-from megarl.plan.search.rejections import Reason, Rejections
-from megarl.plan.search.space import ROLLOUT, Space, roles_of
+from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, units_of
 from megarl.plan.search.variants import LEVEL as VARIANTS
 from megarl.plan.search.variants import VariantTable
 
@@ -50,14 +49,14 @@ class Tables:
         self._costs = costs
         self._rejections = rejections
         self._variants: dict[tuple[str, int, int], VariantTable] = {}
-        self._engines: dict[tuple[tuple[int, ...], int], list[EngineChoice]] = {}
+        self._engines: dict[tuple[tuple[int, ...], int], list[EngineShape]] = {}
         self._fastest: dict[tuple[str, int], float] = {}  # seconds by unit and number of devices
 
     def variants(self, unit: str, pool: Pool) -> VariantTable:
         """Return the variants of a unit over the devices of a pool."""
         key = (unit, pool.num_devices, pool.granule)
         if key not in self._variants:
-            roles = roles_of(self._space.config, unit)
+            roles = units_of(self._space.config)[unit]
             found = layouts(
                 self._space, roles, self._architectures, pool.num_devices, pool.granule, self._rejections
             )
@@ -67,7 +66,7 @@ class Tables:
                 self._fastest[unit, pool.num_devices] = fastest.seconds
         return self._variants[key]
 
-    def engines(self, pool: Pool, max_staleness: int) -> list[EngineChoice]:
+    def engines(self, pool: Pool, max_staleness: int) -> list[EngineShape]:
         """Return the shapes of the engines in a pool."""
         key = (tuple(count for count in pool.on_nodes if count), max_staleness)
         if key not in self._engines:
@@ -98,7 +97,7 @@ class Tables:
         config = self._space.config
         rough = sum(
             self._costs.least_role_s(config, role, self._architectures[role.name], pool.num_devices)
-            for role in roles_of(config, unit)
+            for role in units_of(config)[unit]
         )
         return max(rough, *known, 0.0)
 
