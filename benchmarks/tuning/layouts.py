@@ -36,9 +36,8 @@ from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import DType, PPOConfig
 from megarl.config.validate import read_architectures, validate
-from megarl.plan.step_time.device import DeviceProfile, load_device
+from megarl.plan.step_time.device import DeviceProfile, PhaseTime, load_device
 from megarl.plan.step_time.lengths import measured_lengths
-from megarl.plan.step_time.phase_time import PhaseTime
 from megarl.plan.step_time.role_time import role_times
 from megarl.rehearse.calibration.measurements import (
     CalibrationRequest,

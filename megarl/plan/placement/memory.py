@@ -23,9 +23,8 @@ from megarl.models.engine_stages import engine_stages, stage_shares
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, state_bytes
 from megarl.plan.placement.activations import RoleMemory, role_memory
-from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
+from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, OffloadPlan, Phase
 from megarl.plan.placement.model_state import Usage, stage_of, weight_bytes
-from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.transport import sync_buffers
 

@@ -14,7 +14,7 @@ from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.fp8 import sender_bytes
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import OffloadPlan
 from megarl.plan.placement.placement_plan import PlacementPlan
 
 _KEY = "resharding.transport"

@@ -11,10 +11,9 @@ from megarl.models.flops import training_flops
 from megarl.plan.placement.dataflow import Item
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.step_time.counts import dtype_of
-from megarl.plan.step_time.device import DeviceProfile
+from megarl.plan.step_time.device import DeviceProfile, PhaseTime, peak_flops
 from megarl.plan.step_time.generation import generation_time
 from megarl.plan.step_time.lengths import Lengths
-from megarl.plan.step_time.phase_time import PhaseTime, peak_flops
 from megarl.plan.step_time.role_time import role_times
 from megarl.plan.step_time.step import GENERATION, PredictedStep, moved_items, placed_step
 

@@ -12,15 +12,13 @@ from typing import NamedTuple
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, Item, Phase, phases_of, waits_for
+from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, Item, OffloadPlan, Phase, phases_of, waits_for
 from megarl.plan.placement.memory import engine_weights, pushed_bytes
 from megarl.plan.placement.model_state import Usage, model_state, rank_snapshot_bytes
-from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.transport import choose_transport
-from megarl.plan.step_time.device import DeviceProfile
+from megarl.plan.step_time.device import DeviceProfile, PhaseTime
 from megarl.plan.step_time.lengths import Lengths
-from megarl.plan.step_time.phase_time import PhaseTime
 
 PUSH = "update_weights"
 GENERATION = "gen"

@@ -40,8 +40,9 @@ from megarl.plan.placement.activations import sharing_is_another_way
 from megarl.rehearse.dry_run.built import check_engine
 from megarl.rehearse.dry_run.device import FakeDevice
 from megarl.rehearse.dry_run.ledger import Ledger, place, place_of
-from megarl.rehearse.dry_run.prediction import SHARED, UNEVEN
 from megarl.rehearse.dry_run.record import (
+    SHARED,
+    UNEVEN,
     Collective,
     PhaseRecord,
     RankRecord,
