@@ -26,7 +26,7 @@ from megarl.plan.placement.activations import RoleMemory, role_memory
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, OffloadPlan, Phase
 from megarl.plan.placement.model_state import Usage, stage_of, weight_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan
-from megarl.plan.placement.transport import sync_buffers
+from megarl.plan.placement.transport import SyncBuffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class PlacedMemory:
         self.plan = plan
         self.turns = OffloadPlan(plan)
         self.phases = [phase for phase in self.turns.phases if phase.roles]
-        self.buffers = sync_buffers(config, plan, self.turns, architectures)
+        self.buffers = SyncBuffers(config, plan, self.turns, architectures)
         self._held = self.turns.held()
         self._is_on_cpu = config.device is Device.cpu
 

@@ -11,14 +11,18 @@ from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
-from megarl.config.roles import TEACHER, model_roles
 from megarl.config.schema import PlacementConfig, PlacementStrategy
-from megarl.machine.errors import ConfigError
 from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
-from megarl.plan.placement.requests import base_roles
+from megarl.plan.placement.requests import base_roles, pool_requests
 from megarl.plan.search.space import ROLLOUT, Space, units_of
 
 Partition = tuple[tuple[str, ...], ...]  # the units of each pool, with the engines as a unit
+_NAMED = (
+    PlacementStrategy.hybrid,
+    PlacementStrategy.split_collocate,
+    PlacementStrategy.fully_collocate,
+    PlacementStrategy.stand_alone,
+)
 _MOST_PARTS = 16  # of the devices, in a search over pools
 
 
@@ -155,35 +159,23 @@ def _roles(space: Space, units: Sequence[str]) -> list[str]:
 
 def _strategy(space: Space, partition: Partition) -> PlacementStrategy:
     """Return the strategy with these pools: the configured one if possible."""
-    pools = set(map(frozenset, partition))
-    fitting = [
-        strategy for strategy, expected in _named(space).items() if set(map(frozenset, expected)) == pools
-    ]
+    pools = {frozenset(_roles(space, units)) for units in partition}
+    fitting = [strategy for strategy in _NAMED if _pools_of(space, strategy) == pools]
     configured = space.config.placement.strategy
     if configured in fitting or configured is PlacementStrategy.custom:
         return configured
     return fitting[0] if fitting else PlacementStrategy.custom
 
 
-def _named(space: Space) -> dict[PlacementStrategy, list[list[str]]]:
-    """Return the pools of each strategy, as plan/placement/requests.py places the roles."""
-    names = space.units
-
-    # A teacher shares the actor's devices, and a reward model those of the critic if there is one.
-    policies = [name for name in names if name in ("actor", TEACHER)]
-    scoring = [[name for name in names if name not in policies]]
-    scoring = [] if not scoring[0] else scoring
-
-    pools = {
-        PlacementStrategy.hybrid: [[*policies, ROLLOUT], *scoring],
-        PlacementStrategy.split_collocate: [policies, *scoring, [ROLLOUT]],
-        PlacementStrategy.fully_collocate: [[*names, ROLLOUT]],
-    }
-
-    # Alone, a reference would have devices of its own.
-    if len(names) == len(model_roles(space.config)):
-        pools[PlacementStrategy.stand_alone] = [[name] for name in (*names, ROLLOUT)]
-    return pools
+def _pools_of(space: Space, strategy: PlacementStrategy) -> set[frozenset[str]]:
+    """Return the roles with devices that share each pool of a strategy."""
+    placement = replace(space.config.placement, strategy=strategy)
+    requests = pool_requests(space.config.with_sections(placement=placement))
+    pools = (
+        frozenset(role for group in pool.groups if group.together for role in group.roles)
+        for pool in requests
+    )
+    return {pool for pool in pools if pool}
 
 
 def _is_configured(space: Space, partition: Partition) -> bool:
@@ -199,18 +191,6 @@ def _is_configured(space: Space, partition: Partition) -> bool:
 def _configured_pools(space: Space, partition: Partition) -> tuple[Pool, ...]:
     placement = space.config.placement
     return tuple(Pool(units, tuple(placement.pools[placement.roles[units[0]]])) for units in partition)
-
-
-def refuse_unpinned_pools(space: Space) -> None:
-    """Raise ConfigError for a file with custom pools that are not pinned, which no override can remove."""
-    placement = space.config.placement
-    keys = ("placement.roles", "placement.pools")
-    if (placement.roles or placement.pools) and not all(map(space.is_pinned, keys)):
-        problem = (
-            f"{', '.join(keys)}: an override of the file cannot remove its pools; remove both keys from the "
-            "file, or keep the placement with --pin placement"
-        )
-        raise ConfigError("placement", [problem])
 
 
 def skeleton(space: Space, partition: Partition) -> PlacementPlan:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from megarl.config.roles import SOURCE_TEACHER, judge_roles, model_roles
 from megarl.config.validate import RULES, Needs, checks_of, read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
-from megarl.models.architecture import Architecture
 from megarl.plan.placement.activations import RoleMemory
 from megarl.plan.placement.memory import PlacedMemory, budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
@@ -25,14 +24,13 @@ from megarl.plan.search.placements import (
     device_splits,
     partitions,
     placement_of,
-    refuse_unpinned_pools,
     skeleton,
 )
 from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, free_keys
+from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, refusals
 from megarl.plan.search.tables import EngineShape, Tables
-from megarl.plan.search.variants import Variant, VariantTable
+from megarl.plan.search.variants import Variant
 from megarl.plan.step_time.step import GENERATION, PredictedStep, StepSchedule
 
 
@@ -45,68 +43,18 @@ def search(space: Space, costs: PredictedCosts, num_results: int = 1) -> tuple[l
         ConfigError: No configuration is valid, or a fixed value is not.
     """
     architectures, unreadable = read_architectures(space.config)
-    if unreadable:
-        raise ConfigError("tune", [str(each) for each in unreadable])
-    _refuse_judges_and_teachers(space)
-    refuse_unpinned_pools(space)
-    _refuse_stages_of_engines(space)
-    _refuse_fixed_values(space)
+    if problems := list(map(str, unreadable)) or refusals(space):
+        raise ConfigError("tune", problems)
 
-    rejections = Rejections()
-    tables = Tables(space, architectures, costs, rejections)
-    best = BestSolutions(space, architectures, costs, rejections, num_results)
+    tables = Tables(space, architectures, costs)
+    best = BestSolutions(tables, num_results)
     for max_staleness in _stalenesses(space):
-        _explore(space, architectures, tables, best, rejections, max_staleness)
+        _explore(tables, best, max_staleness)
 
     tables.finish()
     if not best.solutions:
-        raise ConfigError("tune", [_nothing_fits(space, rejections)])
-    return list(best.solutions), rejections
-
-
-def _refuse_judges_and_teachers(space: Space) -> None:
-    """Raise ConfigError for roles that the search does not place."""
-    if served := judge_roles(space.config):
-        raise ConfigError(
-            "tune",
-            [
-                f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); "
-                "start their servers by hand, and set url and model instead of path"
-            ],
-        )
-
-    names = [role.name for role in model_roles(space.config)]
-    if teachers := [name for name in names if name.startswith(SOURCE_TEACHER)]:
-        raise ConfigError(
-            "tune",
-            [
-                f"teachers: the search chooses no layouts of teachers of data sources "
-                f"({', '.join(teachers)}), which no override can set; tune the run with the largest of "
-                "them as `teacher`, and give the others layouts by hand"
-            ],
-        )
-
-
-def _refuse_stages_of_engines(space: Space) -> None:
-    """Raise ConfigError for engines with pipeline stages, which the search does not place."""
-    if (stages := space.config.rollout.pipeline_parallel_size) > 1:
-        problem = (
-            f"rollout.pipeline_parallel_size: is {stages}, but the search chooses engines of one stage; use "
-            "pipeline_parallel_size=1, or predict a step with `megarl check`"
-        )
-        raise ConfigError("tune", [problem])
-
-
-def _refuse_fixed_values(space: Space) -> None:
-    """Raise ConfigError for violations that nothing in the space can change."""
-    free = [key for key in free_keys(space.config) if not space.is_pinned(key)]
-    problems = [
-        str(violation)
-        for violation in validate(space.config)
-        if not any(f"{key}.".startswith(f"{mine}.") for key in free for mine in violation.keys)
-    ]
-    if problems:
-        raise ConfigError("tune", problems)
+        raise ConfigError("tune", [_nothing_fits(space, tables.rejections)])
+    return list(best.solutions), tables.rejections
 
 
 def _stalenesses(space: Space) -> Sequence[int]:
@@ -149,15 +97,10 @@ def configured_step(space: Space, costs: PredictedCosts) -> PredictedStep | None
     return costs.predict_step(config, plan, architectures)
 
 
-def _explore(
-    space: Space,
-    architectures: Mapping[str, Architecture],
-    tables: Tables,
-    best: BestSolutions,
-    rejections: Rejections,
-    max_staleness: int,
-) -> None:
+def _explore(tables: Tables, best: BestSolutions, max_staleness: int) -> None:
     """Search all placements with a `rollout.max_staleness`."""
+    space = tables.space
+    rejections = tables.rejections
     splits = [
         (tables.least_s(pools, max_staleness), pools)
         for partition in partitions(space, max_staleness)
@@ -177,12 +120,14 @@ def _explore(
         partition = tuple(pool.units for pool in pools)
         try:
             if partition not in memories:
-                memories[partition] = PlacedMemory(space.config, skeleton(space, partition), architectures)
+                memories[partition] = PlacedMemory(
+                    space.config, skeleton(space, partition), tables.architectures
+                )
         except ConfigError as error:
             rejections.reject("placements", Reason.rules, "; ".join(error.problems))
             continue
 
-        Branch(space, tables, best, rejections, pools, memories[partition], max_staleness).explore()
+        Branch(tables, best, pools, memories[partition], max_staleness).explore()
 
 
 def _placement_problem(space: Space, pools: Sequence[Pool], max_staleness: int) -> str | None:
@@ -242,23 +187,13 @@ class BestSolutions:
     """The fastest configurations so far.
 
     Args:
-        rejections: Where it is counted what was left out.
+        tables: The search's costs, and where it is counted what was left out.
         num_results: The number of configurations to keep.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        architectures: Mapping[str, Architecture],
-        costs: PredictedCosts,
-        rejections: Rejections,
-        num_results: int,
-    ) -> None:
+    def __init__(self, tables: Tables, num_results: int) -> None:
         self.solutions: list[Solution] = []
-        self._space = space
-        self._architectures = architectures
-        self._costs = costs
-        self._rejections = rejections
+        self._tables = tables
         self._num_results = num_results
 
     @property
@@ -269,36 +204,39 @@ class BestSolutions:
     @property
     def bound_of_phases_s(self) -> float:
         """The time that the phases of another result must beat."""
-        return self.bound_s - self._costs.overhead_s(self._space.config)
+        return self.bound_s - self._tables.costs.overhead_s(self._tables.space.config)
 
     def complete(
         self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: EngineShape
     ) -> None:
         """Plan, check and predict a configuration, and keep it if it is among the best."""
-        sections: dict[str, Any] = {"placement": placement_of(self._space, pools), "rollout": engines.rollout}
+        space = self._tables.space
+        architectures = self._tables.architectures
+        reject = partial(self._tables.rejections.reject, LEVEL)
+        sections: dict[str, Any] = {"placement": placement_of(space, pools), "rollout": engines.rollout}
         for variant in variants.values():
             sections |= variant.sections
-        config = self._space.config.with_sections(**sections)
+        config = space.config.with_sections(**sections)
 
         try:
             plan = plan_placement(config)
         except ConfigError as error:
-            self._rejections.reject(LEVEL, Reason.node, error.problems[0])
+            reject(Reason.node, error.problems[0])
             return
 
-        step = self._costs.predict_step(config, plan, self._architectures)
+        step = self._tables.costs.predict_step(config, plan, architectures)
         if step.seconds >= self.bound_s:
-            self._rejections.reject(LEVEL, Reason.slower)
+            reject(Reason.slower)
             return
 
         # One violation is enough, so the others are not looked for.
         for violation in validate(config):
-            self._rejections.reject(LEVEL, Reason.rules, str(violation))
+            reject(Reason.rules, str(violation))
             return
 
-        memory = plan_memory(config, plan, self._architectures)
+        memory = plan_memory(config, plan, architectures)
         for problem in budget_problems(config, memory):
-            self._rejections.reject(LEVEL, Reason.memory, problem)
+            reject(Reason.memory, problem)
             return
 
         self._keep(Solution(config=config, plan=plan, memory=memory, step=step, pools=pools))
@@ -318,44 +256,37 @@ class Branch:
     Args:
         tables: The variants and engines to choose from.
         best: Where complete configurations are kept.
-        rejections: Where it is counted what was left out.
-        memory: The memory of their units.
+        placed: The memory in placements with these pools.
         max_staleness: The steps by which generation runs ahead.
     """
 
     def __init__(
         self,
-        space: Space,
         tables: Tables,
         best: BestSolutions,
-        rejections: Rejections,
         pools: tuple[Pool, ...],
-        memory: PlacedMemory,
+        placed: PlacedMemory,
         max_staleness: int,
     ) -> None:
-        self._space = space
         self._tables = tables
         self._best = best
-        self._rejections = rejections
+        self._rejections = tables.rejections
         self._pools = pools
-        self._memory = memory
+        self._placed = placed
 
-        self._schedule = StepSchedule(memory.plan, generates_ahead=max_staleness > 0)
+        self._schedule = StepSchedule(placed.plan, generates_ahead=max_staleness > 0)
         self._max_staleness = max_staleness
-        self._limit = space.device_bytes
+        self._limit = tables.space.device_bytes
 
         self._shares: dict[tuple[str, int], MemoryShare] = {}
-        self._units: list[tuple[str, int]] = []
-        self._variants: list[VariantTable] = []
-        self._engines: list[EngineShape] = []
+        self._units = [(unit, self._pool_of(unit)) for unit in tables.space.units]
+        self._variants = [tables.variants(unit, pools[pool]) for unit, pool in self._units]
+        self._engines = tables.engines(pools[self._pool_of(ROLLOUT)], max_staleness)
         self._fastest: list[float] = []
         self._num_planned = 0
 
     def explore(self) -> None:
         """Search the branch, or reject its pools if a unit or the engines do not fit in theirs."""
-        self._units = [(unit, self._pool_of(unit)) for unit in self._space.units]
-        self._variants = [self._tables.variants(unit, self._pools[pool]) for unit, pool in self._units]
-        self._engines = self._tables.engines(self._pools[self._pool_of(ROLLOUT)], self._max_staleness)
         fastest = [next(iter(table), None) for table in self._variants]
         if None in fastest or not self._engines:
             name = ROLLOUT if None not in fastest else self._units[fastest.index(None)][0]
@@ -421,7 +352,7 @@ class Branch:
     def _share(self, unit: str, variant: Variant) -> MemoryShare:
         key = (unit, id(variant))
         if key not in self._shares:
-            self._shares[key] = share_of_models(self._memory, variant.memory, variant.parallel.stage_size)
+            self._shares[key] = share_of_models(self._placed, variant.memory, variant.parallel.stage_size)
         return self._shares[key]
 
     def _choose_engines(
@@ -442,7 +373,7 @@ class Branch:
                 self._rejections.reject(LEVEL, Reason.slower)
                 continue
 
-            share = share_of_engines(self._memory, engines)
+            share = share_of_engines(self._placed, engines)
             if peak_of_pool([*shares[pool], share]) > self._limit:
                 self._rejections.reject(LEVEL, Reason.memory, "the engines in a pool with others")
                 continue

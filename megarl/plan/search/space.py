@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
 
-from megarl.config.roles import ModelRole, model_roles
+from megarl.config.roles import SOURCE_TEACHER, ModelRole, judge_roles, model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind
+from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
 
 ROLLOUT = "rollout"
@@ -120,6 +121,46 @@ def units_of(config: PPOConfig) -> dict[str, list[ModelRole]]:
     for role in model_roles(config):
         units.setdefault(role.parallel_key, []).append(role)
     return {roles[0].name: roles for roles in units.values()}
+
+
+def refusals(space: Space) -> list[str]:
+    """Return what a search does not choose, and violations that nothing in the space can change."""
+    config = space.config
+    problems = []
+    if served := judge_roles(config):
+        problems.append(
+            f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); start their "
+            "servers by hand, and set url and model instead of path"
+        )
+
+    teachers = [role.name for role in model_roles(config) if role.name.startswith(SOURCE_TEACHER)]
+    if teachers:
+        problems.append(
+            f"teachers: the search chooses no layouts of teachers of data sources ({', '.join(teachers)}), which "
+            "no override can set; tune the run with the largest of them as `teacher`, and give the others "
+            "layouts by hand"
+        )
+
+    # No override can remove custom pools of a file.
+    keys = ("placement.roles", "placement.pools")
+    if (config.placement.roles or config.placement.pools) and not all(map(space.is_pinned, keys)):
+        problems.append(
+            f"{', '.join(keys)}: an override of the file cannot remove its pools; remove both keys from the "
+            "file, or keep the placement with --pin placement"
+        )
+
+    if (stages := config.rollout.pipeline_parallel_size) > 1:
+        problems.append(
+            f"rollout.pipeline_parallel_size: is {stages}, but the search chooses engines of one stage; use "
+            "pipeline_parallel_size=1, or predict a step with `megarl check`"
+        )
+
+    free = [key for key in free_keys(config) if not space.is_pinned(key)]
+    return problems or [
+        str(violation)
+        for violation in validate(config)
+        if not any(f"{key}.".startswith(f"{mine}.") for key in free for mine in violation.keys)
+    ]
 
 
 class Reason(str, Enum):

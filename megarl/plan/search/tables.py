@@ -45,21 +45,17 @@ _OF_VARIANTS = (models.micro_batch, models.recomputation)
 class Tables:
     """The variants of units and the shapes of engines, by the devices of their pool.
 
-    Args:
-        rejections: Where it is counted what was left out.
+    Attributes:
+        rejections: Counts what was considered and left out.
     """
 
     def __init__(
-        self,
-        space: Space,
-        architectures: Mapping[str, Architecture],
-        costs: PredictedCosts,
-        rejections: Rejections,
+        self, space: Space, architectures: Mapping[str, Architecture], costs: PredictedCosts
     ) -> None:
-        self._space = space
-        self._architectures = architectures
-        self._costs = costs
-        self._rejections = rejections
+        self.space = space
+        self.architectures = architectures
+        self.costs = costs
+        self.rejections = Rejections()
         self._variants: dict[tuple[str, int, int], VariantTable] = {}
         self._engines: dict[tuple[tuple[int, ...], int], list[EngineShape]] = {}
         self._fastest: dict[tuple[str, int], float] = {}  # seconds by unit and number of devices
@@ -68,11 +64,11 @@ class Tables:
         """Return the variants of a unit over the devices of a pool."""
         key = (unit, pool.num_devices, pool.granule)
         if key not in self._variants:
-            roles = units_of(self._space.config)[unit]
+            roles = units_of(self.space.config)[unit]
             found = layouts(
-                self._space, roles, self._architectures, pool.num_devices, pool.granule, self._rejections
+                self.space, roles, self.architectures, pool.num_devices, pool.granule, self.rejections
             )
-            table = VariantTable(self._space, unit, self._architectures, found, self._costs, self._rejections)
+            table = VariantTable(self.space, unit, self.architectures, found, self.costs, self.rejections)
             self._variants[key] = table
             if (fastest := next(iter(table), None)) is not None:
                 self._fastest[unit, pool.num_devices] = fastest.seconds
@@ -82,16 +78,16 @@ class Tables:
         """Return the shapes of the engines in a pool."""
         key = (tuple(count for count in pool.on_nodes if count), max_staleness)
         if key not in self._engines:
-            policy = self._architectures["actor"]
+            policy = self.architectures["actor"]
             self._engines[key] = engines_of(
-                self._space, policy, pool, max_staleness, self._costs, self._rejections
+                self.space, policy, pool, max_staleness, self.costs, self.rejections
             )
         return self._engines[key]
 
     def least_s(self, pools: Sequence[Pool], max_staleness: int) -> float:
         """Return a lower bound of a step before the layouts of the units in these pools are computed."""
         of_pools = max(
-            sum(self._least_of_unit(unit, pool) for unit in self._space.units if unit in pool.units)
+            sum(self._least_of_unit(unit, pool) for unit in self.space.units if unit in pool.units)
             for pool in pools
         )
         shapes = self.engines(next(pool for pool in pools if ROLLOUT in pool.units), max_staleness)
@@ -106,9 +102,9 @@ class Tables:
             for (name, num_devices), seconds in self._fastest.items()
             if name == unit and num_devices >= pool.num_devices
         ]
-        config = self._space.config
+        config = self.space.config
         rough = sum(
-            self._costs.least_role_s(config, role, self._architectures[role.name], pool.num_devices)
+            self.costs.least_role_s(config, role, self.architectures[role.name], pool.num_devices)
             for role in units_of(config)[unit]
         )
         return max(rough, *known, 0.0)
@@ -116,7 +112,7 @@ class Tables:
     def finish(self) -> None:
         """Count the variants that were never needed, because faster ones decided."""
         for table in self._variants.values():
-            self._rejections.reject(VARIANTS, Reason.slower, count=table.num_waiting)
+            self.rejections.reject(VARIANTS, Reason.slower, count=table.num_waiting)
 
 
 def layouts(
@@ -151,11 +147,16 @@ def _candidates(
     space: Space, role: ModelRole, architecture: Architecture, num_devices: int
 ) -> Iterator[ParallelConfig]:
     """Yield the layouts whose sizes multiply to the number of devices."""
-    axis = _Axes(space, role)
-    for tensor in axis.sizes("tensor_parallel_size", _divisors(num_devices, _MOST_TENSOR)):
-        for context in axis.sizes("context_parallel_size", _contexts(role, num_devices // tensor)):
+    # The pinned sizes leave one way each.
+    pinned = {
+        name: [value]
+        for name, value in vars(role.parallel).items()
+        if space.is_pinned(f"{role.parallel_key}.{name}")
+    }
+    for tensor in pinned.get("tensor_parallel_size", _divisors(num_devices, _MOST_TENSOR)):
+        for context in pinned.get("context_parallel_size", _contexts(role, num_devices // tensor)):
             ranks = num_devices // (tensor * context)
-            for pipeline in axis.sizes("pipeline_parallel_size", _divisors(ranks, ranks)):
+            for pipeline in pinned.get("pipeline_parallel_size", _divisors(ranks, ranks)):
                 # A pinned size may not divide the devices.
                 replicas = ranks // pipeline
                 if tensor * context * pipeline * replicas != num_devices:
@@ -165,48 +166,30 @@ def _candidates(
                     context_parallel_size=context,
                     pipeline_parallel_size=pipeline,
                     data_parallel_size=replicas,
-                    sequence_parallel=axis.first("sequence_parallel", tensor > 1),
+                    sequence_parallel=pinned.get("sequence_parallel", [tensor > 1])[0],
                 )
-                if axis.accepts("data_parallel_size", replicas):
-                    yield from _refined(axis, dense, architecture)
+                if replicas in pinned.get("data_parallel_size", [replicas]):
+                    yield from _refined(pinned, dense, architecture)
 
 
-def _refined(axis: _Axes, dense: ParallelConfig, architecture: Architecture) -> Iterator[ParallelConfig]:
+def _refined(
+    pinned: Mapping[str, list[Any]], dense: ParallelConfig, architecture: Architecture
+) -> Iterator[ParallelConfig]:
     """Yield a layout with each number of virtual stages, and each distribution of experts."""
     pipeline = dense.pipeline_parallel_size
     layers = architecture.num_hidden_layers // pipeline
     virtual = [None, *(each for each in _VIRTUAL if pipeline > 1 and layers % each == 0)]
 
-    for chunks in axis.sizes("virtual_pipeline_parallel_size", virtual):
-        for expert_tensor in axis.sizes("expert_tensor_parallel_size", _expert_tensors(dense, architecture)):
+    for chunks in pinned.get("virtual_pipeline_parallel_size", virtual):
+        for expert_tensor in pinned.get("expert_tensor_parallel_size", _expert_tensors(dense, architecture)):
             groups = _expert_groups(dense.stage_size // expert_tensor, architecture)
-            for expert in axis.sizes("expert_parallel_size", groups):
+            for expert in pinned.get("expert_parallel_size", groups):
                 yield replace(
                     dense,
                     virtual_pipeline_parallel_size=chunks,
                     expert_tensor_parallel_size=expert_tensor,
                     expert_parallel_size=expert,
                 )
-
-
-class _Axes:
-    """The sizes of each axis: the pinned one, or those that are given."""
-
-    def __init__(self, space: Space, role: ModelRole) -> None:
-        self._pinned = {
-            name: getattr(role.parallel, name)
-            for name in ParallelConfig.__dataclass_fields__
-            if space.is_pinned(f"{role.parallel_key}.{name}")
-        }
-
-    def sizes[Size](self, name: str, free: Sequence[Size]) -> Sequence[Size]:
-        return [self._pinned[name]] if name in self._pinned else free
-
-    def first[Size](self, name: str, free: Size) -> Size:
-        return self._pinned.get(name, free)
-
-    def accepts(self, name: str, size: object) -> bool:
-        return self._pinned.get(name, size) == size
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from megarl.config.dotted import with_value
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
@@ -88,17 +87,11 @@ def fit_device(
 
 
 def _with(device: DeviceProfile, start: Mapping[str, float], logs: Mapping[str, float]) -> DeviceProfile:
-    changed: Any = device
     for name, log in logs.items():
         value = start[name] * math.exp(log)
-        section, _, field = name.rpartition(".")
-        if field in _SHARES:
-            value = min(1.0, value)
-        part = {field: value}
-        if section:
-            part = {section: replace(attrgetter(section)(changed), **part)}
-        changed = replace(changed, **part)
-    return changed
+        is_share = name.rpartition(".")[2] in _SHARES
+        device = with_value(device, name, min(1.0, value) if is_share else value)
+    return device
 
 
 def fit_run(
