@@ -298,7 +298,7 @@ def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usa
     The cache takes the rest of the engine's share of the device, or room for its concurrent sequences.
     """
     weights = stage_weights(config, policy, stage) + draft_weights(config)
-    of_row = stage_row_cache(config, policy, stage)
+    of_row = row_cache(config, policy, stage)
 
     # The number of concurrent sequences is limited by the concurrency and by the engine's share of a step's
     # samples.
@@ -345,15 +345,10 @@ def pushed_bytes(config: PPOConfig, policy: Architecture) -> int:
     return size * element
 
 
-def row_cache(config: PPOConfig, policy: Architecture) -> int:
-    """Return the `stage_row_cache` of the last stage, which has the most layers."""
-    return stage_row_cache(config, policy, config.rollout.pipeline_parallel_size - 1)
-
-
-def stage_row_cache(config: PPOConfig, policy: Architecture, stage: int) -> int:
+def row_cache(config: PPOConfig, policy: Architecture, stage: int = -1) -> int:
     """Return the bytes of the KV cache of one row of maximum length on one device of a stage of an engine.
 
-    A draft model keeps its own keys and values of every token.
+    The last stage has the most layers. A draft model keeps its own keys and values of every token.
     """
     numbers = config.max_row_tokens * weight_bytes(config.model.dtype)
     draft = _draft(config)

@@ -129,16 +129,16 @@ def refusals(space: Space) -> list[str]:
     problems = []
     if served := judge_roles(config):
         problems.append(
-            f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); start their "
-            "servers by hand, and set url and model instead of path"
+            f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); start "
+            "their servers by hand, and set url and model instead of path"
         )
 
     teachers = [role.name for role in model_roles(config) if role.name.startswith(SOURCE_TEACHER)]
     if teachers:
         problems.append(
-            f"teachers: the search chooses no layouts of teachers of data sources ({', '.join(teachers)}), which "
-            "no override can set; tune the run with the largest of them as `teacher`, and give the others "
-            "layouts by hand"
+            f"teachers: the search chooses no layouts of teachers of data sources ({', '.join(teachers)}), "
+            "which no override can set; tune the run with the largest of them as `teacher`, and give the "
+            "others layouts by hand"
         )
 
     # No override can remove custom pools of a file.

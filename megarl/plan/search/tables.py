@@ -382,17 +382,14 @@ def _groups_of_engine(space: Space, policy: Architecture, tensor: int) -> list[i
 def _with_shares(space: Space) -> list[dict[str, SGLangConfig]]:
     """Return the section of the engine with each share of a device, as the values of other keys."""
     rollout = space.config.rollout
-    needs = rollout.engine.needs
-    settings = rollout.settings_of(rollout.engine)
-    is_free = needs.memory_key is not None and not space.is_pinned(needs.memory_key)
+    key = rollout.engine.needs.memory_key
     # On a CPU an engine has no share of a device.
-    if not is_free or engine_share(space.config) is None:
+    if key is None or space.is_pinned(key) or engine_share(space.config) is None:
         return [{}]
-    assert needs.section is not None
-    assert settings is not None
-    arguments = settings.server_args
+    _, section, _, argument = key.split(".")
+    settings = getattr(rollout, section)
     return [
-        {needs.section: replace(settings, server_args={**arguments, needs.memory_arg: share})}
+        {section: replace(settings, server_args={**settings.server_args, argument: share})}
         for share in sorted({*_FRACTIONS, rollout.memory_share_of(rollout.engine)})
     ]
 
