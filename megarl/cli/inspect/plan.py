@@ -19,10 +19,9 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import DeviceProfile, PhaseTime, assumed_profile
 from megarl.plan.step_time.lengths import Lengths, expected_lengths
-from megarl.plan.step_time.step import PredictedStep
+from megarl.plan.step_time.step import PredictedCosts, PredictedStep
 
 _FORMATS = (".svg", ".png")
 _MOST_PARTS = 3

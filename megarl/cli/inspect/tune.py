@@ -27,13 +27,13 @@ from megarl.doctor.checks import load_for_plan
 from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.search import ClusterResult, configured_step, search, search_clusters
 from megarl.plan.search.solution import Solution, as_overrides, chosen_values, document, write_overrides
 from megarl.plan.search.space import Space, pinned_keys
 from megarl.plan.step_time.device import DeviceProfile, assumed_profile, dump_device, load_device, with_budget
 from megarl.plan.step_time.lengths import Lengths, expected_lengths
 from megarl.plan.step_time.measured_run import fit_run
+from megarl.plan.step_time.step import PredictedCosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,12 +26,11 @@ from megarl.plan.search.placements import (
     placement_of,
     skeleton,
 )
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, refusals
 from megarl.plan.search.tables import EngineShape, Tables
 from megarl.plan.search.variants import Variant
-from megarl.plan.step_time.step import GENERATION, PredictedStep, StepSchedule
+from megarl.plan.step_time.step import GENERATION, PredictedCosts, PredictedStep, StepSchedule
 
 
 def search(space: Space, costs: PredictedCosts, num_results: int = 1) -> tuple[list[Solution], Rejections]:

@@ -26,10 +26,10 @@ from megarl.plan.placement.memory import engine_share, engine_usage, row_cache
 from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.requests import engine_problems
 from megarl.plan.search.placements import Pool
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, units_of
 from megarl.plan.search.variants import LEVEL as VARIANTS
 from megarl.plan.search.variants import VariantTable
+from megarl.plan.step_time.step import PredictedCosts
 
 LEVEL = "layouts"
 # The largest degrees that are enumerated; pinned values may be larger.

@@ -32,8 +32,8 @@ from megarl.models.layers import layers_of
 from megarl.plan.placement.activations import RoleMemory, role_memory
 from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.placement.model_state import model_state
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.space import Reason, Rejections, Space, units_of
+from megarl.plan.step_time.step import PredictedCosts
 
 LEVEL = "variants"
 # The time of a variant with other micro-batches, virtual stages or distribution of experts, relative to the
