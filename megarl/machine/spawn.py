@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker, spawn
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from multiprocessing.context import ForkContext, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
@@ -95,7 +95,7 @@ class BareContext(SpawnContext):
 
 
 def run_calls(
-    context: BaseContext,
+    context: SpawnContext | ForkContext,
     target: Callable[..., None],
     calls: Sequence[tuple[Any, ...]],
     at_once: int,
@@ -125,7 +125,7 @@ def run_calls(
             while waiting and len(running) < at_once:
                 number, arguments = waiting.popleft()
                 mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=target, args=(theirs, *arguments), daemon=daemon)  # pyrefly: ignore[missing-attribute]
+                process = context.Process(target=target, args=(theirs, *arguments), daemon=daemon)
                 process.start()
                 # If this end stayed open here too, the death of the process would never appear.
                 theirs.close()
