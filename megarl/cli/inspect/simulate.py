@@ -21,7 +21,7 @@ from megarl.machine.wording import counted
 from megarl.plan.placement.plan import plan_placement
 from megarl.rehearse.simulation.forecast import (
     STALENESSES,
-    Forecast,
+    Forecasts,
     forecast,
     log_normal,
     measured,
@@ -59,7 +59,11 @@ def run(
     splits = splits_of(config, plan)
     (sampled, times) = _work(config, lengths, run_dir, training_s, tokens_per_s)
     script = replace(script_of(config, sampled), **times)
-    forecasts = [forecast(script, split, max_staleness) for split in splits for max_staleness in STALENESSES]
+    forecasts = {
+        (split, max_staleness): forecast(script, split, max_staleness)
+        for split in splits
+        for max_staleness in STALENESSES
+    }
     _print(config, script, forecasts, console)
 
     if output is not None:
@@ -119,7 +123,7 @@ def _mean_and_most(text: str, config: PPOConfig) -> tuple[float, int]:
         raise ValueError(f"--lengths {text}: must be MEAN or MEAN,MAX in tokens, such as 500,4096") from None
 
 
-def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], console: Console) -> None:
+def _print(config: PPOConfig, script: Script, forecasts: Forecasts, console: Console) -> None:
     own = config.rollout.num_replicas
     drawn = table(
         "Simulated steps",
@@ -127,10 +131,10 @@ def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], con
         wraps="mean staleness",
     )
     # For equal step times, fresher weights are better.
-    best = min(forecasts, key=lambda each: (each.run.step_s, each.max_staleness))
+    best = min(forecasts, key=lambda each: (forecasts[each].step_s, each[1]))
 
-    for each in forecasts:
-        split, max_staleness, outcome = each
+    for each, outcome in forecasts.items():
+        split, max_staleness = each
         drawn.add_row(
             f"{split.trainer_devices:,}",
             f"{split.num_engines:,}{' *' if split.num_engines == own else ''}",
@@ -139,7 +143,7 @@ def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], con
             f"{outcome.waiting:.0%}",
             f"{outcome.busy:.0%}",
             f"{outcome.mean_age:.2f}",
-            style="bold" if each is best else None,
+            style="bold" if each == best else None,
         )
 
     drawn.caption = (
@@ -150,10 +154,11 @@ def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], con
     nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
     now_s = next(
         outcome.step_s
-        for split, max_staleness, outcome in forecasts
+        for (split, max_staleness), outcome in forecasts.items()
         if split.num_engines == own and max_staleness == nearest
     )
-    split, max_staleness, fastest = best
+    split, max_staleness = best
+    fastest = forecasts[best]
     shortest = (
         f"{counted(split.num_engines, 'engine')} and "
         f"rollout.max_staleness={max_staleness}, {fastest.step_s:,.4g} s per step"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -40,12 +40,8 @@ class Split(NamedTuple):
     of: float
 
 
-class Forecast(NamedTuple):
-    """A run that was simulated with a split of the devices and a `max_staleness`."""
-
-    split: Split
-    max_staleness: int
-    run: SimulatedRun
+# The runs that were simulated, by the split of the devices and `max_staleness`.
+Forecasts = Mapping[tuple[Split, int], SimulatedRun]
 
 
 def script_of(config: PPOConfig, lengths: Sequence[Sequence[int]]) -> Script:
@@ -69,13 +65,13 @@ def script_of(config: PPOConfig, lengths: Sequence[Sequence[int]]) -> Script:
     )
 
 
-def forecast(script: Script, split: Split, max_staleness: int) -> Forecast:
+def forecast(script: Script, split: Split, max_staleness: int) -> SimulatedRun:
     """Simulate a script, whose training time is that on the configured devices, with a split."""
     training_s = script.training_s * split.of
     changed = replace(
         script, num_engines=split.num_engines, training_s=training_s, max_staleness=max_staleness
     )
-    return Forecast(split, max_staleness, Simulation(changed).run())
+    return Simulation(changed).run()
 
 
 def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
