@@ -104,7 +104,7 @@ def variant_of(
             f"{section}.recompute_num_layers": num_layers,
         }
 
-    # Of roles that do not train, only the reference's micro-batch is chosen.
+    # The reference is the only role without training whose micro-batch is chosen.
     for role in roles:
         key = role.micro_batch_key
         is_chosen = (role.optim is not None or role.name == "reference") and role.micro_batch.max_tokens
