@@ -53,8 +53,7 @@ from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
-from megarl.plan.placement.dataflow import overlaps
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import OffloadPlan, overlaps
 from megarl.plan.placement.plan import plan_placement
 from megarl.roles.start import PPORoles, start_ppo
 from megarl.rollout.driver.rollout import TokenRules

@@ -7,7 +7,7 @@ megarl/roles/megatron_worker.py. Steps with and without a snapshot alternate, al
 begins after a step, is copied while the next step scores its batch, and must be complete before the update.
 The overhead is the median of the ratios of neighboring steps, minus 1. It is given for the time on the clock
 and for the processor time, because other load on the machine disturbs the first. The size is compared with the plan
-(megarl/plan/placement/snapshots.py).
+(megarl/plan/placement/model_state.py).
 
 The limit of 3 % holds for steps that are bound by computation: at least a thousand tokens for each of the
 model's layers, far less than in a run.

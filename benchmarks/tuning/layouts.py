@@ -22,6 +22,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import correlation, median
 from typing import Any, NamedTuple
@@ -34,17 +35,15 @@ from megarl.cli.tables.console import output_console, table
 from megarl.config.batch_arithmetic import Row
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
-from megarl.config.schema import DType, PPOConfig
+from megarl.config.schema import DType, ParallelConfig, PPOConfig
 from megarl.config.validate import read_architectures, validate
-from megarl.plan.step_time.device import DeviceProfile, load_device
+from megarl.plan.step_time.device import DeviceProfile, PhaseTime, load_device
 from megarl.plan.step_time.lengths import measured_lengths
-from megarl.plan.step_time.phase_time import PhaseTime
 from megarl.plan.step_time.role_time import role_times
 from megarl.rehearse.calibration.measurements import (
     CalibrationRequest,
     DecodeSweep,
     RankMeasurements,
-    make_request,
 )
 from megarl.rehearse.calibration.profile import calibrate
 
@@ -156,16 +155,13 @@ def predict(config: PPOConfig, device: DeviceProfile) -> PhaseTime:
 
 def calibration_request(config: PPOConfig, num_ranks: int, folder: str) -> CalibrationRequest:
     """Return the request to measure this machine for as many ranks as the layouts have."""
-    return make_request(
+    # The products of a layer on one rank.
+    whole = config.with_sections(actor=replace(config.actor, parallel=ParallelConfig()))
+    return CalibrationRequest(
+        config=whole,
+        architecture=read_architectures(config)[0]["actor"],
         is_cuda=False,
         num_ranks=num_ranks,
-        dtype=config.model.dtype,
-        tensor_parallel_size=1,
-        model=config.model,
-        engine=config.engine,
-        megatron=config.actor.megatron,
-        rollout=None,
-        architecture=read_architectures(config)[0]["actor"],
         folder=folder,
     )
 

@@ -22,11 +22,10 @@ from megarl.models.architecture import Architecture
 from megarl.plan.placement.memory import engine_weights, pushed_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.step_time.device import DeviceProfile, Efficiency, load_device
+from megarl.plan.step_time.device import DeviceProfile, Efficiency, PhaseTime, load_device
 from megarl.plan.step_time.generation import generation_time
 from megarl.plan.step_time.lengths import Lengths, assumed_lengths
 from megarl.plan.step_time.measured_run import fit_device
-from megarl.plan.step_time.phase_time import PhaseTime
 from megarl.plan.step_time.role_time import PassWork, role_work, times_of
 from megarl.plan.step_time.step import GENERATION, PUSH, PredictedStep, combine, moved_items, offload_times
 

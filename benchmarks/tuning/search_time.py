@@ -12,11 +12,11 @@ import time
 from typing import NamedTuple
 
 from benchmarks.tuning.shipped import read_run
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.search import search
 from megarl.plan.search.space import Space, pinned_keys
 from megarl.plan.step_time.device import load_device
 from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import PredictedCosts
 
 _DEVICES_PER_NODE = 8
 

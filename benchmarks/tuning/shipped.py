@@ -21,12 +21,12 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.search.search import search
 from megarl.plan.search.solution import Solution
 from megarl.plan.search.space import Space, pinned_keys
 from megarl.plan.step_time.device import DeviceProfile, load_device
 from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import PredictedCosts
 
 DEVICES = ("h100_80gb", "h200", "b300")
 PINNED = ("rollout.max_staleness",)

@@ -26,7 +26,7 @@ from megarl.machine.sandbox_levels import Level
 from megarl.machine.wording import counted, sized
 from megarl.plan.placement.dataflow import at_work
 from megarl.plan.placement.memory import plan_memory
-from megarl.plan.placement.snapshots import snapshot_bytes
+from megarl.plan.placement.model_state import snapshot_bytes
 
 # Shared memory per process for NCCL buffers between GPUs without NVLink.
 _NCCL_BYTES = 64 * 2**20

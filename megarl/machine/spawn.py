@@ -12,10 +12,12 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker, spawn
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
@@ -23,6 +25,7 @@ from typing import Any
 
 _SCRIPT = ("__file__", "__spec__")  # attributes of `__main__` by which multiprocessing finds the script
 _launching = Lock()
+_END_S = 10.0  # in which a process ends that has sent its result
 
 
 class FreshProcess(SpawnProcess):
@@ -89,6 +92,60 @@ class BareContext(SpawnContext):
         process = BareProcess(*arguments, **named)
         process.launcher = str(self.launcher)
         return process
+
+
+def run_calls(
+    context: SpawnContext | ForkContext,
+    target: Callable[..., None],
+    calls: Sequence[tuple[Any, ...]],
+    at_once: int,
+    *,
+    daemon: bool = False,
+) -> Iterator[tuple[int, Any]]:
+    """Run each call in a process of its own, and yield what the processes send, with the number of the call.
+
+    A process may send texts about its progress, and then its result, which is no text. All processes have
+    ended when the iterator has.
+
+    Args:
+        target: The function, whose first argument is the end of the pipe by which it sends.
+        calls: The other arguments of each call.
+        at_once: The number of processes that run at the same time.
+        daemon: Whether the processes end with this one. They cannot start processes then.
+
+    Raises:
+        EOFError: A process ended without a result. The argument is the number of its call.
+    """
+    waiting = deque(enumerate(calls))
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    ended: list[BaseProcess] = []
+
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, arguments = waiting.popleft()
+                mine, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=target, args=(theirs, *arguments), daemon=daemon)
+                process.start()
+                # If this end stayed open here too, the death of the process would never appear.
+                theirs.close()
+                running[mine] = number, process
+
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                number, process = running[ready]
+                try:
+                    message = ready.recv()
+                except EOFError:
+                    raise EOFError(number) from None
+                if not isinstance(message, str):
+                    ended.append(process)
+                    del running[ready]
+                yield number, message
+    finally:
+        for process in (*ended, *(process for _, process in running.values())):
+            process.terminate()
+            process.join(_END_S)
 
 
 @contextmanager

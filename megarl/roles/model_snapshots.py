@@ -17,7 +17,7 @@ from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.snapshot_memory import LOST_S, FileLostError, SnapshotMemory, run_name
 from megarl.machine.errors import RunError
-from megarl.plan.placement.snapshots import NUM_KEPT
+from megarl.plan.placement.model_state import NUM_KEPT
 from megarl.roles.megatron_worker import MegatronWorker
 from megarl.roles.saved_models import SavedModel, SavedModels
 

@@ -2,7 +2,7 @@
 
 A role calls it before each phase, and it carries out the plan.
 
-plan/placement/offload_plan.py plans what is loaded and offloaded in each phase:
+plan/placement/dataflow.py plans what is loaded and offloaded in each phase:
 
     generate       -> engines awake with the newest weights; models trained on their devices are offloaded
     log_probs ...  -> engines asleep; the parameters of the role are loaded
@@ -19,8 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from megarl.controller.futures import RemoteFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.engine.offload import StatePart
-from megarl.plan.placement.dataflow import ENGINE, PARAMETERS, Item
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import ENGINE, PARAMETERS, Item, OffloadPlan
 from megarl.roles.megatron_worker import MegatronWorker
 from megarl.rollout.driver.replicas import Replicas
 

@@ -26,8 +26,7 @@ from megarl.engine.spec import ModelSpec, spec_of
 from megarl.engine.top_tokens import TopK
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
-from megarl.plan.placement.dataflow import at_work, step_phases
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import OffloadPlan, at_work, step_phases
 from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport, joins_weight_groups

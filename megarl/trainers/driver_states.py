@@ -28,7 +28,7 @@ from megarl.controller.snapshot_memory import run_name, steps_left
 from megarl.machine.errors import CheckpointError, ConfigError, one_line
 from megarl.machine.files import parse_json
 from megarl.machine.wording import counted
-from megarl.plan.placement.snapshots import NUM_KEPT
+from megarl.plan.placement.model_state import NUM_KEPT
 from megarl.roles.model_snapshots import sizes_of_trained, slot_of_step
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import ends_early

@@ -19,9 +19,9 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.placement_plan import PlacementPlan
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import DeviceProfile
 from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import PredictedCosts
 from megarl.roles.megatron_worker import MegatronWorker
 from megarl.tracking.timeline import Span
 

@@ -16,7 +16,7 @@ from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
 from megarl.models.families import read_architecture
 from megarl.plan.step_time.device import load_device
-from megarl.rehearse.calibration.measurements import make_request
+from megarl.rehearse.calibration.measurements import CalibrationRequest
 from megarl.rehearse.calibration.processes import measure_decoding
 
 CONFIG = "configs/quickstart.yaml"
@@ -38,16 +38,11 @@ def main() -> int:
 def _check_sweep(folder: str) -> int:
     """Check that a batch of eight is faster than one sequence, by its tokens per second."""
     config, _ = with_published_models(load_config(PPOConfig, CONFIG), CONFIG)
-    request = make_request(
+    request = CalibrationRequest(
+        config=config,
+        architecture=read_architecture(config.model.path),
         is_cuda=False,
         num_ranks=2,
-        dtype=config.model.dtype,
-        tensor_parallel_size=1,
-        model=config.model,
-        engine=config.engine,
-        megatron=config.actor.megatron,
-        rollout=config.rollout,
-        architecture=read_architecture(config.model.path),
         folder=folder,
     )
     sweep = measure_decoding(request, GIB, print)

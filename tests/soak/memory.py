@@ -21,7 +21,8 @@ from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.futures import gather
 from megarl.controller.worker import Worker
 from megarl.models.families import read_architecture
-from megarl.plan.placement.memory import Usage, plan_memory
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.plan import plan_placement
 from megarl.roles.start import PPORoles
 from tests.integration.test_placements import config

@@ -26,9 +26,8 @@ from benchmarks.tuning.layouts import (
 from megarl.config.batch_arithmetic import Row
 from megarl.config.roles import model_roles
 from megarl.config.validate import read_architectures
-from megarl.plan.step_time.device import load_device
+from megarl.plan.step_time.device import PhaseTime, load_device
 from megarl.plan.step_time.lengths import measured_lengths
-from megarl.plan.step_time.phase_time import PhaseTime
 from megarl.plan.step_time.role_time import role_work
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from rich.table import Table
 from megarl.cli.tables.console import output_console, print_line, progress_line, table
 from megarl.config.load import is_on_cuda, read_config
 from megarl.config.roles import model_roles
-from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.schema import RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checks import divided_findings
 from megarl.doctor.devices import probe
@@ -37,7 +36,6 @@ from megarl.rehearse.calibration.measurements import (
     CalibrationRequest,
     DecodeSweep,
     RankMeasurements,
-    make_request,
 )
 from megarl.rehearse.calibration.processes import measure_decoding, measure_devices
 from megarl.rehearse.calibration.profile import Calibration, calibrate, describes
@@ -144,18 +142,12 @@ def _nearest(gpus: Sequence[str]) -> str:
 
 
 def _request(config: RunConfig, is_cuda: bool, num_ranks: int, folder: str) -> CalibrationRequest:
-    role = model_roles(config)[0]
     architectures, _ = read_architectures(config)
-    return make_request(
+    return CalibrationRequest(
+        config=config,
+        architecture=architectures[model_roles(config)[0].name].base,
         is_cuda=is_cuda,
         num_ranks=num_ranks,
-        dtype=config.model.dtype,
-        tensor_parallel_size=role.parallel.tensor_parallel_size,
-        model=replace(config.model, path=role.path),
-        engine=config.engine,
-        megatron=role.megatron,
-        rollout=config.rollout if isinstance(config, PPOConfig) else None,
-        architecture=architectures[role.name].base,
         folder=folder,
     )
 

@@ -24,11 +24,9 @@ from megarl.machine.wording import counted
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.predicted_costs import PredictedCosts
-from megarl.plan.step_time.device import DeviceProfile, assumed_profile
+from megarl.plan.step_time.device import DeviceProfile, PhaseTime, assumed_profile
 from megarl.plan.step_time.lengths import Lengths, expected_lengths
-from megarl.plan.step_time.phase_time import PhaseTime
-from megarl.plan.step_time.step import PredictedStep
+from megarl.plan.step_time.step import PredictedCosts, PredictedStep
 
 _MORE = (
     "more: --all (every table), --plan (memory and predicted step), --simulate (asynchronous training), "

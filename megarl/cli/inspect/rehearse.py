@@ -26,10 +26,16 @@ from megarl.doctor.run_inputs import find_inputs
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.plan import plan_placement
-from megarl.rehearse.dry_run.prediction import SHARED, UNEVEN, PredictedMemory, predicted_memory
 from megarl.rehearse.dry_run.processes import rehearse_ranks
 from megarl.rehearse.dry_run.ranks import chosen_ranks, hangs, rounded_sums
-from megarl.rehearse.dry_run.record import RankRecord, RankRequest
+from megarl.rehearse.dry_run.record import (
+    SHARED,
+    UNEVEN,
+    PredictedMemory,
+    RankRecord,
+    RankRequest,
+    predicted_memory,
+)
 from megarl.weights.plan import NUM_IPC_BUFFERS
 from megarl.weights.sync.forecast import WeightForecast, forecast_weights
 

@@ -21,7 +21,7 @@ from megarl.machine.wording import counted
 from megarl.plan.placement.plan import plan_placement
 from megarl.rehearse.simulation.forecast import (
     STALENESSES,
-    Forecast,
+    Forecasts,
     forecast,
     log_normal,
     measured,
@@ -59,7 +59,11 @@ def run(
     splits = splits_of(config, plan)
     (sampled, times) = _work(config, lengths, run_dir, training_s, tokens_per_s)
     script = replace(script_of(config, sampled), **times)
-    forecasts = [forecast(script, split, max_staleness) for split in splits for max_staleness in STALENESSES]
+    forecasts = {
+        (split, max_staleness): forecast(script, split, max_staleness)
+        for split in splits
+        for max_staleness in STALENESSES
+    }
     _print(config, script, forecasts, console)
 
     if output is not None:
@@ -117,7 +121,7 @@ def _mean_and_most(text: str, config: PPOConfig) -> tuple[float, int]:
         raise ValueError(f"--lengths {text}: must be MEAN or MEAN,MAX in tokens, such as 500,4096") from None
 
 
-def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], console: Console) -> None:
+def _print(config: PPOConfig, script: Script, forecasts: Forecasts, console: Console) -> None:
     own = config.rollout.num_replicas
     drawn = table(
         "Simulated steps",
@@ -132,24 +136,25 @@ def _print(config: PPOConfig, script: Script, forecasts: Sequence[Forecast], con
                 f"{outcome.busy:.0%}",
                 f"{outcome.mean_age:.2f}",
             )
-            for split, max_staleness, outcome in forecasts
+            for (split, max_staleness), outcome in forecasts.items()
         ],
         caption="trainer: devices; *: as configured; k: rollout.max_staleness; staleness: in weight versions",
     )
 
     # For equal step times, fresher weights are better.
-    best = min(forecasts, key=lambda each: (each.run.step_s, each.max_staleness))
-    drawn.rows[forecasts.index(best)].style = "bold"
+    best = min(forecasts, key=lambda each: (forecasts[each].step_s, each[1]))
+    drawn.rows[list(forecasts).index(best)].style = "bold"
     console.print(drawn)
 
     # The configured value may lie between two simulated ones.
     nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
     now_s = next(
         outcome.step_s
-        for split, max_staleness, outcome in forecasts
+        for (split, max_staleness), outcome in forecasts.items()
         if split.num_engines == own and max_staleness == nearest
     )
-    split, max_staleness, fastest = best
+    split, max_staleness = best
+    fastest = forecasts[best]
     shortest = (
         f"{counted(split.num_engines, 'engine')} and "
         f"rollout.max_staleness={max_staleness}, {fastest.step_s:,.4g} s per step"

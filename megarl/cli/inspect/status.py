@@ -22,7 +22,7 @@ from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.machine.folder_lock import Owner, owner_of
 from megarl.machine.wording import counted
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import OffloadPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, MOST_REPLICAS, ask_for
 from megarl.tracking.status import (

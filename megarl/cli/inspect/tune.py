@@ -24,16 +24,14 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.plan.placement.dataflow import phases_of
-from megarl.plan.search.engines import EngineChoice
-from megarl.plan.search.predicted_costs import PredictedCosts
-from megarl.plan.search.rejections import Rejections
 from megarl.plan.search.search import ClusterResult, configured_step, search, search_clusters
 from megarl.plan.search.solution import Solution, as_overrides, chosen_values, document, write_overrides
-from megarl.plan.search.space import Space, pinned_keys
+from megarl.plan.search.space import Rejections, Space, pinned_keys, units_of
 from megarl.plan.search.variants import describe
 from megarl.plan.step_time.device import DeviceProfile, assumed_profile, dump_device, load_device, with_budget
 from megarl.plan.step_time.lengths import Lengths, expected_lengths
 from megarl.plan.step_time.measured_run import fit_run
+from megarl.plan.step_time.step import PredictedCosts
 
 _LEVELS = ("placements", "layouts", "variants", "engines", "configurations")
 
@@ -306,10 +304,10 @@ def _choices(solutions: Sequence[Solution]) -> Table:
     rows: list[tuple[str, str, str]] = []
     for number, each in enumerate(solutions, 1):
         first = str(number)
-        for name, choice in each.choices.items():
-            rows.append((first, name, describe(choice)))
+        for name, roles in units_of(each.config).items():
+            rows.append((first, name, describe(roles[0])))
             first = ""
-        rows.append(("", "rollout", _engines(each.engines)))
+        rows.append(("", "rollout", _engines(each.config.rollout)))
 
     return table(
         "Chosen",
@@ -339,12 +337,13 @@ def _pools(solution: Solution) -> str:
     return f"{solution.config.placement.strategy.value}: {pools}"
 
 
-def _engines(choice: EngineChoice) -> str:
-    expert = f", EP {choice.expert}" if choice.expert > 1 else ""
-    memory = "" if choice.fraction is None else f", {choice.fraction:.0%} of the memory"
-    ahead = f", max_staleness {choice.max_staleness}" if choice.max_staleness else ""
-    sizes = f"{choice.num_replicas:,} x TP {choice.tensor}{expert}"
-    return f"{sizes}, {choice.concurrency:,} sequences{memory}{ahead}"
+def _engines(rollout: RolloutConfig) -> str:
+    expert = f", EP {rollout.expert_parallel_size}" if rollout.expert_parallel_size > 1 else ""
+    share = rollout.memory_share_of(rollout.engine)
+    memory = "" if share is None else f", {share:.0%} of the memory"
+    ahead = f", max_staleness {rollout.max_staleness}" if rollout.max_staleness else ""
+    sizes = f"{rollout.num_replicas:,} x TP {rollout.tensor_parallel_size}{expert}"
+    return f"{sizes}, {rollout.max_concurrency:,} sequences{memory}{ahead}"
 
 
 def _slower_in(solution: Solution, best: Solution) -> str:

@@ -18,18 +18,10 @@ from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
-from megarl.plan.placement.dataflow import overlaps
-from megarl.plan.placement.memory import (
-    DeviceMemory,
-    Usage,
-    budget_problems,
-    plan_memory,
-    refuses,
-    weight_bytes,
-)
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import OffloadPlan, overlaps
+from megarl.plan.placement.memory import DeviceMemory, budget_problems, plan_memory, refuses
+from megarl.plan.placement.model_state import Usage, snapshot_bytes, weight_bytes
 from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
-from megarl.plan.placement.snapshots import snapshot_bytes
 from megarl.plan.placement.transport import choose_transport
 from megarl.weights.sync.forecast import forecast_weights
 

@@ -21,7 +21,7 @@ from megarl.plan.placement.memory import DeviceMemory
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.search.search import ClusterResult
 from megarl.plan.step_time.step import PredictedStep
-from megarl.rehearse.simulation.forecast import Forecast
+from megarl.rehearse.simulation.forecast import Forecasts
 
 _MOST_DEVICES = 32  # limit of drawn devices
 COLORS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")
@@ -65,21 +65,23 @@ def draw_plan(
     write_figure(figure, path)
 
 
-def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
+def draw_forecasts(forecasts: Forecasts, path: Path) -> None:
     """Draw the results of simulations for each split of the devices.
 
     The panels are the step time, the trainer's idle share and the engines' slots in use, with one bar per
     max_staleness.
     """
-    splits = list(dict.fromkeys(each.split for each in forecasts))
-    stalenesses = list(dict.fromkeys(each.max_staleness for each in forecasts))
+    splits = list(dict.fromkeys(split for split, _ in forecasts))
+    stalenesses = list(dict.fromkeys(staleness for _, staleness in forecasts))
     figure, frames = _frames(3, (max(6.0, 1.6 * len(splits) + 1.5), 6.5), sharex=True)
     rows = ("step time, s", "trainer idle, fraction", "slots in use, fraction")
 
     for frame, label, attribute in zip(frames, rows, ("step_s", "waiting", "busy"), strict=True):
         for number, max_staleness in enumerate(stalenesses):
             heights = [
-                getattr(run, attribute) for _, staleness, run in forecasts if staleness == max_staleness
+                getattr(run, attribute)
+                for (_, staleness), run in forecasts.items()
+                if staleness == max_staleness
             ]
             # Each split has a width of 1, of which its bars fill 0.8.
             left = [index + 0.1 + 0.8 * number / len(stalenesses) for index in range(len(splits))]

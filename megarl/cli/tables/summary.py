@@ -40,13 +40,14 @@ from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.memory import DeviceMemory, Usage, plan_memory
+from megarl.plan.placement.memory import DeviceMemory, plan_memory
+from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import profile_of
 from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import PredictedCosts
 from megarl.weights.sync.forecast import forecast_weights
 
 _LABEL_WIDTH = 8

@@ -8,25 +8,20 @@ operations, the estimate is coarser.
 
 from __future__ import annotations
 
-from collections import Counter
 from math import ceil
 from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import (
-    Row,
     fullest_micro_batch,
     fullest_with_shared_prompt,
-    longest_row,
     micro_batch_tokens,
     rounded_up,
-    rows_of_prompt,
     rows_of_replica,
-    shares_a_prompt,
 )
 from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole, RoleKind
-from megarl.config.schema import DType, Layers, PPOConfig, Recompute, RecomputeModule, RunConfig
+from megarl.config.schema import Layers, PPOConfig, Recompute, RecomputeModule, RunConfig
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
@@ -35,16 +30,15 @@ from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
 from megarl.plan.placement.layer_sizes import (
     WORKSPACE_BYTES,
     Kernels,
-    always_gathers,
     chunks_under_way,
     kernels_of,
     layer_kind,
     layers_of_stage,
     placeholder_elements,
-    widths_of,
     workspace_bytes,
 )
-from megarl.plan.placement.part_activations import ACTIVATIONS, PartInputs, tower_bytes
+from megarl.plan.placement.model_state import Usage, model_state, step_memory
+from megarl.plan.placement.part_activations import ACTIVATIONS, LayerSizes, tower_bytes
 
 _FLOAT32 = 4
 _ID = 4  # of a token, in batches
@@ -60,8 +54,8 @@ _WHOLE_BATCH_BYTES = 24
 _CPU_BLOCK = 2**17
 
 
-class WorkingMemory(NamedTuple):
-    """Bytes in addition to the model state.
+class RoleMemory(NamedTuple):
+    """The memory of one rank of a model, in bytes: its state, and what it needs at work in addition.
 
     Attributes:
         score: The peak while scoring.
@@ -73,6 +67,7 @@ class WorkingMemory(NamedTuple):
         trained_batch: The part of `train` that belongs to the batch.
     """
 
+    state: Usage
     score: int
     train: int
     step: int
@@ -81,27 +76,25 @@ class WorkingMemory(NamedTuple):
     trained_batch: int
 
 
-def working_memory(
+def role_memory(
     config: RunConfig,
     role: ModelRole,
     architecture: Architecture,
     stage: int,
-    step: tuple[int, int],
     *,
     uneven: bool = True,
     shares: bool | None = None,
-) -> WorkingMemory:
-    """Return the working memory of a rank.
+) -> RoleMemory:
+    """Return the memory of one rank of a pipeline stage.
 
     Args:
-        step: The temporary bytes of the reduction of gradients, and of the optimizer step (`step_memory`).
         uneven: Whether one of the rank's experts receives twice its share of the tokens.
         shares: Whether two rows of the largest micro-batch share a prompt, where that is another way through
             attention (see `sharing_is_another_way`). By default, the peaks are the larger ones of both.
     """
     both = (False, True) if sharing_is_another_way(config, role, architecture) else (False,)
     trains = role.optim is not None
-    reduced, stepped = step
+    reduced, stepped = step_memory(config, role, architecture, stage)
     works = [
         _Work(config, role, architecture, stage, uneven=uneven, shares=each)
         for each in (both if shares is None else (shares,))
@@ -111,7 +104,8 @@ def working_memory(
     ]
     first = works[0]
 
-    return WorkingMemory(
+    return RoleMemory(
+        state=model_state(role, architecture, config.model.dtype, stage),
         score=max(work.stays(trains) + work.score() for work in works),
         train=max(trained, default=0),
         step=first.stays(trains) + stepped if trains else 0,
@@ -153,8 +147,6 @@ class _Work:
         self._role = role
         self._architecture = architecture
         self._parallel = parallel = role.parallel
-        self._element = 4 if config.model.dtype is DType.float32 else 2
-        self.kernels = kernels_of(config)
         self._is_first = stage == 0
         self._is_last = stage == parallel.pipeline_parallel_size - 1
         self._stage = stage
@@ -168,53 +160,18 @@ class _Work:
         # Activations that are recomputed in the backward pass are not saved.
         how, modules, num_layers = role.recomputation
         self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
-        self._modules_again = modules if how is Recompute.selective else ()
+        self._mlp_is_computed_again = how is Recompute.selective and RecomputeModule.mlp in modules
 
         self._fullest = {
             trains: (shares and fullest_with_shared_prompt(config, role, architecture, trains=trains))
             or fullest_micro_batch(config, role, architecture, trains=trains)
             for trains in (False, True)
         }
-        self._longest = longest_row(config, role, architecture).tokens
-        self._shares_prompts = rows_of_prompt(config, role) > 1
-
-        rows = self._rows(trains=False)
-        self._context = parallel.context_parallel_size
-        self._is_fused = layer_kind(config) is Layers.transformer_engine
-        # Whether rows of this micro-batch share a prompt without copies of it, and whether context-parallel
-        # ranks pass keys and values on in a ring.
-        kind = Layers.transformer_engine if self._is_fused else Layers.local
-        has_pieces = self.kernels is not Kernels.flash or replaces_core(architecture)
-        self._is_shared = shares_a_prompt(config, role, rows) and not has_pieces
-        self._always_gathers = has_pieces or always_gathers(config, architecture, kind)
-        self._is_ring = self._context > 1 and not (self._is_shared or self._always_gathers)
-        self._keys_of_token = self._saved_keys(rows, has_pieces)
-        num_rows = Counter(row.prompt_number for row in rows)
-        prompts = {row.prompt_number: row.prompt for row in rows if num_rows[row.prompt_number] > 1}
-        self._prompt_keys = sum(prompts.values()) * self._context / micro_batch_tokens(rows, self._context)
-        self._widths = widths_of(
-            architecture, parallel, self._longest if self.kernels is Kernels.plain else 0
-        )
-        inputs = PartInputs(
-            architecture=architecture,
-            parallel=parallel,
-            kernels=self.kernels,
-            element=self._element,
-            width=self._widths,
-            context=self._context,
-            keys_of_token=self._keys_of_token,
-            keys_before=self._keys_before,
-            prompt_keys=self._prompt_keys,
-            repeats=self._tokens_with_prompts(rows),
-            shares_prompts=self._shares_prompts,
-            is_shared=self._is_shared,
-            is_fused=self._is_fused,
-            packing=config.engine.packing,
-            core_again=RecomputeModule.core_attn in self._modules_again,
-            uneven=uneven,
-        )
+        self._sizes = sizes = LayerSizes(config, role, architecture, self._fullest[False], uneven=uneven)
+        self._element = sizes.element
+        self.kernels = sizes.kernels
         kinds = [kind for kind in kinds_of(architecture) if kind in ACTIVATIONS]
-        self._parts = {kind: ACTIVATIONS[kind](inputs) for kind in kinds}
+        self._parts = {kind: ACTIVATIONS[kind](sizes) for kind in kinds}
 
         # The mixer of each layer of the stage, by virtual stages.
         layers = layers_of(architecture)
@@ -225,36 +182,6 @@ class _Work:
             if part.kind.prefix == MIXER
         ] or [kind for kind in kinds_of(architecture) if kind.of_pair]
         self._routes_tokens = routes_tokens(architecture)
-
-    def _saved_keys(self, rows: list[Row], has_pieces: bool) -> float:
-        """Return the number of keys that attention saves per token of the rank.
-
-        In pieces, responses that share a prompt each have its keys in addition to their own, and the prompt
-        has them too. With context parallelism, each rank has two chunks of every sequence, with all keys
-        before them; if rows share a prompt, one copy of all keys; and in a ring, its own keys.
-        """
-        tokens = micro_batch_tokens(rows, self._context)
-        prompts = sum(row.prompt for row in rows) * self._shares_prompts * has_pieces
-        if self._context == 1:
-            return (tokens + prompts) / tokens
-        if self._is_ring:
-            return 1.0
-        # A micro-batch of this size without shared prompts saves half a key more where ranks always gather.
-        if self._is_shared and not self._always_gathers:
-            return float(self._context)
-        return self._keys_before + 2 * prompts * self._context / tokens
-
-    @property
-    def _keys_before(self) -> float:
-        """The keys up to each chunk of a context-parallel rank, per token of the rank."""
-        return (2 * self._context + 1) / 2
-
-    def _tokens_with_prompts(self, rows: list[Row]) -> float:
-        """Return the tokens of all rows, each with its own prompt, per token of the micro-batch."""
-        if not self._shares_prompts:
-            return 1.0
-        tokens = micro_batch_tokens(rows, 1)
-        return max(1.0, sum(row.tokens for row in rows) / tokens)
 
     @property
     def _top_k(self) -> int:
@@ -269,25 +196,22 @@ class _Work:
         """Return the bytes per token of the top tokens of all rows: outputs of a teacher, or the loss's."""
         if not self._top_k or not (trains or self._role.kind is RoleKind.teacher):
             return 0
-        own = self._context if trains else 1
+        own = self._sizes.context if trains else 1
         return _ID * self._top_k // own + _FLOAT32 * (self._top_k + 1)
 
     def _top_of_micro_batch(self, tokens: int) -> int:
         """Return the bytes of the log-probs of top tokens, and of what the loss computes from them."""
-        return _TOP_TENSORS * tokens * self._context * (self._top_k + 1) * _FLOAT32 * (self._top_k > 0)
+        return _TOP_TENSORS * tokens * self._sizes.context * (self._top_k + 1) * _FLOAT32 * (self._top_k > 0)
 
     @property
     def _chunk_tokens(self) -> int:
         return logit_chunk_tokens(self._config.engine, self._architecture)
 
-    def _rows(self, trains: bool) -> list[Row]:
-        return self._fullest[trains]
-
     def _tokens(self, trains: bool) -> int:
-        rows = self._rows(trains)
+        rows = self._fullest[trains]
         # Without packing, every row is padded to the longest row of the micro-batch.
         if self._config.engine.packing:
-            tokens = micro_batch_tokens(rows, self._context) // self._context
+            tokens = micro_batch_tokens(rows, self._sizes.context) // self._sizes.context
         else:
             tokens = len(rows) * max(row.tokens for row in rows)
 
@@ -297,8 +221,8 @@ class _Work:
     def batch(self, trains: bool) -> int:
         """Return the bytes of all rows of a pass at their maximum length."""
         rows = rows_of_replica(self._config, self._role, trains=trains)
-        of_token = _OWN_BATCH_BYTES // self._context + _WHOLE_BATCH_BYTES + self._top_of_batch(trains)
-        return rows * self._longest * of_token
+        of_token = _OWN_BATCH_BYTES // self._sizes.context + _WHOLE_BATCH_BYTES + self._top_of_batch(trains)
+        return rows * self._sizes.longest * of_token
 
     def stays(self, trains: bool) -> int:
         """Return the bytes that remain allocated between passes.
@@ -311,8 +235,8 @@ class _Work:
         tokens = max(self._tokens(trains), self._tokens(trains=False))
         chunks = self._parallel.virtual_pipeline_parallel_size or 1
         # The first stage receives nothing from another rank, but its later virtual stages do.
-        received = self._widths.part * (1 + trains) * (chunks - self._is_first)
-        angles = chunks * self._longest * self._architecture.rotary_dim * _FLOAT32
+        received = self._sizes.part * (1 + trains) * (chunks - self._is_first)
+        angles = chunks * self._sizes.longest * self._architecture.rotary_dim * _FLOAT32
         counted = (
             8 * tokens
             + 2 * 8 * self._architecture.num_hidden_layers * self._architecture.num_experts * trains
@@ -332,7 +256,7 @@ class _Work:
         those of Transformer Engine have workspaces and placeholders of weight gradients. Routers use its
         product if it is installed, also with local layers.
         """
-        local = tokens * self._widths.whole * self._parallel.sequence_parallel * trains * self._element
+        local = tokens * self._sizes.whole * self._parallel.sequence_parallel * trains * self._element
         if self._routes_tokens and self.kernels is not Kernels.cpu:
             local += WORKSPACE_BYTES
         fused = workspace_bytes(self._architecture) + trains * self._element * placeholder_elements(
@@ -347,41 +271,41 @@ class _Work:
         if not (self._is_first and reads_images(self._architecture)):
             return 0
         tower = tower_of(self._architecture)
-        return tower_bytes(self._role, tower, self._rows(trains), self._element, trains=trains)
+        return tower_bytes(self._role, tower, self._fullest[trains], self._element, trains=trains)
 
     def score(self) -> int:
         tokens = self._tokens(trains=False)
-        width = self._widths
+        sizes = self._sizes
 
         # On a CPU, everything that a layer would save for backward counts as live at once.
         if self.kernels is Kernels.cpu:
-            top = 6 * width.whole if self._is_last else 2 * width.whole
+            top = 6 * sizes.whole if self._is_last else 2 * sizes.whole
             layer = tokens * (self._kept_of_largest_layer + top)
         else:
             # Hidden states of a layer, starting with its input, plus the maximum of: gate, up, activation and
             # their product; the product and its output; for frozen weights, the gathered input; or the
             # embedding's output before and after transposition.
             inside = max(
-                4 * width.gate,
-                width.whole
-                + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * width.gate,
-                2 * width.whole * self._is_first,
-                2 * width.query + 2 * width.squares,
+                4 * sizes.gate,
+                sizes.whole
+                + (2 if self._parallel.sequence_parallel and self._role.optim is None else 1) * sizes.gate,
+                2 * sizes.whole * self._is_first,
+                2 * sizes.query + 2 * sizes.squares,
                 *(part.scoring for part in self._parts.values()),
             )
-            layer = tokens * max(6 * width.part + inside, self._products_of_shared)
+            layer = tokens * max(6 * sizes.part + inside, self._products_of_shared)
 
         head = 0
         # A critic's head returns one value per token, so it has no logits.
         if self._is_last:
-            head = tokens * 2 * width.whole * self._element + (
+            head = tokens * 2 * sizes.whole * self._element + (
                 0 if self._role.with_value_head else self._scores(tokens)
             )
             if self._role.kind is RoleKind.teacher:
                 head += self._top_of_micro_batch(tokens)
 
         # The peak is either inside a layer or in the head.
-        moments = [layer * self._element, tokens * width.part * self._element + head]
+        moments = [layer * self._element, tokens * sizes.part * self._element + head]
         # The tower has finished when the layers begin.
         return self._most([*moments, self._tower(trains=False)]) + self.batch(trains=False)
 
@@ -392,13 +316,13 @@ class _Work:
         Responses have their prompts' keys in addition to their own. Counts queries, keys and values as
         computed, RoPE-rotated, gathered per query head, scaled and laid out.
         """
-        if not (self._shares_prompts and self.kernels is Kernels.plain):
+        if not (self._sizes.shares_prompts and self.kernels is Kernels.plain):
             return 0
-        width = self._widths
-        keys = self._keys_of_token
-        gathered = keys * (2 * width.key + 4 * width.query)
+        sizes = self._sizes
+        keys = self._sizes.keys_of_token
+        gathered = keys * (2 * sizes.key + 4 * sizes.query)
 
-        return 3 * width.part + 4 * width.query + 3 * width.key + ceil(gathered) + 2 * width.squares
+        return 3 * sizes.part + 4 * sizes.query + 3 * sizes.key + ceil(gathered) + 2 * sizes.squares
 
     def _scores(self, tokens: int) -> int:
         """Return the bytes of a chunk's logits, of logits minus their maximum, and of the exponentials."""
@@ -455,8 +379,8 @@ class _Work:
         norms = self._architecture.norms
         further = norms.before and norms.after
         if self.kernels is Kernels.cpu:
-            return (6 + 3 * further) * self._widths.part + 2 * self._widths.whole
-        return (4 + 2 * further) * self._widths.part
+            return (6 + 3 * further) * self._sizes.part + 2 * self._sizes.whole
+        return (4 + 2 * further) * self._sizes.part
 
     @property
     def _kept_of_feed_forward(self) -> int:
@@ -470,11 +394,9 @@ class _Work:
 
         In Transformer Engine's dense MLPs, the norm before it is a part of the first product.
         """
-        return self._kept_of_feed_forward + self._widths.part * (self._is_fused and not self._routes_tokens)
-
-    @property
-    def _mlp_is_computed_again(self) -> bool:
-        return RecomputeModule.mlp in self._modules_again
+        return self._kept_of_feed_forward + self._sizes.part * (
+            self._sizes.is_fused and not self._routes_tokens
+        )
 
     def _kept(self) -> int:
         """Return the elements per token of all saved activations.
@@ -484,7 +406,7 @@ class _Work:
         """
         mlp_again = self._saved_by_mlp * self._mlp_is_computed_again
         # Megatron recomputes the first layers of a virtual stage. Of several, the fullest one counts.
-        chunk = self._layers_again * self._widths.part + max(
+        chunk = self._layers_again * self._sizes.part + max(
             sum(
                 self._kept_of_layer(mixer) - mlp_again
                 for mixer in self._mixers[first + self._layers_again : first + self._layers]
@@ -493,49 +415,49 @@ class _Work:
         )
 
         if self.kernels is Kernels.cpu:
-            chunk += 6 * self._widths.whole if self._is_last else 2 * self._widths.whole
+            chunk += 6 * self._sizes.whole if self._is_last else 2 * self._sizes.whole
         else:
-            chunk += self._widths.part
+            chunk += self._sizes.part
 
         return chunk * chunks_under_way(self._parallel, self._stage)
 
     def _backward_of_layer(self, tokens: int) -> int:
         """Return the transient bytes in backward of the last layer, when all other layers are still saved."""
-        width = self._widths
+        sizes = self._sizes
         # A recomputed layer has its activations again while its gradients are computed.
         all_again = self._layers_again == self._layers
         again = self._saved_by_mlp if self._mlp_is_computed_again else 0
         if all_again:
             again = self._kept_of_largest_layer
         if all_again or again:
-            again += width.part  # its output
+            again += sizes.part  # its output
 
         with_pairs = [part.backward for kind, part in self._parts.items() if kind.of_pair]
         without_pairs = [part.backward for kind, part in self._parts.items() if not kind.of_pair]
 
         # Gradients of the output, and as received from the next stage.
-        gradients = (1 + (not self._is_last)) * width.part
+        gradients = (1 + (not self._is_last)) * sizes.part
 
         if self.kernels is Kernels.cpu:
             return (
                 tokens
-                * (again + gradients + max(3 * width.gate, *without_pairs) + 2 * width.whole)
+                * (again + gradients + max(3 * sizes.gate, *without_pairs) + 2 * sizes.whole)
                 * self._element
             )
 
         # Elements of the two matrices of the MLP.
-        first = 2 * width.gate * width.whole
-        second = width.gate * width.whole
+        first = 2 * sizes.gate * sizes.whole
+        second = sizes.gate * sizes.whole
 
         # The maximum of: in the activation, the gradients of the product (in place), of gate and up, and two
         # temporaries, or five of GELU; in the second matrix, its full output gradient, its input gradient and
         # its weight gradient; the same in the first matrix; in attention by matrix products, its gradients.
         inside = max(
-            tokens * (4 if self._architecture.activation is Activation.silu else 7) * width.gate,
-            tokens * (width.whole + width.gate) + second,
-            tokens * (width.whole + width.part - width.gate) + first,
-            tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
-            *(tokens * (backward - 3 * width.gate) for backward in with_pairs),
+            tokens * (4 if self._architecture.activation is Activation.silu else 7) * sizes.gate,
+            tokens * (sizes.whole + sizes.gate) + second,
+            tokens * (sizes.whole + sizes.part - sizes.gate) + first,
+            tokens * (3 * sizes.squares + 2 * sizes.query - 3 * sizes.gate),
+            *(tokens * (backward - 3 * sizes.gate) for backward in with_pairs),
             *(tokens * backward for backward in without_pairs),
         )
 
@@ -545,7 +467,7 @@ class _Work:
     def _gradient_of_tied(self) -> int:
         """Elements of the head's gradient, which a tied embedding holds until its own is complete."""
         is_tied = self._architecture.tie_word_embeddings and not self._role.with_value_head
-        return is_tied * self._is_first * self._is_last * self._vocabulary * self._widths.whole
+        return is_tied * self._is_first * self._is_last * self._vocabulary * self._sizes.whole
 
     def _backward_of_head(self, tokens: int) -> int:
         """Return the transient bytes in backward of the head.
@@ -554,19 +476,19 @@ class _Work:
         states. A language model adds a chunk's logits, those saved by the last chunk, the preceding gradient,
         and the maximum of the chunk's output-layer gradient and the probabilities for the next gradient.
         """
-        hidden = tokens * self._widths.whole * self._element
+        hidden = tokens * self._sizes.whole * self._element
         if self._role.with_value_head:
             return 3 * hidden
-        rows = self._vocabulary * self._widths.whole * self._architecture.trains_fully(OUTPUT_MODULE)
+        rows = self._vocabulary * self._sizes.whole * self._architecture.trains_fully(OUTPUT_MODULE)
         chunk = self._chunk(tokens)
         logits = 1 + (tokens > self._chunk_tokens)
         inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)
         inside += self._top_of_micro_batch(tokens)
         if tokens > self._chunk_tokens and self.kernels is not Kernels.cpu:
             inside += self._gradient_of_tied * self._element
-        received = tokens * self._widths.part * self._element
+        received = tokens * self._sizes.part * self._element
 
         return 2 * hidden + received + chunk * self._element + inside
 
     def _backward_of_embedding(self, tokens: int) -> int:
-        return (tokens * 2 * self._widths.whole + self._vocabulary * self._widths.whole) * self._element
+        return (tokens * 2 * self._sizes.whole + self._vocabulary * self._sizes.whole) * self._element

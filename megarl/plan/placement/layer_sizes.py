@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
 
 from megarl.config.layers import trains_adapters
 from megarl.config.schema import CPCommType, Device, DType, Layers, ParallelConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.models.layers import has_dense_layers, linears_of, replaces_core, routes_tokens
+from megarl.models.layers import linears_of, replaces_core, routes_tokens
 
 # The workspace of cuBLAS on Hopper. A grouped product runs on four streams with one each.
 WORKSPACE_BYTES = 32 * 1024**2 + 1024
@@ -23,43 +22,11 @@ class Kernels(Enum):
     cpu = "cpu"
 
 
-class LayerWidths(NamedTuple):
-    """The sizes of tensors in elements per token on one rank.
-
-    Attributes:
-        whole: A hidden state.
-        part: A hidden state, sharded if sequence parallelism is on.
-        key: The keys; the values have the same size.
-        gate: The gate of the MLP; up has the same size.
-        squares: One row of the product of queries and keys per head, if attention materializes it.
-    """
-
-    whole: int
-    part: int
-    query: int
-    key: int
-    gate: int
-    squares: int
-
-
 def kernels_of(config: RunConfig) -> Kernels:
     """Return the kernels of a run. `device: auto` counts as a GPU."""
     if config.device is Device.cpu:
         return Kernels.cpu
     return Kernels.plain if config.model.dtype is DType.float32 else Kernels.flash
-
-
-def widths_of(architecture: Architecture, parallel: ParallelConfig, row: int) -> LayerWidths:
-    cut = parallel.tensor_parallel_size
-    heads = architecture.num_attention_heads // cut
-    return LayerWidths(
-        whole=architecture.hidden_size,
-        part=architecture.hidden_size // (cut if parallel.sequence_parallel else 1),
-        query=heads * architecture.head_dim,
-        key=architecture.num_key_value_heads * architecture.head_dim // cut,
-        gate=architecture.intermediate_size // cut * has_dense_layers(architecture),
-        squares=heads * row,
-    )
 
 
 def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:

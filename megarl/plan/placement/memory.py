@@ -1,74 +1,32 @@
 """Plan the memory of each device in each phase of a step before anything starts. Pure.
 
-Parameters, gradients and optimizer state are counted to the element, as Megatron allocates them (its buffers
-are padded by less than 1%). Working memory is estimated in activations.py for micro-batches as full as
-allowed, out of the rows that exist. An engine takes its configured share of the device (mem_fraction_static),
-or otherwise room for rows of the maximum length. Buckets have their configured size. The needs of the device
-itself (CUDA context, NCCL, fragmentation) are not included.
+The state of models is counted in model_state.py. Working memory is estimated in activations.py for
+micro-batches as full as allowed, out of the rows that exist. An engine takes its configured share of the
+device (mem_fraction_static), or otherwise room for rows of the maximum length. Buckets have their configured
+size. The needs of the device itself (CUDA context, NCCL, fragmentation) are not included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import NamedTuple
 
-from megarl.config.megatron_options import element_bytes
-from megarl.config.roles import ModelRole, judge_roles, model_roles
-from megarl.config.schema import (
-    Device,
-    DType,
-    EngineDType,
-    Layers,
-    OverBudget,
-    ParallelConfig,
-    PPOConfig,
-    RunConfig,
-)
+from megarl.config.roles import judge_roles, model_roles
+from megarl.config.schema import Device, EngineDType, OverBudget, PPOConfig, RunConfig
 from megarl.config.speculation import draft_of
 from megarl.machine.wording import byte_unit, counted
 from megarl.models.architecture import Architecture
-from megarl.models.counts import (
-    ParameterCount,
-    num_parameters,
-    num_tower_parameters,
-    rank_parameters,
-    stage_shares,
-    without_saved_modules,
-)
+from megarl.models.counts import num_parameters, stage_shares
 from megarl.models.draft import DraftModel, read_draft_if_there
 from megarl.models.families import engine_stages
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, state_bytes
-from megarl.plan.placement.activations import WorkingMemory, working_memory
-from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
-from megarl.plan.placement.layer_sizes import Kernels, kernels_of, layer_kind, layers_of_stage
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.activations import RoleMemory, role_memory
+from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, OffloadPlan, Phase
+from megarl.plan.placement.model_state import Usage, stage_of, weight_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan
-from megarl.plan.placement.transport import sync_buffers
-
-_FLOAT32 = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Memory of one role on one device, in bytes.
-
-    `activations` is the working memory in addition to the state, and what remains of it when the model is
-    idle.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    kv_cache: int = 0
-    buckets: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, each.name) for each in fields(self))
+from megarl.plan.placement.transport import SyncBuffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +65,8 @@ def plan_memory(
     Args:
         architectures: The architecture of each model role, by its name.
     """
-    turns = OffloadPlan(plan)
-    sizes = _Sizes(config, architectures, plan, turns)
-    held = turns.held()
-    steps = [phase for phase in turns.phases if phase.roles]
+    placed = PlacedMemory(config, plan, architectures)
+    sizes = _Sizes(config, architectures, placed)
     on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles and their ranks
     pools: dict[tuple[int, int], str] = {}
 
@@ -135,11 +91,8 @@ def plan_memory(
             known[roles] = (
                 {name: {role: Usage() for role, _ in roles} | idle | phase for name, phase in before.items()}
                 | {
-                    phase.name: {
-                        role: sizes.usage(role, stage, phase, held[phase.name]) for role, stage in roles
-                    }
-                    | idle
-                    for phase in steps
+                    phase.name: {role: sizes.usage(role, stage, phase) for role, stage in roles} | idle
+                    for phase in placed.phases
                 },
                 {role: sizes.pinned(role, stage) for role, stage in roles} | dict.fromkeys(idle, 0),
             )
@@ -209,19 +162,66 @@ def refuses(config: RunConfig) -> bool:
     return config.placement.over_budget is OverBudget.refuse
 
 
+class PlacedMemory:
+    """The memory of models and engines in each phase of a placement.
+
+    Attributes:
+        plan: The placement. What is in memory depends only on which roles share devices.
+        phases: The phases in which a role works.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]
+    ) -> None:
+        self.plan = plan
+        self.turns = OffloadPlan(plan)
+        self.phases = [phase for phase in self.turns.phases if phase.roles]
+        self.buffers = SyncBuffers(config, plan, self.turns, architectures)
+        self._held = self.turns.held()
+        self._is_on_cpu = config.device is Device.cpu
+
+    def of_model(self, role: str, memory: RoleMemory, phase: Phase) -> Usage:
+        """Return the memory of a rank of a model in a phase."""
+        state = memory.state
+        held = {
+            part: getattr(state, part)
+            for part in (PARAMETERS, GRADIENTS, OPTIMIZER)
+            if Item(role, part) in self._held[phase.name]
+        }
+        # The optimizer step follows the backward pass, so the larger of the two counts.
+        if Item(role, GRADIENTS) in phase.needs:
+            activations = max(memory.train, memory.step)
+        else:
+            works = role in phase.roles and phase.name != "update_weights"
+            activations = memory.score if works else memory.stays
+
+        buckets = self.buffers.in_phase(phase.name, role, state.parameters)
+        if self._is_on_cpu:
+            buckets += self.buffers.on_host(role, state.parameters)
+        return Usage(**held, activations=activations, buckets=buckets)
+
+    def of_engine(self, usage: Usage, phase: Phase) -> Usage:
+        """Return the memory of an engine in a phase: it is in memory entirely or not at all."""
+        if Item("rollout", ENGINE) not in self._held[phase.name]:
+            return Usage()
+        # An engine that is offloaded receives its weights first, and its cache once the trainer has freed
+        # memory.
+        has_no_cache = phase.name == "update_weights" and self.turns.engines_move
+        return replace(
+            usage,
+            kv_cache=0 if has_no_cache else usage.kv_cache,
+            buckets=self.buffers.in_phase(phase.name, "rollout", usage.parameters),
+        )
+
+
 class _Sizes:
     """Computes the memory of each role of a run."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        architectures: Mapping[str, Architecture],
-        plan: PlacementPlan,
-        turns: OffloadPlan,
+        self, config: RunConfig, architectures: Mapping[str, Architecture], placed: PlacedMemory
     ) -> None:
         self._config = config
-        self._turns = turns
-        self._buffers = sync_buffers(config, plan, turns, architectures)
+        self._placed = placed
         self._roles = {role.name: role for role in model_roles(config)}
         self._judges = judge_roles(config)
         self._architectures = architectures
@@ -237,23 +237,19 @@ class _Sizes:
         rollout = self._config.rollout
         return rank % rollout.devices_per_engine // rollout.tensor_parallel_size
 
-    def usage(self, role: str, stage: int, phase: Phase, held: frozenset[Item]) -> Usage:
+    def usage(self, role: str, stage: int, phase: Phase) -> Usage:
         # SGLang's cache takes what a judge's weights leave of its devices.
         if role in self._judges:
             devices = self._judges[role].settings.tensor_parallel_size
             weights = num_parameters(self._architectures[role]) * weight_bytes(self._config.model.dtype)
             return Usage(parameters=weights // devices)
 
-        # Only the engine has no model role; it is in memory entirely or not at all.
+        # Only the engine has no model role.
         if role not in self._roles:
-            return self._engine(phase, stage) if Item(role, ENGINE) in held else Usage()
-
-        memory = self._of(role, stage)
-        return replace(
-            memory.usage(role, phase, held),
-            buckets=self._buffers.in_phase(phase.name, role, memory.state.parameters)
-            + (self._buffers.on_host(role, memory.state.parameters) if self._is_on_cpu else 0),
-        )
+            assert isinstance(self._config, PPOConfig)
+            engine = engine_usage(self._config, self._architectures["actor"], stage)
+            return self._placed.of_engine(engine, phase)
+        return self._placed.of_model(role, self._of(role, stage), phase)
 
     def before_training(self, stages: Mapping[str, int]) -> dict[str, dict[str, Usage]]:
         """Return the memory of models that work before training, alone on the devices, by phase and role.
@@ -265,13 +261,9 @@ class _Sizes:
         for role in self._roles.values():
             if role.before_training and role.shares_with in stages:
                 memory = self._of(role.name, stages[role.shares_with])
-                alone = replace(memory.state, activations=memory.work.score)
+                alone = replace(memory.state, activations=memory.score)
                 phases[role.phases[0].name] = {role.name: alone}
         return phases
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        return self._config.device is Device.cpu
 
     def _of(self, role: str, stage: int) -> RoleMemory:
         if (role, stage) not in self._known:
@@ -286,62 +278,18 @@ class _Sizes:
         Gradients and an engine's weights and cache are dropped when offloaded, except the weights of a draft
         model; on a CPU, offloaded state is written to a file.
         """
-        if role == "rollout" and self._turns.engines_move and not self._is_on_cpu:
+        if self._config.device is Device.cpu:
+            return 0
+        turns = self._placed.turns
+        if role == "rollout" and turns.engines_move:
             assert isinstance(self._config, PPOConfig)
             return draft_weights(self._config)
-        if role not in self._roles or self._is_on_cpu:
+        if role not in self._roles:
             return 0
         state = self._of(role, stage).state
-        offloaded = self._turns.offloaded_at_first(role)
-        kept = self._buffers.on_host(role, state.parameters)
+        offloaded = turns.offloaded_at_first(role)
+        kept = self._placed.buffers.on_host(role, state.parameters)
         return kept + sum(getattr(state, part) for part in offloaded if part != GRADIENTS)
-
-    def _engine(self, phase: Phase, stage: int) -> Usage:
-        config = self._config
-        assert isinstance(config, PPOConfig)
-        usage = engine_usage(config, self._architectures["actor"], stage)
-        # An engine that is offloaded receives its weights first, and its cache once the trainer has freed
-        # memory.
-        has_no_cache = phase.name == "update_weights" and self._turns.engines_move
-        return replace(
-            usage,
-            kv_cache=0 if has_no_cache else usage.kv_cache,
-            buckets=self._buffers.in_phase(phase.name, "rollout", usage.parameters),
-        )
-
-
-class RoleMemory(NamedTuple):
-    """The memory of one rank of a model: its state, and its working memory."""
-
-    state: Usage
-    work: WorkingMemory
-
-    def usage(self, role: str, phase: Phase, held: frozenset[Item]) -> Usage:
-        """Return the memory of the model in a phase, without buffers of a weight sync.
-
-        Args:
-            held: What is in memory during the phase, of all roles.
-        """
-        parts = {
-            part: getattr(self.state, part)
-            for part in (PARAMETERS, GRADIENTS, OPTIMIZER)
-            if Item(role, part) in held
-        }
-        # The optimizer step follows the backward pass, so the larger of the two counts.
-        if Item(role, GRADIENTS) in phase.needs:
-            activations = max(self.work.train, self.work.step)
-        else:
-            works = role in phase.roles and phase.name != "update_weights"
-            activations = self.work.score if works else self.work.stays
-
-        return Usage(**parts, activations=activations)
-
-
-def role_memory(config: RunConfig, model: ModelRole, architecture: Architecture, stage: int) -> RoleMemory:
-    """Return the memory of one rank of a pipeline stage."""
-    state = model_state(model, architecture, config.model.dtype, stage)
-    step = step_memory(config, model, architecture, stage)
-    return RoleMemory(state, working_memory(config, model, architecture, stage, step))
 
 
 def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usage:
@@ -350,7 +298,7 @@ def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usa
     The cache takes the rest of the engine's share of the device, or room for its concurrent sequences.
     """
     weights = stage_weights(config, policy, stage) + draft_weights(config)
-    of_row = stage_row_cache(config, policy, stage)
+    of_row = row_cache(config, policy, stage)
 
     # The number of concurrent sequences is limited by the concurrency and by the engine's share of a step's
     # samples.
@@ -362,15 +310,6 @@ def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usa
     cache = sequences * of_row if share is None else max(share - weights, of_row)
 
     return Usage(parameters=weights, kv_cache=cache)
-
-
-def stage_of(parallel: ParallelConfig, rank: int) -> int:
-    """Return the pipeline stage of a rank."""
-    return parallel.coordinate(rank).pp
-
-
-def weight_bytes(dtype: DType) -> int:
-    return 4 if dtype is DType.float32 else 2
 
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
@@ -406,15 +345,10 @@ def pushed_bytes(config: PPOConfig, policy: Architecture) -> int:
     return size * element
 
 
-def row_cache(config: PPOConfig, policy: Architecture) -> int:
-    """Return the `stage_row_cache` of the last stage, which has the most layers."""
-    return stage_row_cache(config, policy, config.rollout.pipeline_parallel_size - 1)
-
-
-def stage_row_cache(config: PPOConfig, policy: Architecture, stage: int) -> int:
+def row_cache(config: PPOConfig, policy: Architecture, stage: int = -1) -> int:
     """Return the bytes of the KV cache of one row of maximum length on one device of a stage of an engine.
 
-    A draft model keeps its own keys and values of every token.
+    The last stage has the most layers. A draft model keeps its own keys and values of every token.
     """
     numbers = config.max_row_tokens * weight_bytes(config.model.dtype)
     draft = _draft(config)
@@ -431,102 +365,3 @@ def engine_share(config: PPOConfig) -> int | None:
     limit_gb = config.placement.device_memory_gb
     on_gpu = config.device is not Device.cpu
     return int(share * limit_gb * 2**30) if on_gpu and share is not None and limit_gb is not None else None
-
-
-def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:
-    """Return the parameters, gradients and optimizer state of one rank of a pipeline stage.
-
-    Weights are in `dtype`. A model that trains also has gradients and, sharded over the ranks with equal
-    weights (ZeRO 1; fewer ranks for experts), two moments and, for bfloat16, a float32 master copy. Gradients
-    and moments are float32, unless the options of Megatron say otherwise.
-    """
-    parallel = model.parallel
-    held = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
-    parameters = held.total * weight_bytes(dtype)
-    if model.optim is None:
-        return Usage(parameters=parameters)
-
-    # A reference that is this model without its adapters has the original weights of saved modules.
-    parameters += base_copies(model, architecture, stage) * weight_bytes(dtype)
-
-    # Frozen parameters have neither gradients nor optimizer state.
-    trained = trained_parameters(model, architecture, stage)
-    of_element = element_bytes(dtype, model.megatron)
-    state_bytes = of_element.moments + of_element.master
-    # Experts have fewer copies than dense weights, so ZeRO 1 divides their state by less.
-    optimizer = -(-trained.dense * state_bytes // parallel.num_copies)
-    optimizer += -(-trained.of_experts * state_bytes // parallel.expert_data_parallel_size)
-
-    return Usage(
-        parameters=parameters,
-        gradients=trained.total * of_element.gradient,
-        optimizer=optimizer,
-    )
-
-
-def step_memory(
-    config: RunConfig, model: ModelRole, architecture: Architecture, stage: int
-) -> tuple[int, int]:
-    """Return the temporary bytes of a rank's reduction of gradients, and of its optimizer step.
-
-    After the last micro-batch, Megatron sums a copy of some gradients over tensor-parallel ranks. The step
-    has float32 copies of gradients of another dtype. Experts have a separate optimizer.
-    """
-    parallel = model.parallel
-    trained = trained_parameters(model, architecture, stage)
-    dense = -(-trained.dense // parallel.num_copies)
-    of_experts = -(-trained.of_experts // parallel.expert_data_parallel_size)
-    of_element = element_bytes(config.model.dtype, model.megatron)
-    # With sequence parallelism, each rank has the gradients of its own tokens.
-    reduced = trained.replicated * of_element.gradient * parallel.sequence_parallel
-    stepped = of_element.stepped * (dense + of_experts)
-    # Torch's Adam materializes the square roots of all second moments of an optimizer at once on CUDA.
-    # Transformer Engine's does not.
-    if kernels_of(config) is not Kernels.cpu and layer_kind(config) is not Layers.transformer_engine:
-        stepped += _FLOAT32 * max(dense, of_experts)
-    return reduced, stepped
-
-
-def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:
-    """Count the parameters that one rank of a pipeline stage holds and trains.
-
-    A frozen vision tower has neither gradients nor optimizer state.
-    """
-    trained = stage_parameters(
-        architecture,
-        model.parallel,
-        stage,
-        with_value_head=model.with_value_head,
-        trained_only=architecture.lora is not None,
-    )
-    is_frozen = model.freeze_vision and stage == 0
-    return trained._replace(dense=trained.dense - is_frozen * num_tower_parameters(architecture))
-
-
-def base_copies(model: ModelRole, architecture: Architecture, stage: int) -> int:
-    """Count the parameters of which one rank of a stage holds the original values as well."""
-    if not model.runs_base:
-        return 0
-    alone = trained_parameters(model, without_saved_modules(architecture), stage)
-    return trained_parameters(model, architecture, stage).total - alone.total
-
-
-def stage_parameters(
-    architecture: Architecture,
-    parallel: ParallelConfig,
-    stage: int,
-    with_value_head: bool,
-    trained_only: bool = False,
-) -> ParameterCount:
-    """Count the parameters that one rank of a pipeline stage holds."""
-    return rank_parameters(
-        architecture,
-        layers=layers_of_stage(architecture, parallel, stage),
-        is_first_stage=stage == 0,
-        is_last_stage=stage == parallel.pipeline_parallel_size - 1,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        expert_parallel_size=parallel.expert_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        with_value_head=with_value_head,
-        trained_only=trained_only,
-    )

@@ -6,24 +6,33 @@ layer, have their memory in bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 from typing import NamedTuple
 
-from megarl.config.batch_arithmetic import Row
+from megarl.config.batch_arithmetic import (
+    Row,
+    longest_row,
+    micro_batch_tokens,
+    rows_of_prompt,
+    shares_a_prompt,
+)
 from megarl.config.roles import ModelRole
-from megarl.config.schema import ParallelConfig, Recompute
+from megarl.config.schema import Layers, Recompute, RecomputeModule, RunConfig
 from megarl.models.architecture import Activation, Architecture, QKNorm
 from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
+from megarl.models.layers import has_dense_layers, replaces_core
 from megarl.models.part_kind import PartKind
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision
-from megarl.plan.placement.layer_sizes import Kernels, LayerWidths
+from megarl.plan.placement.layer_sizes import Kernels, always_gathers, kernels_of, layer_kind
+from megarl.plan.placement.model_state import weight_bytes
 
 _FLOAT32 = 4
 _CHUNK = 64  # tokens that the kernels of gated delta nets process at a time
@@ -43,13 +52,24 @@ class PartMemory(NamedTuple):
     scoring: int = 0
 
 
-class PartInputs(NamedTuple):
-    """The numbers that the memory of a part depends on.
+class LayerSizes:
+    """The sizes on which the memory of a layer depends, on one rank.
+
+    Sizes of tensors are in elements per token.
+
+    Args:
+        rows: The rows of the fullest micro-batch.
+        uneven: Whether the rank's first expert receives twice its share of the tokens.
 
     Attributes:
         kernels: The kernels of the run. On CUDA, flash-linear-attention is taken to be installed.
         element: The bytes of an element of the weights' dtype.
-        width: The sizes of a layer's tensors.
+        longest: The tokens of the longest row.
+        whole: A hidden state.
+        part: A hidden state, sharded if sequence parallelism is on.
+        key: The keys; the values have the same size.
+        gate: The gate of the MLP; up has the same size.
+        squares: One row of the product of queries and keys per head, if attention materializes it.
         context: The number of ranks that share rows.
         keys_of_token: The keys that attention saves per token of the rank.
         keys_before: The keys up to each chunk of a context-parallel rank, per token of the rank.
@@ -58,114 +78,149 @@ class PartInputs(NamedTuple):
         shares_prompts: Whether some rows of the run share a prompt.
         is_shared: Whether rows of this micro-batch share a prompt without copies of it.
         is_fused: Whether the layers are Transformer Engine's.
-        packing: Whether rows are packed.
         core_again: Whether the core of attention is computed again in the backward pass.
-        uneven: Whether the rank's first expert receives twice its share of the tokens.
     """
 
-    architecture: Architecture
-    parallel: ParallelConfig
-    kernels: Kernels
-    element: int
-    width: LayerWidths
-    context: int
-    keys_of_token: float
-    keys_before: float
-    prompt_keys: float
-    repeats: float
-    shares_prompts: bool
-    is_shared: bool
-    is_fused: bool
-    packing: bool
-    core_again: bool
-    uneven: bool
+    def __init__(
+        self, config: RunConfig, role: ModelRole, architecture: Architecture, rows: list[Row], *, uneven: bool
+    ) -> None:
+        self.architecture = architecture
+        self.parallel = parallel = role.parallel
+        self.kernels = kernels_of(config)
+        self.element = weight_bytes(config.model.dtype)
+        self.packing = config.engine.packing
+        self.uneven = uneven
+        how, modules, _ = role.recomputation
+        self.core_again = how is Recompute.selective and RecomputeModule.core_attn in modules
+
+        cut = parallel.tensor_parallel_size
+        heads = architecture.num_attention_heads // cut
+        self.longest = longest_row(config, role, architecture).tokens
+        self.whole = architecture.hidden_size
+        self.part = self.whole // (cut if parallel.sequence_parallel else 1)
+        self.query = heads * architecture.head_dim
+        self.key = architecture.num_key_value_heads * architecture.head_dim // cut
+        self.gate = architecture.intermediate_size // cut * has_dense_layers(architecture)
+        self.squares = heads * self.longest * (self.kernels is Kernels.plain)
+
+        self.context = parallel.context_parallel_size
+        self.shares_prompts = rows_of_prompt(config, role) > 1
+        self.is_fused = layer_kind(config) is Layers.transformer_engine
+        kind = Layers.transformer_engine if self.is_fused else Layers.local
+        has_pieces = self.kernels is not Kernels.flash or replaces_core(architecture)
+        self.is_shared = shares_a_prompt(config, role, rows) and not has_pieces
+        self.keys_before = (2 * self.context + 1) / 2
+        gathers = has_pieces or always_gathers(config, architecture, kind)
+        self.keys_of_token = self._saved_keys(rows, has_pieces=has_pieces, gathers=gathers)
+        num_rows = Counter(row.prompt_number for row in rows)
+        prompts = {row.prompt_number: row.prompt for row in rows if num_rows[row.prompt_number] > 1}
+        self.prompt_keys = sum(prompts.values()) * self.context / micro_batch_tokens(rows, self.context)
+
+        each_with_prompt = sum(row.tokens for row in rows) / micro_batch_tokens(rows, 1)
+        self.repeats = max(1.0, each_with_prompt) if self.shares_prompts else 1.0
+
+    def _saved_keys(self, rows: list[Row], *, has_pieces: bool, gathers: bool) -> float:
+        """Return the number of keys that attention saves per token of the rank.
+
+        In pieces, responses that share a prompt each have its keys in addition to their own, and the prompt
+        has them too. With context parallelism, each rank has two chunks of every sequence, with all keys
+        before them; if rows share a prompt, one copy of all keys; and in a ring, its own keys.
+
+        Args:
+            gathers: Whether context-parallel ranks gather keys in every micro-batch.
+        """
+        tokens = micro_batch_tokens(rows, self.context)
+        prompts = sum(row.prompt for row in rows) * self.shares_prompts * has_pieces
+        if self.context == 1:
+            return (tokens + prompts) / tokens
+        # A micro-batch of this size without shared prompts saves half a key more where ranks always gather.
+        if gathers:
+            return self.keys_before + 2 * prompts * self.context / tokens
+        return float(self.context) if self.is_shared else 1.0
 
 
-def _attention(inputs: PartInputs) -> PartMemory:
+def _attention(layer: LayerSizes) -> PartMemory:
     """Return the memory of attention. An output gate is saved itself and as float32."""
     return PartMemory(
-        _kept_gate(inputs) + _kept_by_attention(inputs), _backward_apart(inputs), _scoring_apart(inputs)
+        _kept_gate(layer) + _kept_by_attention(layer), _backward_apart(layer), _scoring_apart(layer)
     )
 
 
-def _kept_gate(inputs: PartInputs) -> int:
-    return inputs.width.query * (2 + 4 // inputs.element) * inputs.architecture.has_output_gate
+def _kept_gate(layer: LayerSizes) -> int:
+    return layer.query * (2 + 4 // layer.element) * layer.architecture.has_output_gate
 
 
-def _kept_by_attention(inputs: PartInputs) -> int:
-    width = inputs.width
-    has_norm = inputs.architecture.qk_norm
-    if inputs.kernels is Kernels.cpu:
-        return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
+def _kept_by_attention(layer: LayerSizes) -> int:
+    has_norm = layer.architecture.qk_norm
+    if layer.kernels is Kernels.cpu:
+        return 4 * layer.query + 3 * layer.key + 3 * (layer.query + layer.key) * has_norm
 
-    if inputs.kernels is Kernels.plain and not inputs.core_again:
+    if layer.kernels is Kernels.plain and not layer.core_again:
         # Queries; for each of them its keys and values, laid out for the products; attention weights;
         # outputs.
         return (
-            ceil((2 + 2 * inputs.keys_of_token) * width.query)
-            + width.squares
-            + (width.query + 2 * width.key) * has_norm
+            ceil((2 + 2 * layer.keys_of_token) * layer.query)
+            + layer.squares
+            + (layer.query + 2 * layer.key) * has_norm
         )
 
     # The fused QKV output; RoPE-rotated queries and keys; values; outputs (laid out again without
     # packing); and one float32 value per head.
-    head_numbers = 2 * width.query // inputs.architecture.head_dim
-    normalized = width.query * has_norm  # laid out again if a rank has several query groups
+    head_numbers = 2 * layer.query // layer.architecture.head_dim
+    normalized = layer.query * has_norm  # laid out again if a rank has several query groups
 
     # Instead of the rank's own keys and values, those that its queries attend to are saved.
-    if inputs.context > 1 and not inputs.core_again:
+    if layer.context > 1 and not layer.core_again:
         # What the keys' norm saves: a copy of the keys, or, in local layers, the whole QKV output.
-        normalized += (width.key if inputs.is_fused else width.query + 2 * width.key) * has_norm
-        return 2 * width.query + ceil(2 * inputs.keys_of_token * width.key) + head_numbers + normalized
-    return 3 * width.query + 4 * width.key + head_numbers + normalized + width.query * (not inputs.packing)
+        normalized += (layer.key if layer.is_fused else layer.query + 2 * layer.key) * has_norm
+        return 2 * layer.query + ceil(2 * layer.keys_of_token * layer.key) + head_numbers + normalized
+    return 3 * layer.query + 4 * layer.key + head_numbers + normalized + layer.query * (not layer.packing)
 
 
-def _scoring_apart(inputs: PartInputs) -> int:
+def _scoring_apart(layer: LayerSizes) -> int:
     """Return the elements per token in attention whose queries and keys are handled separately.
 
     With context parallelism: queries and outputs, and the keys and values of all ranks as received and as
     each part sees them. With shared prompts: queries, attention outputs, and their combination, weighted
     in float32; and prompts' keys and values.
     """
-    width = inputs.width
-    if inputs.context > 1 and inputs.is_shared:
-        keys = 1 + inputs.context + inputs.keys_before + inputs.prompt_keys
-        return 9 * width.query + ceil(2 * width.key * keys)
-    if inputs.context > 1:
-        return 2 * width.query + ceil(2 * width.key * (1 + inputs.context + inputs.keys_of_token))
-    return (9 * width.query + 2 * width.key) * inputs.shares_prompts
+    if layer.context > 1 and layer.is_shared:
+        keys = 1 + layer.context + layer.keys_before + layer.prompt_keys
+        return 9 * layer.query + ceil(2 * layer.key * keys)
+    if layer.context > 1:
+        return 2 * layer.query + ceil(2 * layer.key * (1 + layer.context + layer.keys_of_token))
+    return (9 * layer.query + 2 * layer.key) * layer.shares_prompts
 
 
-def _backward_apart(inputs: PartInputs) -> int:
+def _backward_apart(layer: LayerSizes) -> int:
     """Return the elements per token in backward of `_scoring_apart`.
 
     Gradients of keys and values as each part sees them are accumulated into the gradients of all. A core that
     is computed again gathers keys and values again.
     """
-    width = inputs.width
-    again = inputs.core_again
-    if inputs.context > 1 and inputs.is_shared:
-        gathered = (2 + again) * inputs.context + 2 * inputs.keys_before + 2 * inputs.prompt_keys
-        return (6 + again) * width.query + ceil(2 * width.key * gathered)
-    if inputs.context > 1:
-        gathered = (2 + again) * inputs.context + (1 + again) * inputs.keys_of_token
-        return (2 + again) * width.query + ceil(2 * width.key * gathered)
+    again = layer.core_again
+    if layer.context > 1 and layer.is_shared:
+        gathered = (2 + again) * layer.context + 2 * layer.keys_before + 2 * layer.prompt_keys
+        return (6 + again) * layer.query + ceil(2 * layer.key * gathered)
+    if layer.context > 1:
+        gathered = (2 + again) * layer.context + (1 + again) * layer.keys_of_token
+        return (2 + again) * layer.query + ceil(2 * layer.key * gathered)
 
-    return (6 * width.query + 6 * width.key) * inputs.shares_prompts
+    return (6 * layer.query + 6 * layer.key) * layer.shares_prompts
 
 
-def _latent_attention(inputs: PartInputs) -> PartMemory:
+def _latent_attention(layer: LayerSizes) -> PartMemory:
     """Return the memory of latent attention, whose values are padded to the size of keys.
 
     Local layers and Transformer Engine's save the same tensors.
     """
-    memory = _attention(inputs)
-    if inputs.kernels is not Kernels.flash:
+    memory = _attention(layer)
+    if layer.kernels is not Kernels.flash:
         return memory
 
-    sizes = dimension_sizes(inputs.architecture)
-    cut = inputs.parallel.tensor_parallel_size
-    part = cut if inputs.parallel.sequence_parallel else 1
+    sizes = dimension_sizes(layer.architecture)
+    cut = layer.parallel.tensor_parallel_size
+    part = cut if layer.parallel.sequence_parallel else 1
     query = sizes["Q"] // cut
     value = sizes["O"] // cut
 
@@ -174,30 +229,30 @@ def _latent_attention(inputs: PartInputs) -> PartMemory:
 
     # Queries, keys, values and outputs, and the output without its padding. If the core is computed again,
     # its inputs are saved, and the output without padding.
-    if inputs.core_again:
+    if layer.core_again:
         kept = ceil(vectors + 2 * query + 2 * value)
     else:
-        keys_of_token = inputs.keys_of_token if inputs.context > 1 else 1.0
-        numbers = 2 * inputs.architecture.num_attention_heads // cut  # one float32 value per head
+        keys_of_token = layer.keys_of_token if layer.context > 1 else 1.0
+        numbers = 2 * layer.architecture.num_attention_heads // cut  # one float32 value per head
         kept = ceil(vectors + 2 * query + 2 * keys_of_token * query + numbers + value)
-    return memory._replace(kept=_kept_gate(inputs) + kept)
+    return memory._replace(kept=_kept_gate(layer) + kept)
 
 
-def _own_attention(inputs: PartInputs, *, has_sinks: bool) -> PartMemory:
+def _own_attention(layer: LayerSizes, *, has_sinks: bool) -> PartMemory:
     """Return the memory of attention with windows or sinks.
 
     The count follows `megarl.engine.sinks` on CUDA, whose kernel sees a copy of the keys for each piece of a
     sequence. Windows change the time of attention, not its memory.
     """
-    memory = _attention(inputs)
-    if inputs.kernels is not Kernels.flash:
+    memory = _attention(layer)
+    if layer.kernels is not Kernels.flash:
         return memory
 
-    architecture = inputs.architecture
-    query = inputs.width.query
-    key = inputs.width.key
-    has_copies = inputs.shares_prompts or inputs.context > 1
-    keys_of_token = inputs.keys_of_token if has_copies else 1.0
+    architecture = layer.architecture
+    query = layer.query
+    key = layer.key
+    has_copies = layer.shares_prompts or layer.context > 1
+    keys_of_token = layer.keys_of_token if has_copies else 1.0
     seen = ceil(2 * keys_of_token * key)  # keys and values
 
     # Rotated queries; keys and values as seen; the output; one float32 value per head.
@@ -209,25 +264,25 @@ def _own_attention(inputs: PartInputs, *, has_sinks: bool) -> PartMemory:
 
     # The projection, rotated queries and keys, keys and values of all ranks, and the output. A sink scales
     # the output in float32.
-    whole = 2 * key * (1 + inputs.context) * (inputs.context > 1)
+    whole = 2 * key * (1 + layer.context) * (layer.context > 1)
     scoring = 3 * query + 3 * key + whole + seen + 5 * query * has_sinks
 
     # Gradients of the output, of queries, and of keys and values as seen and of each token. That of a sink
     # takes the output and its gradient in float32.
     backward = 2 * query + seen + 2 * key + whole + 6 * query * has_sinks
-    return PartMemory(memory.kept if inputs.core_again else _kept_gate(inputs) + kept, backward, scoring)
+    return PartMemory(memory.kept if layer.core_again else _kept_gate(layer) + kept, backward, scoring)
 
 
-def _delta_net(inputs: PartInputs) -> PartMemory:
+def _delta_net(layer: LayerSizes) -> PartMemory:
     """Return the memory of a gated delta net. Context parallelism distributes heads instead of tokens."""
-    sizes = dimension_sizes(inputs.architecture)
-    repeats = inputs.repeats
-    cut = inputs.parallel.tensor_parallel_size
+    sizes = dimension_sizes(layer.architecture)
+    repeats = layer.repeats
+    cut = layer.parallel.tensor_parallel_size
     key = size_of("J X", sizes) // cut
     value = sizes["Z"] // cut
     heads = sizes["T"] // cut
     shared = heads * sizes["X"]  # the keys of all value heads
-    number = 4 / inputs.element  # a float32 value, in elements
+    number = 4 / layer.element  # a float32 value, in elements
     projected = 2 * (key + value + heads)
 
     # In chunks, a token has float32 products with all tokens of its chunk, and its part of the states.
@@ -235,7 +290,7 @@ def _delta_net(inputs: PartInputs) -> PartMemory:
 
     # Torch saves the inputs and the output, and computes everything between them again: queries, keys and
     # values, several times in float32, and several products with the tokens of a chunk.
-    if inputs.kernels is not Kernels.flash:
+    if layer.kernels is not Kernels.flash:
         again = number * (2 * key + value + 8 * shared + 8 * value) + 4 * chunk
         wide = ceil(repeats * (projected + again))
         return PartMemory(ceil(repeats * projected + value), 2 * wide, wide)
@@ -251,19 +306,19 @@ def _delta_net(inputs: PartInputs) -> PartMemory:
     return PartMemory(ceil(repeats * kept + value), ceil(repeats * transient), ceil(repeats * (kept + chunk)))
 
 
-def _mlp(inputs: PartInputs) -> PartMemory:
+def _mlp(layer: LayerSizes) -> PartMemory:
     """Return the memory of a dense feed-forward: gate, up and their product; on a CPU, the activated gate."""
-    return PartMemory((3 + (inputs.kernels is Kernels.cpu)) * inputs.width.gate)
+    return PartMemory((3 + (layer.kernels is Kernels.cpu)) * layer.gate)
 
 
-def _experts(inputs: PartInputs) -> PartMemory:
+def _experts(layer: LayerSizes) -> PartMemory:
     """Return the memory of experts on the rank that holds expert 0.
 
     The count follows Megatron-Core's all-to-all dispatcher with local layers: a rank sends each of its tokens
     once to each selected expert, and sorts the tokens that it receives by expert.
     """
-    architecture = inputs.architecture
-    parallel = inputs.parallel
+    architecture = layer.architecture
+    parallel = layer.parallel
     experts = experts_of(architecture)
     hidden = architecture.hidden_size
     cut = parallel.expert_tensor_parallel_size
@@ -273,17 +328,17 @@ def _experts(inputs: PartInputs) -> PartMemory:
     sent = own * experts.num_experts_per_tok
 
     # Tokens that arrive at the rank's experts. With expert tensor parallelism, other ranks receive them too.
-    come = sent * (_crowding(inputs) if inputs.uneven else 1)
+    come = sent * (_crowding(layer) if layer.uneven else 1)
     met = come * cut
 
     # The sizes of float32 and int64 values, in elements.
-    number = 4 / inputs.element
-    index = 8 / inputs.element
+    number = 4 / layer.element
+    index = 8 / layer.element
 
     # Per token: a number and a mark for each expert, and indices and weights of the selected ones. Per sent
     # token: its position. Per token at an expert: its weight.
     routing = own * (
-        experts.num_experts * (number + 1 / inputs.element)
+        experts.num_experts * (number + 1 / layer.element)
         + experts.num_experts_per_tok * (index + 2 * number)
     )
     routing += sent * index + met * number
@@ -303,18 +358,18 @@ def _experts(inputs: PartInputs) -> PartMemory:
     return PartMemory(ceil(kept), ceil(max(transient, backward)), ceil(transient + routing + met * hidden))
 
 
-def _crowding(inputs: PartInputs) -> float:
+def _crowding(layer: LayerSizes) -> float:
     """Return a rank's tokens, relative to its share, if its first expert receives twice its share."""
-    sizes = dimension_sizes(inputs.architecture)
+    sizes = dimension_sizes(layer.architecture)
     num_experts = sizes["E"]
-    held = num_experts // inputs.parallel.expert_parallel_size
+    held = num_experts // layer.parallel.expert_parallel_size
     others = num_experts - 1
     most = num_experts / sizes["e"]  # the expert gets every token
     first = min(2.0, most)
     return (first + (held - 1) * (num_experts - first) / others) / held if others else 1.0
 
 
-ACTIVATIONS: dict[PartKind, Callable[[PartInputs], PartMemory]] = {
+ACTIVATIONS: dict[PartKind, Callable[[LayerSizes], PartMemory]] = {
     ATTENTION: _attention,
     SINK_ATTENTION: partial(_own_attention, has_sinks=True),
     WINDOWED_ATTENTION: partial(_own_attention, has_sinks=False),

@@ -1,11 +1,10 @@
 """The requests of a placement strategy: pools, and the groups of processes in each.
 
-The strategies are tables from roles to pools.
+A strategy is a table from roles to pools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config.roles import ENVIRONMENT, WITHOUT_DEVICES, judge_roles, model_roles, needs_critic
@@ -52,7 +51,7 @@ class PoolRequest:
     """
 
     name: str
-    groups: tuple[GroupRequest, ...] = ()
+    groups: tuple[GroupRequest, ...]
     devices_on_nodes: tuple[int, ...] | None = None
 
     @property
@@ -69,24 +68,22 @@ class PoolRequest:
 
 def pool_requests(config: RunConfig) -> list[PoolRequest]:
     """Return the pools in role order. Roles with one pool and one layout are fused in one group."""
-    needs = group_requests(config)
-    strategy = config.placement.strategy
     # Supervised fine-tuning has no strategy: its only role is the actor.
-    table = (
-        _STRATEGIES[strategy](config)
-        if isinstance(config, PPOConfig)
-        else {"actor": PoolRequest(name="actor")}
-    )
+    names = _pool_names(config) if isinstance(config, PPOConfig) else {"actor": "actor"}
+    is_custom = config.placement.strategy is PlacementStrategy.custom
+    counts = config.placement.pools if is_custom else {}
     bases = base_roles(config)
-    pools: dict[str, PoolRequest] = {}
+    groups: dict[str, tuple[GroupRequest, ...]] = {}
 
-    for need in needs:
+    for need in group_requests(config):
         # A model without its adapters is in the processes that train them.
-        empty = table[bases.get(need.name, need.name)]
-        pool = pools.get(empty.name, empty)
-        pools[pool.name] = replace(pool, groups=_joined(pool.groups, need))
+        pool = names[bases.get(need.name, need.name)]
+        groups[pool] = _joined(groups.get(pool, ()), need)
 
-    return list(pools.values())
+    return [
+        PoolRequest(name=name, groups=held, devices_on_nodes=tuple(counts[name]) if name in counts else None)
+        for name, held in groups.items()
+    ]
 
 
 def base_roles(config: RunConfig) -> dict[str, str]:
@@ -213,55 +210,26 @@ def _devices_of_a_node(config: PPOConfig) -> int | None:
     return placement.devices_per_node
 
 
-def _split_collocate(config: PPOConfig) -> Mapping[str, PoolRequest]:
-    """Place actor and reference, critic and reward, and rollout in three separate pools.
+def _pool_names(config: PPOConfig) -> dict[str, str]:
+    """Return the pool of each role with the run's strategy."""
+    placement = config.placement
+    roles = [role for request in group_requests(config) for role in request.roles]
+    # SGLang takes all memory of a device, and judges always serve, so each has a pool of its own.
+    judges = {role: role for role in judge_roles(config)}
 
-    A reward model is placed with the critic: in the same processes if their layouts are equal, and otherwise
-    in separate processes on the same devices.
-    """
-    models = {role.name: PoolRequest(name=role.shares_with or role.name) for role in model_roles(config)}
-    functions = PoolRequest(name="critic" if needs_critic(config) else "reward")
-    others = {"reward": functions, ENVIRONMENT: functions, "rollout": PoolRequest(name="rollout")}
-    return {**models, **others, **_judges(config)}
+    # Reward functions and environments need no device and may be omitted. Their pool is then called `reward`,
+    # and is the configured one if there is a pool of this name.
+    if placement.strategy is PlacementStrategy.custom:
+        return {**dict.fromkeys(WITHOUT_DEVICES, "reward"), **placement.roles}
+    if placement.strategy is PlacementStrategy.stand_alone:
+        return {role: role for role in roles}
+    if placement.strategy is PlacementStrategy.fully_collocate:
+        return {**dict.fromkeys(roles, "all"), **judges}
 
-
-def _judges(config: PPOConfig) -> Mapping[str, PoolRequest]:
-    """Place each judge in a pool of its own: SGLang takes all memory of a device, and judges always serve."""
-    return {role: PoolRequest(name=role) for role in judge_roles(config)}
-
-
-def _hybrid(config: PPOConfig) -> Mapping[str, PoolRequest]:
-    """Place roles as `split_collocate` does, but the rollout on the actor's devices."""
-    return {**_split_collocate(config), "rollout": PoolRequest(name="actor")}
-
-
-def _fully_collocate(config: PPOConfig) -> Mapping[str, PoolRequest]:
-    everywhere = PoolRequest(name="all")
-    together = {role: everywhere for request in group_requests(config) for role in request.roles}
-    return {**together, **_judges(config)}
-
-
-def _stand_alone(config: PPOConfig) -> Mapping[str, PoolRequest]:
-    return {role: PoolRequest(name=role) for request in group_requests(config) for role in request.roles}
-
-
-def _custom(config: PPOConfig) -> Mapping[str, PoolRequest]:
-    """Place roles as configured. Reward functions and environments need no device and may be omitted.
-
-    Their pool is then called `reward`, and is the configured one if there is a pool of this name.
-    """
-    pools = {
-        name: PoolRequest(name=name, devices_on_nodes=tuple(counts))
-        for name, counts in config.placement.pools.items()
-    }
-    table = dict.fromkeys(WITHOUT_DEVICES, pools.get("reward", PoolRequest(name="reward")))
-    return {**table, **{role: pools[pool] for role, pool in config.placement.roles.items()}}
-
-
-_STRATEGIES: dict[PlacementStrategy, Callable[[PPOConfig], Mapping[str, PoolRequest]]] = {
-    PlacementStrategy.split_collocate: _split_collocate,
-    PlacementStrategy.hybrid: _hybrid,
-    PlacementStrategy.fully_collocate: _fully_collocate,
-    PlacementStrategy.stand_alone: _stand_alone,
-    PlacementStrategy.custom: _custom,
-}
+    # Actor and reference, critic and reward, and rollout have three separate pools; with `hybrid`, the
+    # rollout is on the actor's devices. A reward model is placed with the critic: in the same processes if
+    # their layouts are equal, and otherwise in separate processes on the same devices.
+    models = {role.name: role.shares_with or role.name for role in model_roles(config)}
+    functions = "critic" if needs_critic(config) else "reward"
+    rollout = "actor" if placement.strategy is PlacementStrategy.hybrid else "rollout"
+    return {**models, "reward": functions, ENVIRONMENT: functions, "rollout": rollout, **judges}

@@ -7,14 +7,13 @@ need is in their table (`Transport` in config/kinds.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from megarl.config.schema import EngineDType, PPOConfig, RunConfig, Transport
 from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.fp8 import sender_bytes
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import OffloadPlan
 from megarl.plan.placement.placement_plan import PlacementPlan
 
 _KEY = "resharding.transport"
@@ -105,46 +104,45 @@ def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:
     return None
 
 
-class SyncBuffers(NamedTuple):
-    """The buffers of a weight sync.
+class SyncBuffers:
+    """The buffers of a run's weight sync. Supervised fine-tuning has no engines, so it has none."""
 
-    Attributes:
-        buckets: The bytes of message and IPC buffers of each role, before they are limited by its weights.
-        keeps: The phases in which each role has them.
-        sender: The bytes of scales and temporary memory of an actor rank that quantizes.
-        copies: The bytes of host memory for the last weights of engines, relative to those of an actor rank's
-            weights; 0 without `resharding.delta`.
-    """
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: PlacementPlan,
+        turns: OffloadPlan,
+        architectures: Mapping[str, Architecture],
+    ) -> None:
+        # The bytes of message and IPC buffers of each role, before they are limited by its weights, and the
+        # phases in which it has them; the bytes of scales and temporary memory of an actor rank that
+        # quantizes; and the host memory for the last weights of engines, relative to those of a rank.
+        self._buckets: dict[str, int] = {}
+        self._keeps: dict[str, frozenset[str]] = {}
+        self._sender = 0
+        self._copies = 0.0
+        if not isinstance(config, PPOConfig):
+            return
 
-    buckets: Mapping[str, int]
-    keeps: Mapping[str, frozenset[str]]
-    sender: int
-    copies: float = 0.0
+        transport = choose_transport(config, plan)
+        needs = transport.needs
+        bucket = int(config.resharding.bucket_mb * 2**20)
+        self._buckets = {"actor": needs.trainer_buckets * bucket, "rollout": needs.engine_buckets * bucket}
+        self._keeps = _keeps_buckets(turns, transport)
+        if config.rollout.dtype is EngineDType.fp8:
+            self._sender = sender_bytes(architectures["actor"].base)
+        if config.resharding.delta:
+            self._copies = _copies(config, transport)
 
     def on_host(self, role: str, weights: int) -> int:
         """Return the bytes of host memory of a rank with `weights` bytes of weights, at most."""
-        return int(weights * self.copies) if role == "actor" else 0
+        return int(weights * self._copies) if role == "actor" else 0
 
     def in_phase(self, phase: str, role: str, weights: int) -> int:
         """Return the bytes of a rank with `weights` bytes of weights in a phase."""
-        if phase not in self.keeps.get(role, ()):
+        if phase not in self._keeps.get(role, ()):
             return 0
-        return min(self.buckets[role], weights) + self.sender * (role == "actor")
-
-
-def sync_buffers(
-    config: RunConfig, plan: PlacementPlan, turns: OffloadPlan, architectures: Mapping[str, Architecture]
-) -> SyncBuffers:
-    """Return the buffers of a run's weight sync. Supervised fine-tuning has no engines, so it has none."""
-    if not isinstance(config, PPOConfig):
-        return SyncBuffers({}, {}, 0)
-    transport = choose_transport(config, plan)
-    sender = sender_bytes(architectures["actor"].base) if config.rollout.dtype is EngineDType.fp8 else 0
-    copies = _copies(config, transport) if config.resharding.delta else 0.0
-    bucket = int(config.resharding.bucket_mb * 2**20)
-    needs = transport.needs
-    buckets = {"actor": needs.trainer_buckets * bucket, "rollout": needs.engine_buckets * bucket}
-    return SyncBuffers(buckets, _keeps_buckets(turns, transport), sender, copies)
+        return min(self._buckets[role], weights) + self._sender * (role == "actor")
 
 
 def _copies(config: PPOConfig, transport: Transport) -> float:

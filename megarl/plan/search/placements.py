@@ -11,12 +11,18 @@ from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
-from megarl.config.roles import TEACHER, model_roles
 from megarl.config.schema import PlacementConfig, PlacementStrategy
-from megarl.machine.errors import ConfigError
-from megarl.plan.search.space import ROLLOUT, Space, roles_of
+from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
+from megarl.plan.placement.requests import base_roles, pool_requests
+from megarl.plan.search.space import ROLLOUT, Space, units_of
 
 Partition = tuple[tuple[str, ...], ...]  # the units of each pool, with the engines as a unit
+_NAMED = (
+    PlacementStrategy.hybrid,
+    PlacementStrategy.split_collocate,
+    PlacementStrategy.fully_collocate,
+    PlacementStrategy.stand_alone,
+)
 _MOST_PARTS = 16  # of the devices, in a search over pools
 
 
@@ -147,41 +153,29 @@ def placement_of(space: Space, pools: Sequence[Pool]) -> PlacementConfig:
 
 
 def _roles(space: Space, units: Sequence[str]) -> list[str]:
-    roles = [role.name for unit in space.units if unit in units for role in roles_of(space.config, unit)]
-    return [*roles, *([ROLLOUT] if ROLLOUT in units else [])]
+    names = [role.name for unit, roles in units_of(space.config).items() if unit in units for role in roles]
+    return [*names, *([ROLLOUT] if ROLLOUT in units else [])]
 
 
 def _strategy(space: Space, partition: Partition) -> PlacementStrategy:
     """Return the strategy with these pools: the configured one if possible."""
-    pools = set(map(frozenset, partition))
-    fitting = [
-        strategy for strategy, expected in _named(space).items() if set(map(frozenset, expected)) == pools
-    ]
+    pools = {frozenset(_roles(space, units)) for units in partition}
+    fitting = [strategy for strategy in _NAMED if _pools_of(space, strategy) == pools]
     configured = space.config.placement.strategy
     if configured in fitting or configured is PlacementStrategy.custom:
         return configured
     return fitting[0] if fitting else PlacementStrategy.custom
 
 
-def _named(space: Space) -> dict[PlacementStrategy, list[list[str]]]:
-    """Return the pools of each strategy, as plan/placement/requests.py places the roles."""
-    names = space.units
-
-    # A teacher shares the actor's devices, and a reward model those of the critic if there is one.
-    policies = [name for name in names if name in ("actor", TEACHER)]
-    scoring = [[name for name in names if name not in policies]]
-    scoring = [] if not scoring[0] else scoring
-
-    pools = {
-        PlacementStrategy.hybrid: [[*policies, ROLLOUT], *scoring],
-        PlacementStrategy.split_collocate: [policies, *scoring, [ROLLOUT]],
-        PlacementStrategy.fully_collocate: [[*names, ROLLOUT]],
-    }
-
-    # Alone, a reference would have devices of its own.
-    if len(names) == len(model_roles(space.config)):
-        pools[PlacementStrategy.stand_alone] = [[name] for name in (*names, ROLLOUT)]
-    return pools
+def _pools_of(space: Space, strategy: PlacementStrategy) -> set[frozenset[str]]:
+    """Return the roles with devices that share each pool of a strategy."""
+    placement = replace(space.config.placement, strategy=strategy)
+    requests = pool_requests(space.config.with_sections(placement=placement))
+    pools = (
+        frozenset(role for group in pool.groups if group.together for role in group.roles)
+        for pool in requests
+    )
+    return {pool for pool in pools if pool}
 
 
 def _is_configured(space: Space, partition: Partition) -> bool:
@@ -199,13 +193,28 @@ def _configured_pools(space: Space, partition: Partition) -> tuple[Pool, ...]:
     return tuple(Pool(units, tuple(placement.pools[placement.roles[units[0]]])) for units in partition)
 
 
-def refuse_unpinned_pools(space: Space) -> None:
-    """Raise ConfigError for a file with custom pools that are not pinned, which no override can remove."""
-    placement = space.config.placement
-    keys = ("placement.roles", "placement.pools")
-    if (placement.roles or placement.pools) and not all(map(space.is_pinned, keys)):
-        problem = (
-            f"{', '.join(keys)}: an override of the file cannot remove its pools; remove both keys from the "
-            "file, or keep the placement with --pin placement"
-        )
-        raise ConfigError("placement", [problem])
+def skeleton(space: Space, partition: Partition) -> PlacementPlan:
+    """Return a placement with the pools of a partition that have one device each.
+
+    What is in memory in each phase depends only on which roles share devices, so it decides it for all sizes.
+    """
+    roles = {unit: [role.name for role in roles] for unit, roles in units_of(space.config).items()}
+    groups = [
+        _group(str(number), role, (number,))
+        for number, units in enumerate(partition)
+        for unit in units
+        for role in roles.get(unit, (unit,))
+    ]
+
+    return PlacementPlan(
+        strategy=space.config.placement.strategy,
+        num_nodes=1,
+        devices_per_node=len(partition),
+        groups=(*groups, _group("reward", "reward", ())),
+        bases=tuple(base_roles(space.config).items()),
+    )
+
+
+def _group(pool: str, role: str, devices: tuple[int, ...]) -> GroupPlan:
+    process = ProcessPlan(pool=pool, group=role, rank=0, roles=(role,), node=0, devices=devices)
+    return GroupPlan(name=role, pool=pool, roles=(role,), processes=(process,), reservation=role)

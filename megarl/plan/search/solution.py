@@ -18,11 +18,8 @@ from megarl.config.values import contents_of
 from megarl.machine.files import write_whole
 from megarl.plan.placement.memory import DeviceMemory
 from megarl.plan.placement.placement_plan import PlacementPlan
-from megarl.plan.search.engines import EngineChoice
 from megarl.plan.search.placements import Pool
-from megarl.plan.search.rejections import Rejections
-from megarl.plan.search.space import Space, free_keys
-from megarl.plan.search.variants import Choice
+from megarl.plan.search.space import Rejections, Space, free_keys, units_of
 from megarl.plan.step_time.step import PredictedStep
 
 # Keys that a search sets besides those that it chooses.
@@ -31,20 +28,13 @@ _GIVEN = ("num_nodes", "devices_per_node", "device_memory_gb", "device_profile")
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """A complete configuration that `megarl check` accepts, with its predicted step.
-
-    Attributes:
-        choices: What is chosen for each unit, by name.
-        engines: What is chosen for the engines.
-    """
+    """A complete configuration that `megarl check` accepts, with its predicted step."""
 
     config: PPOConfig
     plan: PlacementPlan
     memory: Sequence[DeviceMemory]
     step: PredictedStep
     pools: tuple[Pool, ...]
-    choices: Mapping[str, Choice]
-    engines: EngineChoice
 
     @property
     def seconds(self) -> float:
@@ -53,13 +43,15 @@ class Solution:
     @property
     def kind(self) -> tuple[object, ...]:
         """The pools and parallel sizes, which distinguish it in a list of results."""
+        rollout = self.config.rollout
         return (
             self.pools,
             tuple(
-                replace(each.parallel, virtual_pipeline_parallel_size=None) for each in self.choices.values()
+                replace(roles[0].parallel, virtual_pipeline_parallel_size=None)
+                for roles in units_of(self.config).values()
             ),
-            (self.engines.num_replicas, self.engines.tensor),
-            self.engines.max_staleness > 0,
+            (rollout.num_replicas, rollout.tensor_parallel_size),
+            rollout.max_staleness > 0,
         )
 
 

@@ -1,4 +1,4 @@
-"""The space of a search: which keys are free, and the devices over which a run is placed.
+"""The space of a search: which keys are free, the devices over which a run is placed, and what was left out.
 
 Layouts, placement, micro-batches, recomputation and the engines' shape are free. Everything else is fixed,
 and so is every key that the user pins.
@@ -6,12 +6,15 @@ and so is every key that the user pins.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from enum import Enum
 
-from megarl.config.roles import ModelRole, model_roles
+from megarl.config.roles import SOURCE_TEACHER, ModelRole, judge_roles, model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind
+from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
 
 ROLLOUT = "rollout"
@@ -41,15 +44,8 @@ class Space:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The units with a model, in the order of the role table.
-
-        A unit is a set of roles with one layout, which are placed together: the actor with its reference, or
-        a single role. The first role names it.
-        """
-        first: dict[str, str] = {}
-        for role in model_roles(self.config):
-            first.setdefault(role.parallel_key, role.name)
-        return tuple(first.values())
+        """The names of the units (`units_of`)."""
+        return tuple(units_of(self.config))
 
     @property
     def device_bytes(self) -> float:
@@ -60,11 +56,6 @@ class Space:
 
     def is_pinned(self, key: str) -> bool:
         return key in self.pinned
-
-    @property
-    def memory_key(self) -> str | None:
-        """The key of the engine's share of a device, None for an engine without one."""
-        return self.config.rollout.engine.needs.memory_key
 
 
 def free_keys(config: PPOConfig) -> tuple[str, ...]:
@@ -120,8 +111,100 @@ def _within(key: str, free: Collection[str]) -> list[str]:
     return [each for each in free if each == key or each.startswith(f"{key}.") or key.startswith(f"{each}.")]
 
 
-def roles_of(config: PPOConfig, unit: str) -> list[ModelRole]:
-    """Return the roles of a unit with their values in a configuration."""
-    roles = model_roles(config)
-    key = next(role.parallel_key for role in roles if role.name == unit)
-    return [role for role in roles if role.parallel_key == key]
+def units_of(config: PPOConfig) -> dict[str, list[ModelRole]]:
+    """Return the roles of each unit with a model, in the order of the role table.
+
+    A unit is a set of roles with one layout, which are placed together: the actor with its reference, or a
+    single role. The first role names it.
+    """
+    units: dict[str, list[ModelRole]] = {}
+    for role in model_roles(config):
+        units.setdefault(role.parallel_key, []).append(role)
+    return {roles[0].name: roles for roles in units.values()}
+
+
+def refusals(space: Space) -> list[str]:
+    """Return what a search does not choose, and violations that nothing in the space can change."""
+    config = space.config
+    problems = []
+    if served := judge_roles(config):
+        problems.append(
+            f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); start "
+            "their servers by hand, and set url and model instead of path"
+        )
+
+    teachers = [role.name for role in model_roles(config) if role.name.startswith(SOURCE_TEACHER)]
+    if teachers:
+        problems.append(
+            f"teachers: the search chooses no layouts of teachers of data sources ({', '.join(teachers)}), "
+            "which no override can set; tune the run with the largest of them as `teacher`, and give the "
+            "others layouts by hand"
+        )
+
+    # No override can remove custom pools of a file.
+    keys = ("placement.roles", "placement.pools")
+    if (config.placement.roles or config.placement.pools) and not all(map(space.is_pinned, keys)):
+        problems.append(
+            f"{', '.join(keys)}: an override of the file cannot remove its pools; remove both keys from the "
+            "file, or keep the placement with --pin placement"
+        )
+
+    if (stages := config.rollout.pipeline_parallel_size) > 1:
+        problems.append(
+            f"rollout.pipeline_parallel_size: is {stages}, but the search chooses engines of one stage; use "
+            "pipeline_parallel_size=1, or predict a step with `megarl check`"
+        )
+
+    free = [key for key in free_keys(config) if not space.is_pinned(key)]
+    return problems or [
+        str(violation)
+        for violation in validate(config)
+        if not any(f"{key}.".startswith(f"{mine}.") for key in free for mine in violation.keys)
+    ]
+
+
+class Reason(str, Enum):
+    """Why something was left out of a search."""
+
+    divisibility = "divisibility"  # a size of the model does not divide over the ranks
+    node = "node boundary"  # a tensor-parallel group does not fit on a node
+    rules = "rules"  # another rule of `megarl check`
+    memory = "memory"  # a device would exceed its memory
+    dominated = "no smaller and no faster"  # than another variant of the same layout
+    slower = "slower"  # its lower bound exceeds the best results
+
+
+class Rejections:
+    """Counts what was considered at each level of a search, and why the rest was left out.
+
+    The levels are layouts of a model, their variants, and complete configurations. At each level, the number
+    considered is the number kept plus the numbers rejected.
+
+    Attributes:
+        considered: The number of things that were considered, by level.
+        rejected: The number of rejections, by level and reason.
+    """
+
+    def __init__(self) -> None:
+        self.considered: Counter[str] = Counter()
+        self.rejected: Counter[tuple[str, Reason]] = Counter()
+        self._examples: dict[tuple[str, Reason], str] = {}
+
+    def consider(self, level: str, count: int = 1) -> None:
+        self.considered[level] += count
+
+    def reject(self, level: str, reason: Reason, example: str = "", count: int = 1) -> None:
+        """Count a rejection of something that has been considered. The first example is kept."""
+        if count:
+            self.rejected[level, reason] += count
+            self._examples.setdefault((level, reason), example)
+
+    def kept(self, level: str) -> int:
+        """Return how many things of a level were not rejected."""
+        return self.considered[level] - sum(
+            count for (name, _), count in self.rejected.items() if name == level
+        )
+
+    def example(self, level: str, reason: Reason) -> str:
+        """Return the first example of a rejection; empty if there is none."""
+        return self._examples.get((level, reason), "")

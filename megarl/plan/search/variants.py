@@ -1,21 +1,22 @@
 """Variants of a unit's layouts (micro-batch and recomputation), from fast to slow, computed when needed.
 
-A variant is a choice of values, from which its times and its memory follow.
+A variant is a run with other values, from which its times and its memory follow.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import log2
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.config.batch_arithmetic import room_of_longest_row, rounded_up
-from megarl.config.roles import TEACHER, ModelRole
+from megarl.config.dotted import with_value
+from megarl.config.roles import ModelRole
 from megarl.config.rules import models
 from megarl.config.schema import (
     MicroBatchConfig,
@@ -28,12 +29,11 @@ from megarl.config.schema import (
 from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of
+from megarl.plan.placement.activations import RoleMemory, role_memory
 from megarl.plan.placement.layer_sizes import layers_of_stage
-from megarl.plan.placement.memory import RoleMemory, model_state, role_memory
-from megarl.plan.search.pool_memory import least_bytes
-from megarl.plan.search.predicted_costs import PredictedCosts
-from megarl.plan.search.rejections import Reason, Rejections
-from megarl.plan.search.space import Space, roles_of
+from megarl.plan.placement.model_state import model_state
+from megarl.plan.search.space import Reason, Rejections, Space, units_of
+from megarl.plan.step_time.step import PredictedCosts
 
 LEVEL = "variants"
 # The time of a variant with other micro-batches, virtual stages or distribution of experts, relative to the
@@ -50,23 +50,29 @@ _RECOMPUTATIONS = (
 )
 
 
-class Choice(NamedTuple):
-    """The values that are chosen for a unit: a variant of its layouts, with its times and its memory.
+class Variant(NamedTuple):
+    """A variant of a unit's layouts: the run with the chosen values, and the roles of the unit with them.
 
     Attributes:
-        max_tokens: The tokens of a micro-batch, None if the run limits its micro-batches by rows.
-        recomputation: None for a unit that does not train.
-        reference_tokens: The tokens of the reference's micro-batch, None if it stays as configured.
         phases: The seconds of each phase, once they are known.
         memory: The memory of each role, by pipeline stage, once it is known.
     """
 
-    parallel: ParallelConfig
-    max_tokens: int | None
-    recomputation: Recomputation | None
-    reference_tokens: int | None = None
+    config: PPOConfig
+    roles: Sequence[ModelRole]
     phases: Mapping[str, float] = MappingProxyType({})
     memory: Mapping[str, tuple[RoleMemory, ...]] = MappingProxyType({})
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.roles[0].parallel
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """The sections with the values of the unit."""
+        keys = (key for role in self.roles for key in (role.parallel_key, role.micro_batch_key))
+        names = dict.fromkeys(key.partition(".")[0] for key in keys)
+        return {name: getattr(self.config, name) for name in names}
 
     @property
     def seconds(self) -> float:
@@ -74,38 +80,41 @@ class Choice(NamedTuple):
         return sum(self.phases.values())
 
 
-def with_choice(config: PPOConfig, unit: str, choice: Choice) -> PPOConfig:
-    """Return the configuration with what is chosen for a unit."""
-    for role in roles_of(config, unit):
-        if role.name == "reference":
-            limit = _limited(config.reference.micro_batch, choice.reference_tokens)
-            config = config.with_sections(reference=replace(config.reference, micro_batch=limit))
-        elif role.name == TEACHER:
-            config = config.with_sections(teacher=replace(config.teacher, parallel=choice.parallel))
-        elif choice.recomputation is None:
-            # Only the reward model remains, which does not train.
-            model = replace(config.reward.model, parallel=choice.parallel)
-            config = config.with_sections(reward=replace(config.reward, model=model))
-        else:
-            how, modules, num_layers = choice.recomputation
-            section = replace(
-                config.trained_models[role.name],
-                parallel=choice.parallel,
-                micro_batch=_limited(role.micro_batch, choice.max_tokens),
-                recompute=how,
-                recompute_modules=list(modules),
-                recompute_num_layers=num_layers,
-            )
-            config = config.with_sections(**{role.name: section})
-    return config
+def variant_of(
+    space: Space,
+    unit: str,
+    parallel: ParallelConfig,
+    max_tokens: int | None,
+    recomputation: Recomputation | None,
+) -> Variant:
+    """Return a variant without its times and memory.
 
+    Args:
+        max_tokens: The tokens of a micro-batch, None if the run limits its micro-batches by rows.
+        recomputation: None for a unit that does not train.
+    """
+    first, *_ = roles = units_of(space.config)[unit]
+    values: dict[str, Any] = {first.parallel_key: parallel}
+    if recomputation is not None:
+        how, modules, num_layers = recomputation
+        section = first.parallel_key.removesuffix(".parallel")
+        values |= {
+            f"{section}.recompute": how,
+            f"{section}.recompute_modules": list(modules),
+            f"{section}.recompute_num_layers": num_layers,
+        }
 
-def _limited(micro_batch: MicroBatchConfig, max_tokens: int | None) -> MicroBatchConfig:
-    return (
-        micro_batch
-        if max_tokens is None or micro_batch.max_tokens is None
-        else MicroBatchConfig(max_tokens=max_tokens)
-    )
+    # The reference is the only role without training whose micro-batch is chosen.
+    for role in roles:
+        key = role.micro_batch_key
+        is_chosen = (role.optim is not None or role.name == "reference") and role.micro_batch.max_tokens
+        if is_chosen and max_tokens is not None and not space.is_pinned(f"{key}.max_tokens"):
+            values[key] = MicroBatchConfig(max_tokens=max_tokens)
+
+    config = space.config
+    for key, value in values.items():
+        config = with_value(config, key, value)
+    return Variant(config, units_of(config)[unit])
 
 
 def memory_by_stage(config: PPOConfig, role: ModelRole, architecture: Architecture) -> tuple[RoleMemory, ...]:
@@ -128,9 +137,9 @@ def memory_by_stage(config: PPOConfig, role: ModelRole, architecture: Architectu
     return tuple(found)
 
 
-def describe(choice: Choice) -> str:
-    """Return the sizes of a choice that are not 1, such as `TP 4, DP 8, micro-batches of 16,384 tokens`."""
-    parallel = choice.parallel
+def describe(role: ModelRole) -> str:
+    """Return the sizes of a role that are not 1, such as `TP 4, DP 8, micro-batches of 16,384 tokens`."""
+    parallel = role.parallel
     sizes = {
         "TP": parallel.tensor_parallel_size,
         "PP": parallel.pipeline_parallel_size,
@@ -142,10 +151,10 @@ def describe(choice: Choice) -> str:
     }
 
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["DP 1"]
-    if choice.max_tokens is not None:
-        parts.append(f"micro-batches of {counted(choice.max_tokens, 'token')}")
-    if choice.recomputation is not None:
-        parts.append(f"recompute {choice.recomputation.how.value}")
+    if role.micro_batch.max_tokens is not None:
+        parts.append(f"micro-batches of {counted(role.micro_batch.max_tokens, 'token')}")
+    if role.optim is not None:
+        parts.append(f"recompute {role.recomputation.how.value}")
 
     return ", ".join(parts)
 
@@ -173,11 +182,11 @@ class VariantTable:
         self._rejections = rejections
         self._limit = space.device_bytes
         self._recomputations = recomputations(space, unit)
-        self._known: list[Choice] = []
+        self._known: list[Variant] = []
         self._of_layout: dict[ParallelConfig, list[tuple[float, ...]]] = {}
         # What was not needed so far: a bound of its time, the order of its arrival, the number of its
         # variants, and what computes the first of them.
-        self._queue: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, int, Callable[[], object]]] = []
         self._order = itertools.count()
 
         # Layouts with the same degrees of a dense model have similar times, so one of them bounds the others.
@@ -190,7 +199,7 @@ class VariantTable:
             group.sort(key=expected_rank)
             self._open([(parallel, limit) for limit in limits for parallel in group])
 
-    def __iter__(self) -> Iterator[Choice]:
+    def __iter__(self) -> Iterator[Variant]:
         index = 0
         while True:
             while index >= len(self._known):
@@ -206,7 +215,7 @@ class VariantTable:
         """The number of variants that have not been needed so far."""
         return sum(number for _, _, number, _ in self._queue)
 
-    def _push(self, bound: float, number: int, compute: Callable[[], None]) -> None:
+    def _push(self, bound: float, number: int, compute: Callable[[], object]) -> None:
         heapq.heappush(self._queue, (bound, next(self._order), number, compute))
 
     def _open(
@@ -234,120 +243,113 @@ class VariantTable:
 
         Those with more recomputation wait. Returns None if none fits.
         """
-        keeps_reference = self._space.is_pinned("reference.micro_batch.max_tokens")
-        of_reference = None if keeps_reference else max_tokens
-        choices = [Choice(parallel, max_tokens, each, of_reference) for each in self._recomputations]
-        if (problem := self._problem(choices[0])) is not None:
-            self._rejections.reject(LEVEL, Reason.rules, problem, len(choices))
+        variants = [
+            variant_of(self._space, self._unit, parallel, max_tokens, each) for each in self._recomputations
+        ]
+        if (problem := _problem(variants[0])) is not None:
+            self._rejections.reject(LEVEL, Reason.rules, problem, len(variants))
             return None
         # The state alone may be too large, which takes less time to compute than the working memory.
-        if (needed := self._state_bytes(choices[0])) > self._limit:
-            self._reject_memory(choices[0], needed, len(choices))
+        if (needed := self._state_bytes(variants[0])) > self._limit:
+            self._reject_memory(variants[0], needed, len(variants))
             return None
 
-        for number, choice in enumerate(choices):
-            memory = self._memory_that_fits(choice)
-            if memory is not None:
-                phases = self._times(choice)
-                seconds = sum(phases.values())
-                self._push(seconds, 1, partial(self._add, choice, phases, memory))
+        for number, variant in enumerate(variants):
+            seconds = self._measure(variant)
+            if seconds is not None:
                 # More recomputation takes longer, so this time is a lower bound of the others.
-                for slower in choices[number + 1 :]:
+                for slower in variants[number + 1 :]:
                     self._push(seconds, 1, partial(self._measure, slower))
                 return seconds
         return None
 
-    def _problem(self, choice: Choice) -> str | None:
-        """Return why the rules refuse a choice, None if they do not."""
-        config = with_choice(self._space.config, self._unit, choice)
-        for role in roles_of(config, self._unit):
-            for rule in (models.micro_batch, models.recomputation):
-                for violation in rule(config, role):
-                    return str(violation)
-        return None
-
-    def _state_bytes(self, choice: Choice) -> int:
-        config = with_choice(self._space.config, self._unit, choice)
+    def _state_bytes(self, variant: Variant) -> int:
+        dtype = variant.config.model.dtype
         return max(
-            model_state(role, self._architectures[role.name], config.model.dtype, stage).total
-            for role in roles_of(config, self._unit)
+            model_state(role, self._architectures[role.name], dtype, stage).total
+            for role in variant.roles
             if role.base_of is None
-            for stage in {0, choice.parallel.pipeline_parallel_size - 1}
+            for stage in {0, variant.parallel.pipeline_parallel_size - 1}
         )
 
-    def _reject_memory(self, choice: Choice, needed: float, count: int = 1) -> None:
-        said = f"{describe(choice)} of {self._unit} needs {sized(needed)} or more on a device"
+    def _reject_memory(self, variant: Variant, needed: float, count: int = 1) -> None:
+        said = f"{describe(variant.roles[0])} of {self._unit} needs {sized(needed)} or more on a device"
         self._rejections.reject(LEVEL, Reason.memory, said, count)
 
-    def _memory_that_fits(self, choice: Choice) -> Mapping[str, tuple[RoleMemory, ...]] | None:
-        """Return the memory of a choice. If it does not fit alone, reject the choice and return None."""
-        config = with_choice(self._space.config, self._unit, choice)
-        roles = roles_of(config, self._unit)
-        memory = {role.name: memory_by_stage(config, role, self._architectures[role.name]) for role in roles}
-        needed = least_bytes(memory, [role.name for role in roles if role.base_of])
-        if needed <= self._limit:
-            return memory
-        self._reject_memory(choice, needed)
-        return None
+    def _measure(self, variant: Variant) -> float | None:
+        """Compute the memory of a variant and, if it fits alone, its times, which give it its place.
 
-    def _measure(self, choice: Choice) -> None:
-        """Compute the memory of a choice and, if it fits, its times, which give it its place in the order."""
-        memory = self._memory_that_fits(choice)
-        if memory is not None:
-            phases = self._times(choice)
-            self._push(sum(phases.values()), 1, partial(self._add, choice, phases, memory))
+        Returns:
+            The time; None if it does not fit, and is rejected.
+        """
+        config = variant.config
+        memory = {
+            role.name: memory_by_stage(config, role, self._architectures[role.name]) for role in variant.roles
+        }
+        needed = least_bytes(memory, [role.name for role in variant.roles if role.base_of])
+        if needed > self._limit:
+            self._reject_memory(variant, needed)
+            return None
 
-    def _add(
-        self,
-        choice: Choice,
-        phases: Mapping[str, float],
-        memory: Mapping[str, tuple[RoleMemory, ...]],
-    ) -> None:
-        """Add a variant to those that are known, unless another one is better."""
-        if self._is_dominated(choice.parallel, phases, memory):
-            self._rejections.reject(LEVEL, Reason.dominated)
-        else:
-            self._known.append(choice._replace(phases=phases, memory=memory))
+        phases = {
+            phase: time.seconds
+            for role in variant.roles
+            for phase, time in self._costs.role_times(config, role, self._architectures[role.name]).items()
+        }
+        measured = variant._replace(phases=phases, memory=memory)
+        self._push(measured.seconds, 1, partial(self._add, measured))
+        return measured.seconds
 
-    def _is_dominated(
-        self,
-        parallel: ParallelConfig,
-        phases: Mapping[str, float],
-        memory: Mapping[str, tuple[RoleMemory, ...]],
-    ) -> bool:
-        """Return whether another variant of the layout is nowhere slower or larger. If not, keep this one."""
+    def _add(self, variant: Variant) -> None:
+        """Add a variant, unless another one of the layout is nowhere slower or larger."""
         sizes = (
-            *phases.values(),
+            *variant.phases.values(),
             *(
                 size
-                for stages in memory.values()
-                for state, work in stages
+                for stages in variant.memory.values()
+                for each in stages
                 for size in (
-                    state.parameters,
-                    state.gradients,
-                    state.optimizer,
-                    work.score,
-                    work.train,
-                    work.step,
-                    work.stays,
+                    each.state.parameters,
+                    each.state.gradients,
+                    each.state.optimizer,
+                    each.score,
+                    each.train,
+                    each.step,
+                    each.stays,
                 )
             ),
         )
 
-        known = self._of_layout.setdefault(parallel, [])
+        known = self._of_layout.setdefault(variant.parallel, [])
         if any(all(one <= other for one, other in zip(each, sizes, strict=True)) for each in known):
-            return True
-
+            self._rejections.reject(LEVEL, Reason.dominated)
+            return
         known.append(sizes)
-        return False
+        self._known.append(variant)
 
-    def _times(self, choice: Choice) -> Mapping[str, float]:
-        config = with_choice(self._space.config, self._unit, choice)
-        return {
-            phase: time.seconds
-            for role in roles_of(config, self._unit)
-            for phase, time in self._costs.role_times(config, role, self._architectures[role.name]).items()
-        }
+
+def _problem(variant: Variant) -> str | None:
+    """Return why the rules refuse a variant, None if they do not."""
+    for role in variant.roles:
+        for rule in (models.micro_batch, models.recomputation):
+            for violation in rule(variant.config, role):
+                return str(violation)
+    return None
+
+
+def least_bytes(memory: Mapping[str, Sequence[RoleMemory]], bases: Collection[str]) -> int:
+    """Return the bytes that a unit needs on a device in every placement, however much is offloaded.
+
+    Args:
+        memory: The memory of each role by stage.
+        bases: Roles whose model is another role's, which have no state of their own.
+    """
+    return max(
+        max(each.state.parameters + each.score, each.state.total + max(each.train, each.step))
+        for role, stages in memory.items()
+        if role not in bases
+        for each in stages
+    )
 
 
 def dense(parallel: ParallelConfig) -> ParallelConfig:
@@ -371,7 +373,7 @@ def expected_rank(parallel: ParallelConfig) -> tuple[int, float, int]:
 
 def recomputations(space: Space, unit: str) -> Sequence[Recomputation | None]:
     """Return what a unit may recompute, from little to much; None for a unit that does not train."""
-    role = roles_of(space.config, unit)[0]
+    role = units_of(space.config)[unit][0]
     if role.optim is None:
         return (None,)
 
@@ -390,7 +392,7 @@ def recomputations(space: Space, unit: str) -> Sequence[Recomputation | None]:
 
 def token_limits(space: Space, unit: str, parallel: ParallelConfig) -> list[int | None]:
     """Return the configured limit of a micro-batch, and room for 1, 2 and 4 of the longest rows."""
-    role = replace(roles_of(space.config, unit)[0], parallel=parallel)
+    role = replace(units_of(space.config)[unit][0], parallel=parallel)
     configured = role.micro_batch.max_tokens
     is_free = role.optim is not None and not space.is_pinned(f"{role.micro_batch_key}.max_tokens")
     if configured is None or not is_free:

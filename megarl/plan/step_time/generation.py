@@ -17,11 +17,11 @@ from megarl.config.schema import EngineDType, PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters, num_expert_parameters, num_parameters
 from megarl.models.tensor_table import dimension_sizes
-from megarl.plan.placement.memory import draft_weights, engine_share, engine_weights, row_cache, weight_bytes
-from megarl.plan.step_time.counts import dtype_of
-from megarl.plan.step_time.device import DeviceProfile
+from megarl.plan.placement.memory import draft_weights, engine_share, engine_weights, row_cache
+from megarl.plan.placement.model_state import weight_bytes
+from megarl.plan.step_time.counts import RankGroup, dtype_of
+from megarl.plan.step_time.device import DeviceProfile, PhaseTime, collective_s, peak_flops
 from megarl.plan.step_time.lengths import Lengths
-from megarl.plan.step_time.phase_time import PhaseTime, RankGroup, collective_s, peak_flops
 
 # Share of a device's memory that an engine takes if the configuration does not say.
 _DEFAULT_SHARE = 0.85

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from megarl.config.dotted import with_value
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
@@ -26,7 +25,7 @@ from megarl.tracking.metrics_file import Points, read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 
 _STEP = "step"
-_LAST_STEPS = 20
+LAST_STEPS = 20  # steps of a run from which its times are taken
 # Measured phases determine the constants; the device's own values only decide what no phase depends on.
 _PULL = 0.03
 _FITTED = (
@@ -88,17 +87,11 @@ def fit_device(
 
 
 def _with(device: DeviceProfile, start: Mapping[str, float], logs: Mapping[str, float]) -> DeviceProfile:
-    changed: Any = device
     for name, log in logs.items():
         value = start[name] * math.exp(log)
-        section, _, field = name.rpartition(".")
-        if field in _SHARES:
-            value = min(1.0, value)
-        part = {field: value}
-        if section:
-            part = {section: replace(attrgetter(section)(changed), **part)}
-        changed = replace(changed, **part)
-    return changed
+        is_share = name.rpartition(".")[2] in _SHARES
+        device = with_value(device, name, min(1.0, value) if is_share else value)
+    return device
 
 
 def fit_run(
@@ -122,8 +115,8 @@ def fit_run(
     """
     config = load_config(PPOConfig, run_dir / CONFIG_FILE)
     series = read_metrics(run_dir / METRICS_FILE)
-    prompt, response = (_last(series, f"{name}_length/mean") for name in ("prompt", "response"))
-    step_s = _last(series, f"timing_s/{_STEP}")
+    prompt, response = (last_median(series, f"{name}_length/mean") for name in ("prompt", "response"))
+    step_s = last_median(series, f"timing_s/{_STEP}")
     if prompt is None or response is None or step_s is None:
         raise ValueError(
             f"{run_dir / METRICS_FILE}: has no step with prompt_length/mean, response_length/mean and "
@@ -148,8 +141,9 @@ def fit_run(
     return fitted, phases, lengths
 
 
-def _last(series: Mapping[str, Points], name: str) -> float | None:
-    return median(series[name].values[-_LAST_STEPS:]) if name in series else None
+def last_median(series: Mapping[str, Points], name: str) -> float | None:
+    """Return the median of a metric over the last steps, None if the run does not have it."""
+    return median(series[name].values[-LAST_STEPS:]) if name in series else None
 
 
 def _measured(config: PPOConfig, series: Mapping[str, Points]) -> dict[str, float]:
@@ -157,7 +151,7 @@ def _measured(config: PPOConfig, series: Mapping[str, Points]) -> dict[str, floa
     names = [phase.name for role in model_roles(config) for phase in role.phases]
     if not config.rollout.max_staleness:
         names.append(GENERATION)
-    seconds = {name: _last(series, f"timing_s/{name}") for name in (*names, PUSH)}
+    seconds = {name: last_median(series, f"timing_s/{name}") for name in (*names, PUSH)}
     return {name: value for name, value in seconds.items() if value is not None and value > 0}
 
 

@@ -24,12 +24,11 @@ from megarl.models.layers import num_routing_layers
 from megarl.models.tensor_part import size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.placement.layer_sizes import layers_of_stage
-from megarl.plan.placement.memory import model_state, weight_bytes
+from megarl.plan.placement.model_state import model_state, weight_bytes
 from megarl.plan.step_time.counts import CollectiveCount, Counts, Product, RankGroup, dtype_bytes, dtype_of
-from megarl.plan.step_time.device import DeviceProfile
+from megarl.plan.step_time.device import DeviceProfile, PhaseTime, collective_s, peak_flops
 from megarl.plan.step_time.lengths import Lengths
 from megarl.plan.step_time.packed_batch import PackedBatch, micro_batches_of
-from megarl.plan.step_time.phase_time import PhaseTime, collective_s, peak_flops
 from megarl.plan.step_time.stage_passes import scoring_counts, training_counts
 from megarl.plan.step_time.update_counts import gradient_counts, optimizer_counts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import isqrt
 
@@ -81,30 +81,26 @@ class StagePasses:
         if self._is_first and reads_images(architecture):
             self._tower = tower_work(architecture, self._edge, batch, trains=self._trains_tower)
 
-    def forward(self, num_scores: int) -> Counts:
-        """Return the forward pass.
+    def passes(self, num_scores: int) -> PassCounts:
+        """Return the forward pass, and the backward pass with recomputation.
 
         Args:
             num_scores: The number of outputs per response token; 0 if the output layer is left out.
         """
-        layers = self._body(lambda part: part.forward)
-        return total((*layers, self._head(num_scores).forward, self._messages(is_backward=False)))
+        messages = PassCounts(self._messages(is_backward=False), self._messages(is_backward=True))
+        return joined((*self._body(), *self._recomputed(), self._head(num_scores), messages))
 
-    def backward(self, num_scores: int) -> Counts:
-        """Return the backward pass, with recomputation. The argument is that of `forward`."""
-        layers = self._body(lambda part: part.backward)
-        head = self._head(num_scores).backward
-        return total((*layers, *self._recomputed(), head, self._messages(is_backward=True)))
-
-    def _body(self, of: Callable[[PassCounts], Counts]) -> Iterator[Counts]:
-        """Yield the counts of the layers, and of what is before them on the first stage."""
+    def _body(self) -> Iterator[PassCounts]:
+        """Yield the work of the layers, and of what is before them on the first stage."""
         for layer, work in self._layers.items():
-            yield total(map(of, work)).times(self._numbers[layer])
+            of_layer = joined(work)
+            number = self._numbers[layer]
+            yield PassCounts(of_layer.forward.times(number), of_layer.backward.times(number))
         if self._is_first:
             # Each rank has a part of the vocabulary.
             embedded = self._edge.left()
-            yield of(embedded if self._trains_embedding else PassCounts(embedded.forward))
-            yield from map(of, self._tower)
+            yield embedded if self._trains_embedding else PassCounts(embedded.forward)
+            yield from self._tower
 
     def _head(self, num_scores: int) -> PassCounts:
         if not (self._is_last and num_scores):
@@ -113,18 +109,20 @@ class StagePasses:
         edge = self._edge._replace(tokens=self._batch.kept) if drops_tokens else self._edge
         return head_work(self._config, self._role, self._architecture, edge, self._batch, num_scores)
 
-    def _recomputed(self) -> Iterator[Counts]:
+    def _recomputed(self) -> Iterator[PassCounts]:
         """Yield the forward passes that are repeated in the backward pass."""
         how, modules, num_layers = self._role.recomputation
         if how is Recompute.full:
             chunks = tuple(chunk[:num_layers] for chunk in self._chunks)
             for layer, number in _layers_of_chunks(self._architecture, chunks).items():
-                yield total(part.forward for part in self._layers[layer]).times(number)
+                again = total(part.forward for part in self._layers[layer])
+                yield PassCounts(backward=again.times(number))
             # All blocks of a tower are recomputed, whatever the number of layers.
-            yield self._tower[0].forward if self._trains_tower else NOTHING
+            yield PassCounts(backward=self._tower[0].forward if self._trains_tower else NOTHING)
         if how is Recompute.selective:
             for layer, number in self._numbers.items():
-                yield total(_repeated(self._layers[layer], modules)).times(number)
+                again = total(_repeated(self._layers[layer], modules))
+                yield PassCounts(backward=again.times(number))
 
     def _messages(self, *, is_backward: bool) -> Counts:
         """Return the messages of activations, or of gradients, each after a message of its shape."""
@@ -281,7 +279,7 @@ def scoring_counts(
     config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, batch: PackedBatch
 ) -> Counts:
     """Return what it costs to score a micro-batch."""
-    return StagePasses(config, role, architecture, stage, batch).forward(_num_scores(config, role))
+    return StagePasses(config, role, architecture, stage, batch).passes(_num_scores(config, role)).forward
 
 
 def training_counts(
@@ -293,11 +291,10 @@ def training_counts(
     `scoring_counts`.
     """
     work = StagePasses(config, role, architecture, stage, batch)
-    num_scores = _num_trained_scores(config, role)
-    passes = [work.forward(num_scores), work.backward(num_scores)]
+    counts = list(work.passes(_num_trained_scores(config, role)))
     if routes_tokens(architecture) and role.routers.aux_loss_coefficient:
-        passes.append(work.forward(0))
-    return total(passes)
+        counts.append(work.passes(0).forward)
+    return total(counts)
 
 
 def _num_scores(config: RunConfig, role: ModelRole) -> int:

@@ -36,11 +36,11 @@ def decode_sweep(request: CalibrationRequest, rollout: RolloutConfig, memory_byt
     # Only the time per layer is needed, so a large model is measured with as many layers as fit.
     room = _MEMORY_SHARE * memory_bytes if request.is_cuda else min(_MEMORY_SHARE * memory_bytes, _CPU_BYTES)
     whole = request.architecture.num_hidden_layers
-    num_layers = most_layers(request.model.path, folder, element_bytes, room, limit=whole)
+    num_layers = most_layers(request.role.path, folder, element_bytes, room, limit=whole)
     if num_layers == 0:
         return DecodeSweep(problem="two layers do not fit into the memory of one device")
 
-    architecture = write_reduced(request.model.path, num_layers, folder)
+    architecture = write_reduced(request.role.path, num_layers, folder)
     backend = InProcessBackend(build_server_args(_spec(request, rollout, folder)))
 
     try:
@@ -63,7 +63,7 @@ def decode_sweep(request: CalibrationRequest, rollout: RolloutConfig, memory_byt
 
 def _spec(request: CalibrationRequest, rollout: RolloutConfig, folder: Path) -> RolloutEngineSpec:
     return RolloutEngineSpec(
-        model=replace(request.model, path=str(folder), dtype=request.dtype),
+        model=replace(request.config.model, path=str(folder)),
         rollout=replace(
             rollout,
             dtype=EngineDType.model,

@@ -67,7 +67,7 @@ def layer_times(request: CalibrationRequest, memory_bytes: int) -> tuple[tuple[i
     folder = Path(request.folder) / f"layers_{torch.distributed.get_rank()}"
     element_bytes = getattr(torch, request.dtype.value).itemsize
     most = most_layers(
-        request.model.path, folder, element_bytes, _MEMORY_SHARE * memory_bytes, limit=_MANY_LAYERS
+        request.role.path, folder, element_bytes, _MEMORY_SHARE * memory_bytes, limit=_MANY_LAYERS
     )
     if most == 0:
         return ()
@@ -103,18 +103,18 @@ def _layer_seconds(
 def _engine(
     request: CalibrationRequest, num_layers: int, groups: ParallelGroups, folder: Path
 ) -> MegatronEngine:
-    architecture = write_reduced(request.model.path, num_layers, folder)
+    architecture = write_reduced(request.role.path, num_layers, folder)
     spec = ModelSpec(
         path=str(folder),
         architecture=architecture,
         head="lm",
-        dtype=DType(request.dtype),
+        dtype=request.dtype,
         parallel=groups.parallel,
         # Random inputs have no routes that a rollout has recorded.
-        engine=replace(request.engine, routing_replay=RoutingReplay.off),
+        engine=replace(request.config.engine, routing_replay=RoutingReplay.off),
         device=Device.cuda if request.is_cuda else Device.cpu,
         seed=0,
-        megatron=request.megatron,
+        megatron=request.role.megatron,
     )
 
     return _UntrainedEngine(spec, groups)

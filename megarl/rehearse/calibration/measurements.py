@@ -5,94 +5,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.config.schema import DType, EngineConfig, MegatronConfig, ModelConfig, RolloutConfig
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import DType, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.step_time.counts import Product
 
 MIB = 2**20
-# Bytes of the larger of input and output of a collective, on a GPU and on a CPU.
-_CUDA_BYTES = tuple(2**power for power in (12, 16, 18, 20, 22, 24, 26, 28))
-_CPU_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22))
-_CUDA_ROWS = (128, 512, 2048, 8192)
-_CPU_ROWS = (32, 128, 512, 2048)
-_CUDA_SQUARES = (2048, 4096, 8192)
-_CPU_SQUARES = (512, 1024)
-_CUDA_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_CPU_BATCHES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """The plan of a calibration.
+    """The plan of a calibration. Sizes for a CPU take seconds, where a GPU's would take minutes.
 
     Attributes:
+        config: The run whose shapes and dtype are measured.
+        architecture: The model of its first role, without adapters.
         is_cuda: Whether the devices are GPUs.
         num_ranks: The devices of this machine, each measured by its own process.
-        dtype: The dtype of the run's weights.
-        squares: The sizes of square products, which find the peak.
-        products: The products of a layer, for several numbers of rows.
-        attention_tokens: The length of the rows whose attention is measured.
-        copied_bytes: The size of copies and of the written file.
-        batches: The batch sizes of the decode sweep.
-        megatron: Options that the run passes on to Megatron.
-        rollout: The section `rollout`; None for a run that does not generate.
         folder: A folder for files that only live as long as the calibration.
     """
 
+    config: RunConfig
+    architecture: Architecture
     is_cuda: bool
     num_ranks: int
-    dtype: DType
-    squares: tuple[int, ...]
-    products: tuple[Product, ...]
-    attention_tokens: int
-    copied_bytes: int
-    collective_bytes: tuple[int, ...]
-    batches: tuple[int, ...]
-    model: ModelConfig
-    engine: EngineConfig
-    megatron: MegatronConfig
-    rollout: RolloutConfig | None
-    architecture: Architecture
     folder: str
 
+    @property
+    def role(self) -> ModelRole:
+        return model_roles(self.config)[0]
 
-def make_request(
-    *,
-    is_cuda: bool,
-    num_ranks: int,
-    dtype: DType,
-    tensor_parallel_size: int,
-    model: ModelConfig,
-    engine: EngineConfig,
-    megatron: MegatronConfig,
-    rollout: RolloutConfig | None,
-    architecture: Architecture,
-    folder: str,
-) -> CalibrationRequest:
-    """Choose sizes for the device: those of a CPU take seconds, where a GPU's would take minutes."""
-    rows = _CUDA_ROWS if is_cuda else _CPU_ROWS
-    return CalibrationRequest(
-        is_cuda=is_cuda,
-        num_ranks=num_ranks,
-        dtype=dtype,
-        squares=_CUDA_SQUARES if is_cuda else _CPU_SQUARES,
-        products=tuple(
-            Product(count, inner, columns)
-            for count in rows
-            for inner, columns in layer_matrices(architecture, tensor_parallel_size)
-        ),
-        attention_tokens=min(architecture.row_limit.tokens, 4096 if is_cuda else 512),
-        copied_bytes=(1024 if is_cuda else 64) * MIB,
-        collective_bytes=_CUDA_BYTES if is_cuda else _CPU_BYTES,
-        batches=_CUDA_BATCHES if is_cuda else _CPU_BATCHES,
-        model=model,
-        engine=engine,
-        megatron=megatron,
-        rollout=rollout,
-        architecture=architecture,
-        folder=folder,
-    )
+    @property
+    def dtype(self) -> DType:
+        return self.config.model.dtype
+
+    @property
+    def products(self) -> list[Product]:
+        """The products of a layer, for several numbers of rows."""
+        rows = (128, 512, 2048, 8192) if self.is_cuda else (32, 128, 512, 2048)
+        matrices = layer_matrices(self.architecture, self.role.parallel.tensor_parallel_size)
+        return [Product(count, inner, columns) for count in rows for inner, columns in matrices]
+
+    @property
+    def batches(self) -> list[int]:
+        """The batch sizes of the decode sweep."""
+        return [2**power for power in range(9 if self.is_cuda else 5)]
 
 
 def layer_matrices(architecture: Architecture, tensor_parallel_size: int) -> list[tuple[int, int]]:

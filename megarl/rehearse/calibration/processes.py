@@ -8,18 +8,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megarl.config.schema import RolloutConfig
+from megarl.config.schema import PPOConfig, RolloutConfig
 from megarl.machine.errors import RunError
 from megarl.machine.ports import hold_port
-from megarl.machine.spawn import FreshContext
+from megarl.machine.spawn import FreshContext, run_calls
 from megarl.rehearse.calibration.measurements import CalibrationRequest, DecodeSweep, RankMeasurements
 
 _HOST = "127.0.0.1"
-_END_S = 10.0
 
 
 class CalibrationError(RunError):
@@ -54,62 +53,30 @@ def measure_decoding(
     Raises:
         CalibrationError: The process failed.
     """
-    if request.rollout is None:
+    if not isinstance(request.config, PPOConfig):
         return DecodeSweep(problem="the run does not generate")
     if find_spec("sglang") is None:
         return DecodeSweep(problem="SGLang is not installed")
-    (sweep,) = _run(_decode, [(request, request.rollout, memory_bytes)], report)
+    (sweep,) = _run(_decode, [(request, request.config.rollout, memory_bytes)], report)
     return sweep
 
 
 def _run(
-    target: Callable[..., None], arguments: Sequence[tuple[Any, ...]], report: Callable[[str], None]
+    target: Callable[..., None], calls: Sequence[tuple[Any, ...]], report: Callable[[str], None]
 ) -> list[Any]:
-    """Run a function in a process for each tuple of arguments, and return what they send last.
-
-    Before, they may send the name of each part that begins.
-    """
-    context = FreshContext()
-    pipes: list[Connection] = []
-    processes = []
-    for given in arguments:
-        mine, theirs = context.Pipe(duplex=False)
-        # A daemon could not start the processes of an engine.
-        process = context.Process(target=target, args=(theirs, *given))
-        process.start()
-        theirs.close()
-        pipes.append(mine)
-        processes.append(process)
-
-    try:
-        return _results(pipes, report)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join(_END_S)
-
-
-def _results(pipes: Sequence[Connection], report: Callable[[str], None]) -> list[Any]:
+    """Run all calls at the same time, and return their results in order."""
     results: dict[int, Any] = {}
-    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
-
-    while open_pipes:
-        for ready in wait(list(open_pipes)):
-            assert isinstance(ready, Connection)
-            rank = open_pipes[ready]
-            try:
-                message = ready.recv()
-            except EOFError:
-                raise CalibrationError(f"process {rank} of {len(pipes)} ended without a result") from None
-            if isinstance(message, str):
-                # All ranks measure the same parts, so the reports of one are enough.
-                if rank == 0:
-                    report(message)
-            else:
-                results[rank] = message
-                del open_pipes[ready]
-
-    return [results[rank] for rank in range(len(pipes))]
+    try:
+        # A daemon could not start the processes of an engine.
+        for number, message in run_calls(FreshContext(), target, calls, len(calls)):
+            if not isinstance(message, str):
+                results[number] = message
+            # All ranks measure the same parts, so the reports of one are enough.
+            elif number == 0:
+                report(message)
+    except EOFError as error:
+        raise CalibrationError(f"process {error.args[0]} of {len(calls)} ended without a result") from None
+    return [results[number] for number in range(len(calls))]
 
 
 def _measure(connection: Connection, request: CalibrationRequest, rank: int, port: int, folder: Path) -> None:

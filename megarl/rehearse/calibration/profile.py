@@ -12,8 +12,8 @@ import numpy as np
 
 from megarl.config.dotted import with_value
 from megarl.config.schema import DType
-from megarl.plan.step_time.device import DeviceProfile, Efficiency, LinkProfile, sourced_keys
-from megarl.plan.step_time.phase_time import RankGroup, collective_s
+from megarl.plan.step_time.counts import RankGroup
+from megarl.plan.step_time.device import DeviceProfile, Efficiency, LinkProfile, collective_s, sourced_keys
 from megarl.rehearse.calibration.measurements import (
     CollectiveTime,
     DecodeSweep,

@@ -17,7 +17,7 @@ from megarl.engine.platform import Platform
 from megarl.engine.rendezvous import open_store
 from megarl.machine.processors import processor_name, usable_cores
 from megarl.plan.step_time.counts import Product
-from megarl.rehearse.calibration.measurements import CalibrationRequest, RankMeasurements
+from megarl.rehearse.calibration.measurements import MIB, CalibrationRequest, RankMeasurements
 
 _LIMIT = timedelta(seconds=300)
 
@@ -65,26 +65,29 @@ def _measure(
     device = active.device
     memory_bytes = _memory_bytes(active, request.num_ranks)
     report("matrix products")
-    shapes = [Product(size, size, size) for size in request.squares]
+    # Square products find the peak.
+    shapes = [Product(size, size, size) for size in ((2048, 4096, 8192) if request.is_cuda else (512, 1024))]
     squares = [kernels.product_times(shapes, dtype, device) for dtype in (DType.float32, DType.bfloat16)]
     products = kernels.product_times(request.products, request.dtype, device)
 
     report("attention")
-    attention = kernels.attention_tflops(
-        request.architecture, request.attention_tokens, request.dtype, device
-    )
+    architecture = request.architecture
+    length = min(architecture.row_limit.tokens, 4096 if request.is_cuda else 512)
+    attention = kernels.attention_tflops(architecture, length, request.dtype, device)
 
     report("memory and storage")
-    memory_gb_s = kernels.copy_gb_s(request.copied_bytes, device)
-    host_gb_s = kernels.host_gb_s(request.copied_bytes, device)
+    copied_bytes = (1024 if request.is_cuda else 64) * MIB
+    memory_gb_s = kernels.copy_gb_s(copied_bytes, device)
+    host_gb_s = kernels.host_gb_s(copied_bytes, device)
     # The ranks of a node share its storage.
-    storage_gb_s = kernels.storage_gb_s(request.copied_bytes, folder) if rank == 0 else None
+    storage_gb_s = kernels.storage_gb_s(copied_bytes, folder) if rank == 0 else None
     dist.barrier()
 
     report("collectives")
-    collective_times = (
-        tuple(kernels.collective_times(request.collective_bytes, device)) if request.num_ranks > 1 else ()
-    )
+    # Bytes of the larger of input and output of a collective.
+    powers = (12, 16, 18, 20, 22, 24, 26, 28) if request.is_cuda else (10, 12, 14, 16, 18, 20, 22)
+    sizes = [2**power for power in powers]
+    collective_times = tuple(kernels.collective_times(sizes, device)) if request.num_ranks > 1 else ()
 
     report("layers of the training engine")
     layer_times = kernels.layer_times(request, memory_bytes)

@@ -18,10 +18,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megarl.machine.garbage import long_lived
+from megarl.machine.spawn import run_calls
 from megarl.rehearse.dry_run.record import RankRecord, RankRequest, RehearsalError
 
 # A rank and the phase that it has finished, its record, an error, or None: all ranks are done.
@@ -171,33 +172,18 @@ def _serve(
         connection.send(error)
         return
 
+    # Each rank is forked from this process, which has already imported torch and the guard.
     context = multiprocessing.get_context("fork")
-    running: dict[Connection, RankRequest] = {}
-    waiting = list(reversed(requests))
-
-    while waiting or running:
-        # Each rank is forked from this process, which has already imported torch and the guard.
-        while waiting and len(running) < num_processes:
-            request = waiting.pop()
-            mine, theirs = context.Pipe(duplex=False)
-            context.Process(target=_rehearse, args=(theirs, request), daemon=True).start()
-            theirs.close()
-            running[mine] = request
-        for ready in wait(list(running)):
-            assert isinstance(ready, Connection)
-            try:
-                message = ready.recv()
-            except EOFError:
-                rank = running[ready].rank
-                connection.send(
-                    RehearsalError(
-                        f"the process of rank {rank} ended without a message, possibly out of memory"
-                    )
-                )
-                return
-            connection.send(message)
-            if not isinstance(message, tuple):
-                del running[ready]
+    calls = [(request,) for request in requests]
+    try:
+        for number, message in run_calls(context, _rehearse, calls, num_processes, daemon=True):
+            connection.send((requests[number].rank, message) if isinstance(message, str) else message)
+    except EOFError as error:
+        rank = requests[error.args[0]].rank
+        connection.send(
+            RehearsalError(f"the process of rank {rank} ended without a message, possibly out of memory")
+        )
+        return
 
     connection.send(None)
 
@@ -205,4 +191,4 @@ def _serve(
 def _rehearse(connection: Connection, request: RankRequest) -> None:
     from megarl.rehearse.dry_run.rank import rehearse
 
-    connection.send(rehearse(request, lambda phase: connection.send((request.rank, phase))))
+    connection.send(rehearse(request, connection.send))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -40,8 +40,9 @@ from megarl.plan.placement.activations import sharing_is_another_way
 from megarl.rehearse.dry_run.built import check_engine
 from megarl.rehearse.dry_run.device import FakeDevice
 from megarl.rehearse.dry_run.ledger import Ledger, place, place_of
-from megarl.rehearse.dry_run.prediction import SHARED, UNEVEN
 from megarl.rehearse.dry_run.record import (
+    SHARED,
+    UNEVEN,
     Collective,
     PhaseRecord,
     RankRecord,
@@ -152,27 +153,19 @@ class _Rehearsal:
             self._device.routes = partial(even_routes, **self._routing)
             self._device.num_experts = architecture.num_experts
 
-    def _worst_cases(self) -> dict[str, AbstractContextManager[None]]:
+    def _worst_cases(self) -> dict[str, Callable[[], None]]:
         """Return what makes passes as expensive as they can become, by suffixes of the phases' names."""
-        cases: dict[str, AbstractContextManager[None]] = {}
+        cases = {}
         if sharing_is_another_way(self._config, self._role, self._architecture):
-            cases[SHARED] = self._with_shared_prompts()
+            cases[SHARED] = partial(self._take, shares_prompts=True, routes=self._device.routes)
         if routes_tokens(self._architecture):
-            cases[UNEVEN] = self._with_uneven_routes()
+            uneven = partial(uneven_routes, **self._routing)
+            cases[UNEVEN] = partial(self._take, shares_prompts=False, routes=uneven)
         return cases
 
-    @contextmanager
-    def _with_shared_prompts(self) -> Generator[None]:
-        self._shares_prompts = True
-        yield
-        self._shares_prompts = False
-
-    @contextmanager
-    def _with_uneven_routes(self) -> Generator[None]:
-        even = self._device.routes
-        self._device.routes = partial(uneven_routes, **self._routing)
-        yield
-        self._device.routes = even
+    def _take(self, *, shares_prompts: bool, routes: Callable[[int], Tensor] | None) -> None:
+        self._shares_prompts = shares_prompts
+        self._device.routes = routes
 
     def phases(self) -> Iterator[PhaseRecord]:
         with self._device, _world(self._request.rank, self._role.parallel.world_size):
@@ -235,7 +228,7 @@ def run_phases(
     batch_of: Callable[[bool], RehearsedBatch],
     end: Callable[[str], PhaseRecord],
     push: Callable[[], None] | None = None,
-    worst_cases: Mapping[str, AbstractContextManager[None]] = MappingProxyType({}),
+    worst_cases: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> Iterator[PhaseRecord]:
     """Run the phases of a step on a built engine, and yield `end` of each phase.
 
@@ -246,7 +239,7 @@ def run_phases(
         batch_of: Returns the batch of a pass, given whether it trains.
         end: Ends a phase of the given name and returns its record.
         push: Runs a weight sync.
-        worst_cases: Contexts in which the passes are repeated, by suffixes of their names.
+        worst_cases: Functions after which the passes are repeated, by suffixes of their names.
     """
     from megarl.engine import data_parallel
 
@@ -282,12 +275,12 @@ def run_phases(
             yield end("train again")
 
     for suffix, worst_case in worst_cases.items():
-        with worst_case:
-            score()
-            yield end(f"score{suffix}")
-            if trains:
-                train()
-                yield end(f"train{suffix}")
+        worst_case()
+        score()
+        yield end(f"score{suffix}")
+        if trains:
+            train()
+            yield end(f"train{suffix}")
 
     yield from _offload_phases(engine, end, push)
 

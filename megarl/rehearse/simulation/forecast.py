@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist, fmean, median
+from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.plan.placement.placement_plan import PlacementPlan
+from megarl.plan.step_time.measured_run import LAST_STEPS, last_median
 from megarl.rehearse.simulation.run import Script, SimulatedRun, Simulation
 from megarl.tracking.metrics_file import Points, read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
@@ -23,7 +24,6 @@ STALENESSES = (0, 1, 2, 4)
 _STEPS = 16
 _MOST_PROMPTS = 32
 _MOST_SPLITS = 5
-_LAST_STEPS = 20  # steps of a run from which its times are taken
 _WITHIN_PROMPT = 0.7  # correlation of log lengths among the samples of a prompt
 _LONGEST_OF = 1000  # one sample in this many is as long as the longest
 
@@ -40,12 +40,8 @@ class Split(NamedTuple):
     of: float
 
 
-class Forecast(NamedTuple):
-    """A run that was simulated with a split of the devices and a `max_staleness`."""
-
-    split: Split
-    max_staleness: int
-    run: SimulatedRun
+# The runs that were simulated, by the split of the devices and `max_staleness`.
+Forecasts = Mapping[tuple[Split, int], SimulatedRun]
 
 
 def script_of(config: PPOConfig, lengths: Sequence[Sequence[int]]) -> Script:
@@ -69,13 +65,13 @@ def script_of(config: PPOConfig, lengths: Sequence[Sequence[int]]) -> Script:
     )
 
 
-def forecast(script: Script, split: Split, max_staleness: int) -> Forecast:
+def forecast(script: Script, split: Split, max_staleness: int) -> SimulatedRun:
     """Simulate a script, whose training time is that on the configured devices, with a split."""
     training_s = script.training_s * split.of
     changed = replace(
         script, num_engines=split.num_engines, training_s=training_s, max_staleness=max_staleness
     )
-    return Forecast(split, max_staleness, Simulation(changed).run())
+    return Simulation(changed).run()
 
 
 def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
@@ -182,7 +178,9 @@ def measured(run_dir: Path) -> tuple[list[list[int]], dict[str, float]]:
         )
 
     lengths = _kept_lengths(run_dir)
-    generating_s, push_s = (_median(series.get(name)) for name in ("timing_s/gen", "timing_s/update_weights"))
+    generating_s, push_s = (
+        last_median(series, name) or 0.0 for name in ("timing_s/gen", "timing_s/update_weights")
+    )
     other = sum(_mean(series, name) for name in ("timing_s/testing", "timing_s/save_checkpoint"))
 
     # The training time is the rest of a step without generation, weight sync, validation and checkpoint.
@@ -200,13 +198,9 @@ def measured(run_dir: Path) -> tuple[list[list[int]], dict[str, float]]:
     return lengths, {"training_s": training_s, "token_s": generating_s / ticks, "push_s": push_s}
 
 
-def _median(points: Points | None) -> float:
-    return 0.0 if points is None else median(points.values[-_LAST_STEPS:])
-
-
 def _mean(series: dict[str, Points], name: str) -> float:
     """Return the mean over the last steps. A step without the metric counts as 0."""
-    last = series["timing_s/step"].steps[-_LAST_STEPS:]
+    last = series["timing_s/step"].steps[-LAST_STEPS:]
     values = dict(zip(series[name].steps, series[name].values, strict=True)) if name in series else {}
     return fmean(values.get(step, 0.0) for step in last)
 

@@ -16,7 +16,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import engine_stages
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import LM_HEAD_TENSOR, hf_tensors
-from megarl.plan.placement.memory import weight_bytes
+from megarl.plan.placement.model_state import weight_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.transport import choose_transport
 from megarl.weights.message_words import (

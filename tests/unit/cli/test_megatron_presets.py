@@ -11,7 +11,7 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
 from megarl.models.counts import num_parameters
-from megarl.plan.placement.memory import model_state
+from megarl.plan.placement.model_state import model_state
 
 DENSE = "configs/qwen2.5_7b_grpo.yaml"
 EXPERTS = "configs/qwen3_30b_a3b_grpo.yaml"

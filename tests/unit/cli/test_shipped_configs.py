@@ -20,7 +20,8 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import read_architecture
-from megarl.plan.placement.memory import DeviceMemory, Usage, plan_memory, pushed_bytes
+from megarl.plan.placement.memory import DeviceMemory, plan_memory, pushed_bytes
+from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport
 from megarl.weights.sync.forecast import forecast_weights

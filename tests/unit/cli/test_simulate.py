@@ -55,13 +55,13 @@ def test_a_step_takes_what_it_takes_by_hand() -> None:
         lengths=[[10, 10]] * 64, prompts_per_step=2, slots=2, total_steps=16, training_s=6.0, token_s=1.0
     )
     split = Split(trainer_devices=4, num_engines=2, of=1.0)
-    _, _, at_0 = forecast(script, split, 0)
+    at_0 = forecast(script, split, 0)
     assert (at_0.step_s, at_0.waiting, at_0.busy, at_0.mean_age) == (16.0, 10 / 16, 20 / 16 / 2, 0.0)
-    _, _, at_1 = forecast(script, split, 1)
+    at_1 = forecast(script, split, 1)
     assert at_1.step_s == pytest.approx(10.0, abs=0.5)  # the longer of the two
 
     # 12 s of training, and the first wait
-    _, _, slower = forecast(script, split._replace(of=2.0), 1)
+    slower = forecast(script, split._replace(of=2.0), 1)
     assert slower.step_s == pytest.approx(12.6, abs=0.1)
 
 

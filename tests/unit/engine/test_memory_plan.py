@@ -30,7 +30,8 @@ from megarl.config.schema import (
 from megarl.machine.usage import trim_heap
 from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
-from megarl.plan.placement.memory import model_state, plan_memory
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.model_state import model_state
 from megarl.plan.placement.plan import plan_placement
 from tests.ranks import RankPool
 from tests.unit.engine.models import FAMILIES, make_batch, save_large_model, save_model

@@ -17,8 +17,7 @@ from megarl.config.schema import ActorConfig, DType, ModelConfig, ParallelConfig
 from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
-from megarl.plan.placement.memory import stage_of
-from megarl.plan.placement.snapshots import rank_snapshot_bytes
+from megarl.plan.placement.model_state import rank_snapshot_bytes, stage_of
 from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import (
     Settings,

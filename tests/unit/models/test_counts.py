@@ -20,7 +20,7 @@ from megarl.models.counts import (
     padded_vocab_size,
 )
 from megarl.models.families import FAMILIES, read_architecture
-from megarl.plan.placement.memory import stage_parameters
+from megarl.plan.placement.model_state import stage_parameters
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from tests.families import is_kept, new_model
 

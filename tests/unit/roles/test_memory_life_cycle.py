@@ -11,7 +11,8 @@ import pytest
 
 from megarl.config.schema import AlgorithmConfig, KLConfig, KLWhere, PlacementStrategy, PPOConfig, Transport
 from megarl.engine.offload import StatePart
-from megarl.plan.placement.memory import Usage, plan_memory
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.plan import plan_placement
 from tests.unit.plan.placement.test_memory import EVERY_ROLE, config
 from tests.unit.roles.test_offload_schedule import EngineDiedError, FakeEngine, FakeTrainer, World

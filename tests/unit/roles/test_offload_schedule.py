@@ -21,8 +21,7 @@ from megarl.config.schema import (
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
 from megarl.engine.offload import StatePart
-from megarl.plan.placement.dataflow import Item
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import Item, OffloadPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.rollout.driver.replicas import unshared

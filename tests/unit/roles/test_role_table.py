@@ -33,9 +33,9 @@ from megarl.config.schema import (
     SourceTeacherConfig,
     TeacherConfig,
 )
-from megarl.plan.placement.dataflow import Item, overlaps, phases_of, step_phases, waits_for
-from megarl.plan.placement.memory import plan_memory, stage_parameters
-from megarl.plan.placement.offload_plan import OffloadPlan
+from megarl.plan.placement.dataflow import Item, OffloadPlan, overlaps, phases_of, step_phases, waits_for
+from megarl.plan.placement.memory import plan_memory
+from megarl.plan.placement.model_state import stage_parameters
 from megarl.plan.placement.plan import plan_placement
 from megarl.trainers.monitor import phases_by_call
 from tests.unit.plan.placement.test_memory import EVERY_ROLE, QWEN_7B, config

@@ -20,9 +20,9 @@ from megarl.controller.futures import RemoteFuture
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import CallFailure, FailureKind
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import load_device
 from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.step import PredictedCosts
 from megarl.tracking.metric_table import unknown_metrics
 from megarl.trainers.step_observers import NUM_UPDATES, SpeedHistory, StepProfiler, predicted_metrics
 

@@ -12,9 +12,8 @@ from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import Layers, PPOConfig
 from megarl.config.validate import read_architectures, validate
-from megarl.plan.placement.dataflow import Item
+from megarl.plan.placement.dataflow import Item, OffloadPlan
 from megarl.plan.placement.memory import plan_memory
-from megarl.plan.placement.offload_plan import OffloadPlan
 from megarl.plan.placement.plan import plan_placement
 from tests.families import example_fields
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.config.batch_arithmetic import Row
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
@@ -17,16 +18,16 @@ from megarl.config.schema import (
     ModelConfig,
     ParallelConfig,
     PPOConfig,
+    Recomputation,
     Recompute,
     RecomputeModule,
 )
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.models.families import read_architecture
 from megarl.models.latent import LATENT_ATTENTION
-from megarl.plan.placement.activations import WorkingMemory, working_memory
-from megarl.plan.placement.layer_sizes import Kernels, widths_of
-from megarl.plan.placement.memory import model_state, step_memory
-from megarl.plan.placement.part_activations import ACTIVATIONS, PartInputs
+from megarl.plan.placement.activations import RoleMemory, role_memory
+from megarl.plan.placement.model_state import model_state, step_memory
+from megarl.plan.placement.part_activations import ACTIVATIONS, LayerSizes
 from tests.unit.plan.placement.test_memory import QWEN_7B, PlacementStrategy, config
 
 # Tokens of a micro-batch, which is two rows of 2,048.
@@ -44,9 +45,9 @@ BATCH = 128 * 2048 * 64  # the bytes of all rows of the step
 ANGLES = 2048 * 128 * 4
 
 
-def of_actor(run: PPOConfig) -> WorkingMemory:
+def of_actor(run: PPOConfig) -> RoleMemory:
     role = model_roles(run)[0]
-    return working_memory(run, role, QWEN_7B, 0, step_memory(run, role, QWEN_7B, 0))
+    return role_memory(run, role, QWEN_7B, 0)
 
 
 def with_recompute(how: Recompute, **settings: object) -> PPOConfig:
@@ -137,7 +138,7 @@ def test_a_stage_keeps_the_micro_batches_under_way(
     layer = 4 * HIDDEN + 3 * 28 * 128 + 4 * 4 * 128 + 2 * 28 + 3 * 18944
 
     for stage in (0, 3):
-        work = working_memory(run, critic, QWEN_7B, stage, (0, 0))
+        work = role_memory(run, critic, QWEN_7B, stage)
         assert work.stays == TOKENS * received[stage] * HIDDEN * 2 + (virtual or 1) * ANGLES
         moment = layer + (3 if stage == 0 else 2) * HIDDEN + 4 * 18944
         assert work.train - work.stays == TOKENS * (kept[stage] * HIDDEN + moment) * 2 + BATCH
@@ -167,12 +168,11 @@ def test_keys_that_context_parallel_ranks_keep() -> None:
     run = load_config(PPOConfig, str(CONFIGS_DIR / "qwen3_8b_grpo_128k.yaml"), ["actor.recompute=none"])
     architecture = read_architecture(str(CONFIGS_DIR / "models" / "Qwen3-8B-128k"))
     actor = model_roles(run)[0]
-    step = step_memory(run, actor, architecture, 0)
     tokens, query, key = 16384, 16 * 128, 4 * 128
 
     def train(kind: Layers, exchange: CPCommType = CPCommType.auto, shares: bool | None = False) -> int:
         engine = replace(run.engine, layers=kind, cp_comm_type=exchange)
-        work = working_memory(replace(run, engine=engine), actor, architecture, 0, step, shares=shares)
+        work = role_memory(replace(run, engine=engine), actor, architecture, 0, shares=shares)
         return work.train - work.stays
 
     ring = train(Layers.transformer_engine)
@@ -198,15 +198,13 @@ def test_gradients_that_tensor_parallel_ranks_sum_are_copied_after_the_last_micr
     architecture = read_architecture(str(CONFIGS_DIR / "models" / "DeepSeek-V3.1-BF16"), True)
     run = load_config(PPOConfig, str(CONFIGS_DIR / "deepseek_v3_671b_grpo.yaml"))
     actor = model_roles(run)[0]
-    reduced, stepped = step_memory(run, actor, architecture, 0)
+    reduced, _ = step_memory(run, actor, architecture, 0)
     in_each_layer = 7168 * (1536 + 512 + 64) + 1536 + 512 + 2 * 7168
     assert reduced == 4 * (61 * in_each_layer + 58 * 256 * (7168 + 1) + 7168)
 
     # It replaces the activations, which are free by then.
-    work = working_memory(run, actor, architecture, 0, (reduced, stepped))
+    work = role_memory(run, actor, architecture, 0)
     assert work.train == work.stays + work.trained_batch + reduced
-    activations = working_memory(run, actor, architecture, 0, (0, stepped)).train
-    assert work.stays + work.trained_batch < activations < work.train
 
     # Without sequence parallelism, every rank has the gradients of all tokens.
     alone = replace(actor, parallel=replace(actor.parallel, sequence_parallel=False))
@@ -223,27 +221,11 @@ def test_latent_attention_keeps_padded_values(core_again: bool, of_core: int) ->
     tokens; queries, keys, values and outputs of 16 heads of 192 numbers; the outputs' 128 numbers; and a
     float32 number for each head. If the core is computed again: queries, keys, values and outputs, unpadded.
     """
-    architecture = read_architecture(
-        str(CONFIGS_DIR / "models" / "DeepSeek-V3.1-BF16"), trust_remote_code=True
-    )
+    architecture = read_architecture(str(CONFIGS_DIR / "models" / "DeepSeek-V3.1-BF16"), True)
+    run = load_config(PPOConfig, str(CONFIGS_DIR / "deepseek_v3_671b_grpo.yaml"))
+    how = Recomputation(Recompute.selective, (RecomputeModule.core_attn,) if core_again else ())
     parallel = ParallelConfig(tensor_parallel_size=8, sequence_parallel=True)
+    actor = replace(model_roles(run)[0], parallel=parallel, recomputation=how)
     vectors = 2 * (1536 + 512) // 8 + 64
-    inputs = PartInputs(
-        architecture=architecture,
-        parallel=parallel,
-        kernels=Kernels.flash,
-        element=2,
-        width=widths_of(architecture, parallel, 0),
-        context=1,
-        keys_of_token=1.0,
-        keys_before=1.5,
-        prompt_keys=0.0,
-        repeats=1.0,
-        shares_prompts=False,
-        is_shared=False,
-        is_fused=False,
-        packing=True,
-        core_again=core_again,
-        uneven=False,
-    )
-    assert ACTIVATIONS[LATENT_ATTENTION](inputs).kept == vectors + of_core
+    layer = LayerSizes(run, actor, architecture, [Row(100, 100, 0)], uneven=False)
+    assert ACTIVATIONS[LATENT_ATTENTION](layer).kept == vectors + of_core

@@ -35,7 +35,8 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, stage_parameters
+from megarl.plan.placement.memory import DeviceMemory, budget_problems, plan_memory
+from megarl.plan.placement.model_state import Usage, stage_parameters
 from megarl.plan.placement.plan import plan_placement
 
 QWEN_7B = Architecture(

@@ -12,8 +12,8 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.models.counts import num_parameters
+from megarl.plan.placement.model_state import snapshot_bytes
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.placement.snapshots import snapshot_bytes
 from tests.unit.plan.placement.test_memory import QWEN_7B
 
 NUM_PARAMETERS = num_parameters(QWEN_7B)

@@ -16,7 +16,7 @@ from megarl.models.counts import num_active_parameters
 from megarl.plan.placement.memory import engine_usage
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.search.space import Space, pinned_keys
-from megarl.plan.step_time.phase_time import PhaseTime
+from megarl.plan.step_time.device import PhaseTime
 from megarl.plan.step_time.step import StepSchedule
 from tests.unit.cli.test_shipped_configs import path_of
 

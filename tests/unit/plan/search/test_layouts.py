@@ -7,8 +7,7 @@ from collections import Counter
 from megarl.config.roles import model_roles
 from megarl.config.schema import ParallelConfig
 from megarl.config.validate import read_architectures
-from megarl.plan.search.rejections import Reason, Rejections
-from megarl.plan.search.space import Space
+from megarl.plan.search.space import Reason, Rejections, Space
 from megarl.plan.search.tables import LEVEL, layouts
 from tests.unit.plan.search.analytic import space_of
 

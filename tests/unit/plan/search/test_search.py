@@ -20,13 +20,13 @@ from megarl.config.schema import (
 )
 from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
-from megarl.plan.placement.memory import budget_problems, engine_usage, plan_memory
+from megarl.plan.placement.memory import PlacedMemory, budget_problems, engine_usage, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.pool_memory import PoolMemory, peak_of_pool
-from megarl.plan.search.rejections import Reason
-from megarl.plan.search.search import search
+from megarl.plan.search.placements import skeleton
+from megarl.plan.search.search import peak_of_pool, search, share_of_engines, share_of_models
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Space, roles_of
+from megarl.plan.search.space import ROLLOUT, Reason, Space, units_of
+from megarl.plan.search.tables import EngineShape
 from megarl.plan.search.variants import memory_by_stage
 from tests.unit.plan.search.analytic import AnalyticCosts, space_of
 
@@ -131,19 +131,21 @@ def test_memory_of_pools_is_that_of_the_plan() -> None:
     architectures, _ = read_architectures(config)
     plan = plan_placement(config)
     partition = (("actor", "critic", ROLLOUT),)
-    pool = PoolMemory(space, partition, architectures)
+    pool = PlacedMemory(config, skeleton(space, partition), architectures)
     roles = {role.name: role for role in model_roles(config)}
     shares = [
-        pool.of_models(
+        share_of_models(
+            pool,
             {
                 role.name: memory_by_stage(config, role, architectures[role.name])
-                for role in roles_of(config, unit)
+                for role in units_of(config)[unit]
             },
             roles[unit].parallel.stage_size,
         )
         for unit in space.units
     ]
-    shares.append(pool.of_engines(engine_usage(config, architectures["actor"]), 4))
+    engines = EngineShape(config.rollout, 0.0, engine_usage(config, architectures["actor"]))
+    shares.append(share_of_engines(pool, engines))
     assert peak_of_pool(shares) == max(device.peak for device in plan_memory(config, plan, architectures))
 
 
@@ -169,7 +171,7 @@ def test_pins_are_respected() -> None:
     (best,), _ = search(space_of(SMALL, *pins, "actor.recompute=full"), AnalyticCosts())
     assert best.config.actor.parallel.tensor_parallel_size == 4
     assert best.config.actor.recompute is Recompute.full
-    assert (best.engines.num_replicas, best.engines.tensor) == (2, 2)
+    assert (best.config.rollout.num_replicas, best.config.rollout.tensor_parallel_size) == (2, 2)
 
     (split,), _ = search(space_of(SMALL, "placement.strategy=split_collocate"), AnalyticCosts())
     assert split.config.placement.strategy is PlacementStrategy.split_collocate

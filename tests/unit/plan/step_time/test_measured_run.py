@@ -14,10 +14,10 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.predicted_costs import PredictedCosts
 from megarl.plan.step_time.device import DeviceProfile, load_device
 from megarl.plan.step_time.lengths import expected_lengths
 from megarl.plan.step_time.measured_run import fit_run
+from megarl.plan.step_time.step import PredictedCosts
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 
 DEVICE = load_device("h100_80gb")

@@ -14,11 +14,10 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.predicted_costs import PredictedCosts
-from megarl.plan.step_time.device import load_device
+from megarl.plan.step_time.device import PhaseTime, load_device
 from megarl.plan.step_time.lengths import expected_lengths
-from megarl.plan.step_time.phase_time import PhaseTime
 from megarl.plan.step_time.step import (
+    PredictedCosts,
     PredictedStep,
     combine,
     moved_items,

@@ -8,11 +8,20 @@ from statistics import fmean
 
 import pytest
 
-from megarl.plan.step_time.device import DeviceProfile, Efficiency, LinkProfile, PeakRates
+from megarl.plan.step_time.counts import RankGroup
+from megarl.plan.step_time.device import (
+    DeviceProfile,
+    Efficiency,
+    LinkProfile,
+    PeakRates,
+    PhaseTime,
+    collective_s,
+    peak_flops,
+    ranks_on_node,
+)
 from megarl.plan.step_time.generation import DecodeModel, decode_s
 from megarl.plan.step_time.lengths import Lengths, assumed_lengths, measured_lengths
 from megarl.plan.step_time.measured_run import fit_device
-from megarl.plan.step_time.phase_time import PhaseTime, RankGroup, collective_s, peak_flops, ranks_on_node
 from megarl.plan.step_time.role_time import pipeline_s
 
 # Round numbers: 8 devices per node, links of 100 and 10 GB/s, hops of 1 and 5 microseconds, all of it reached.

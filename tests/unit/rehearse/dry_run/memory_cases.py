@@ -15,10 +15,9 @@ from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.layer_sizes import WORKSPACE_BYTES
-from megarl.rehearse.dry_run.prediction import PredictedMemory, predicted_memory
 from megarl.rehearse.dry_run.processes import rehearse_ranks
 from megarl.rehearse.dry_run.ranks import distinct_ranks
-from megarl.rehearse.dry_run.record import RankRecord, RankRequest
+from megarl.rehearse.dry_run.record import PredictedMemory, RankRecord, RankRequest, predicted_memory
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 FROZEN = "-"  # recomputes nothing

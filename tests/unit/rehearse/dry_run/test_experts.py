@@ -16,10 +16,9 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import Layers, ParallelConfig, PPOConfig, Recompute
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.models.families import read_architecture
-from megarl.rehearse.dry_run.prediction import predicted_memory
 from megarl.rehearse.dry_run.processes import rehearse_ranks
 from megarl.rehearse.dry_run.ranks import hangs, rounded_sums
-from megarl.rehearse.dry_run.record import PhaseRecord, RankRecord
+from megarl.rehearse.dry_run.record import PhaseRecord, RankRecord, predicted_memory
 from tests.unit.rehearse.dry_run.memory_cases import beyond_bounds
 from tests.unit.rehearse.dry_run.runs import TINY, TOKENS, ppo, requests, save_config
 

@@ -13,10 +13,9 @@ import pytest
 from megarl.config.roles import model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, Recompute
 from megarl.models.families import read_architecture
-from megarl.rehearse.dry_run.prediction import predicted_memory
 from megarl.rehearse.dry_run.processes import rehearse_ranks
 from megarl.rehearse.dry_run.ranks import distinct_ranks, hangs
-from megarl.rehearse.dry_run.record import PhaseRecord, RankRecord
+from megarl.rehearse.dry_run.record import PhaseRecord, RankRecord, predicted_memory
 from tests.unit.plan.step_time.comparison import EXACT, differences
 from tests.unit.rehearse.dry_run.memory_cases import beyond_bounds
 from tests.unit.rehearse.dry_run.runs import EIGHT_LAYERS_OF_70B, ppo, requests, save_config

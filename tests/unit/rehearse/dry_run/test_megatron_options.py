@@ -13,9 +13,8 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import Layers, MegatronConfig, ParallelConfig, PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
-from megarl.rehearse.dry_run.prediction import predicted_memory
 from megarl.rehearse.dry_run.processes import rehearse_ranks
-from megarl.rehearse.dry_run.record import RankRecord, RankRequest
+from megarl.rehearse.dry_run.record import RankRecord, RankRequest, predicted_memory
 from tests.unit.rehearse.dry_run.memory_cases import beyond_bounds
 from tests.unit.rehearse.dry_run.runs import SMALL, TINY, ppo, save_config
 

@@ -12,10 +12,9 @@ import pytest
 from megarl.config.layers import has_transformer_engine_modules
 from megarl.config.schema import DType, Layers, ParallelConfig
 from megarl.config.validate import read_architectures
-from megarl.rehearse.dry_run.prediction import predicted_memory
 from megarl.rehearse.dry_run.processes import rehearse_ranks
 from megarl.rehearse.dry_run.ranks import hangs
-from megarl.rehearse.dry_run.record import RankRecord, RankRequest
+from megarl.rehearse.dry_run.record import RankRecord, RankRequest, predicted_memory
 from tests.unit.plan.step_time.comparison import differences
 from tests.unit.rehearse.dry_run import planted
 from tests.unit.rehearse.dry_run.memory_cases import CONFIGS, beyond_bounds, cases_of, role_of
