@@ -222,14 +222,13 @@ class RewardScorer:
                 then not scored.
         """
         outcomes: dict[int, Outcome] = {}
-        failed: dict[int, str] = {}  # samples without a score, and why
         requests = [sample.request if isinstance(sample, BegunScore) else sample for sample in samples]
         begun = {index: sample for index, sample in enumerate(samples) if isinstance(sample, BegunScore)}
         waiting = list(range(len(requests)))
         num_fruitless = 0
 
         while waiting:
-            unscored = self._score_some(requests, waiting, begun, outcomes, failed)
+            unscored = self._score_some(requests, waiting, begun, outcomes)
             begun = {}  # samples left by a broken pool start again
             # Only attempts without any progress count towards the limit.
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
@@ -303,9 +302,8 @@ class RewardScorer:
         waiting: Sequence[int],
         begun: Mapping[int, BegunScore],
         outcomes: dict[int, Outcome],
-        failed: dict[int, str],
     ) -> list[int]:
-        """Fill in outcomes, and the failed samples.
+        """Fill in outcomes.
 
         Returns the samples that the pool did not reach because it broke, for example because an idle process
         was killed.
@@ -317,30 +315,26 @@ class RewardScorer:
         for index in waiting:
             # Results are collected in the order of the samples, but a later one may have failed already.
             while not self._is_over(futures[index]):
-                self._refuse_failures(requests, futures, failed)
-            result = self._result(futures[index])
-            if isinstance(result, Outcome) and result.error is None:
-                result = self._consistent(requests[index], result)
-            if result is None:
+                self._refuse_failures(requests, futures, outcomes)
+            outcome = self._outcome(futures[index])
+            if outcome is None:
                 unscored.append(index)
-            elif isinstance(result, Outcome) and result.error is None:
-                outcomes[index] = result
-            else:
-                numbers = result.numbers if isinstance(result, Outcome) else {}
-                failed[index] = self._failure(result)
-                outcomes[index] = self._failed._replace(numbers=numbers, error=failed[index])
+                continue
+            outcomes[index] = self._consistent(requests[index], outcome)
+            if outcomes[index].error is not None:
                 # Later successes cannot change this, so the rest need not be scored.
-                if len(failed) > self._max_error_rate * len(requests):
-                    self._refuse_failures(requests, futures, failed)
+                self._refuse_failures(requests, futures, outcomes)
 
         return unscored
 
     def _consistent(self, request: ScoreRequest, outcome: Outcome) -> Outcome:
-        """Return the outcome, or an error if its `answer` is inconsistent within its data source.
+        """Return the outcome, or a failure if its `answer` is inconsistent within its data source.
 
         A function must return an answer for all samples of a data source or for none. `maj@k` is computed for
         functions that return answers, so this must not depend on the sample.
         """
+        if outcome.error is not None:
+            return outcome
         # The first sample of a data source decides for all of them.
         declared = self._has_answer.get(request.data_source, (None,) * len(outcome.has_answer))
         pairs = list(zip(outcome.has_answer, declared, strict=True))
@@ -355,10 +349,8 @@ class RewardScorer:
             return outcome
         this, others = ("an", "none") if outcome.has_answer[index] else ("no", "one")
 
-        return Outcome(
-            0.0,
-            {},
-            f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, but "
+        return self._failed._replace(
+            error=f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, but "
             f"{others} for other samples of {request.data_source!r}; return this key for all samples or for "
             "none, with None for a sample without an answer",
         )
@@ -376,18 +368,18 @@ class RewardScorer:
         self,
         requests: Sequence[ScoreRequest],
         futures: Mapping[int, BegunScore],
-        found: Mapping[int, str],
+        found: Mapping[int, Outcome],
     ) -> None:
         """Raise RewardError if more samples have failed than allowed, in whatever order they ended.
 
-        `found` are those whose failure was noticed so far.
+        `found` are the outcomes that were noticed so far.
         """
-        failed = dict(found)
-        for index, begun in futures.items():
-            result = self._result(begun) if begun.outcome.done() else None
-            if result is not None and not (isinstance(result, Outcome) and result.error is None):
-                failed.setdefault(index, self._failure(result))
-
+        ended = {index: self._outcome(begun) for index, begun in futures.items()} | found
+        failed = {
+            index: outcome.error
+            for index, outcome in ended.items()
+            if outcome is not None and outcome.error is not None
+        }
         if len(failed) > self._max_error_rate * len(requests):
             self._stop()  # the pool is restarted by the next call
             raise RewardError(self._too_many(failed, requests))
@@ -396,24 +388,24 @@ class RewardScorer:
         """Wait at most a second for the sample. It is never completed if its pool is broken."""
         return bool(wait([begun.outcome], timeout=1.0).done) or begun.is_lost
 
-    def _result(self, begun: BegunScore) -> Outcome | TimeoutError | ProcessExpired | None:
-        """Return the result of a sample that is over, or None if the pool broke."""
+    def _outcome(self, begun: BegunScore) -> Outcome | None:
+        """Return the outcome of a sample, or None if it has none yet or its pool broke."""
         if not begun.outcome.done():
             return None
         try:
-            return begun.outcome.result()
+            outcome = begun.outcome.result()
         except (TimeoutError, ProcessExpired) as error:
-            return error
+            return self._failed._replace(error=self.failure(error))
         except BrokenProcessPool:
             return None
+        if outcome.error is None:
+            return outcome
+        return self._failed._replace(numbers=outcome.numbers, error=outcome.error)
 
-    def _failure(self, result: Outcome | TimeoutError | ProcessExpired) -> str:
-        """Return why a sample has no score."""
-        if isinstance(result, Outcome):
-            assert result.error is not None
-            return result.error
-        if isinstance(result, ProcessExpired):
-            return f"its process died while scoring it (exit code {result.exitcode})"
+    def failure(self, error: TimeoutError | ProcessExpired) -> str:
+        """Return why a call in a process has no result."""
+        if isinstance(error, ProcessExpired):
+            return f"its process died while scoring it (exit code {error.exitcode})"
         return f"it took more than reward.time_limit_s={self.time_limit_s:g} s and was killed"
 
     def _too_many(self, failed: Mapping[int, str], requests: Sequence[ScoreRequest]) -> str:
