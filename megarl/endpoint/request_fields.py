@@ -263,5 +263,10 @@ class ToolFunction(RequestFields):
 
 
 def call_of(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a call of an earlier turn, as chat templates read it."""
+    """Return a call, as chat templates read it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def written_arguments(call: Mapping[str, Any]) -> str:
+    """Return the arguments of a call as APIs of OpenAI write them."""
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
