@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
@@ -37,7 +37,6 @@ START_TIME_LIMIT_S = 120.0  # for a reward file's imports
 _LOOK_S = 0.2
 MAX_POOL_RESTARTS = 3  # in a row without a scored sample in between
 NUM_SHOWN_MESSAGES = 5
-Result = TypeVar("Result")
 _ALWAYS_GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", OWNER)
 
 
@@ -73,18 +72,14 @@ def _copy(source: Future[Outcome], target: Future[Outcome]) -> None:
         target.set_result(source.result())
 
 
-def _variables(sandbox: RewardSandboxConfig) -> dict[str, str]:
-    """Return the environment variables of the processes, if one of the functions has a sandbox."""
-    return {name: os.environ[name] for name in (*_ALWAYS_GIVEN, *sandbox.environment) if name in os.environ}
-
-
 def _context(
     functions: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig
 ) -> FreshContext | BareContext:
     if not any(function.sandbox for function in functions):
         return FreshContext()
+    names = (*_ALWAYS_GIVEN, *sandbox.environment)
     try:
-        return BareContext(_variables(sandbox))
+        return BareContext({name: os.environ[name] for name in names if name in os.environ})
     except PermissionError as error:
         raise RewardFunctionError(f"reward.functions' sandbox: {error}") from error
 
@@ -198,7 +193,9 @@ class RewardScorer:
         panel.ask(request).add_done_callback(score)
         return outcome
 
-    def run(self, function: Callable[[ScoreRequest], Result], request: ScoreRequest) -> Future[Result]:
+    def run[Result](
+        self, function: Callable[[ScoreRequest], Result], request: ScoreRequest
+    ) -> Future[Result]:
         """Call a function of megarl in a process that has loaded the reward functions.
 
         The call has the time limit of a sample.
@@ -316,7 +313,7 @@ class RewardScorer:
             # Results are collected in the order of the samples, but a later one may have failed already.
             while not self._is_over(futures[index]):
                 self._refuse_failures(requests, futures, outcomes)
-            outcome = self._outcome(futures[index])
+            outcome = self.outcome(futures[index])
             if outcome is None:
                 unscored.append(index)
                 continue
@@ -374,7 +371,7 @@ class RewardScorer:
 
         `found` are the outcomes that were noticed so far.
         """
-        ended = {index: self._outcome(begun) for index, begun in futures.items()} | found
+        ended = {index: self.outcome(begun) for index, begun in futures.items()} | found
         failed = {
             index: outcome.error
             for index, outcome in ended.items()
@@ -388,7 +385,7 @@ class RewardScorer:
         """Wait at most a second for the sample. It is never completed if its pool is broken."""
         return bool(wait([begun.outcome], timeout=1.0).done) or begun.is_lost
 
-    def _outcome(self, begun: BegunScore) -> Outcome | None:
+    def outcome(self, begun: BegunScore) -> Outcome | None:
         """Return the outcome of a sample, or None if it has none yet or its pool broke."""
         if not begun.outcome.done():
             return None
