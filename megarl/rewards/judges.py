@@ -6,7 +6,7 @@ Their prompts are jinja2 templates, which are rendered in a sandbox.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,18 @@ class JudgePanel:
             if judge.name in endpoints:
                 client.endpoints = endpoints[judge.name]
 
-    def ask(self, request: ScoreRequest) -> Future[list[JudgeReply]]:
-        """Ask every judge about a sample, and return immediately. The future never raises."""
-        return asyncio.run_coroutine_threadsafe(self._ask(request), self._loop)
+    def ask[Result](
+        self, score: Callable[[ScoreRequest, Sequence[JudgeReply]], Future[Result]], request: ScoreRequest
+    ) -> Future[Result]:
+        """Ask every judge about a sample, and then score it. Returns immediately."""
+
+        async def scored() -> Result:
+            replies = await asyncio.gather(
+                *(self._reply(index, request) for index in range(len(self._judges)))
+            )
+            return await asyncio.wrap_future(score(request, replies))
+
+        return asyncio.run_coroutine_threadsafe(scored(), self._loop)
 
     def close(self) -> None:
         """Cancel all requests, and end the thread."""
@@ -72,9 +81,6 @@ class JudgePanel:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._ended.result()
         self._loop.close()
-
-    async def _ask(self, request: ScoreRequest) -> list[JudgeReply]:
-        return await asyncio.gather(*(self._reply(index, request) for index in range(len(self._judges))))
 
     async def _reply(self, index: int, request: ScoreRequest) -> JudgeReply:
         try:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import active_children
 from types import TracebackType
 from typing import NamedTuple
@@ -49,8 +50,10 @@ class BegunScore(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its pool broke, so that it will never be completed."""
-        return not (self.outcome.done() or self.pool.active)
+        """Whether its pool broke, so that it must be scored again."""
+        if not self.outcome.done():
+            return not self.pool.active
+        return isinstance(self.outcome.exception(), BrokenProcessPool)
 
 
 class RewardError(RunError):
@@ -60,16 +63,6 @@ class RewardError(RunError):
     """
 
     hint = FIX_THE_FUNCTION
-
-
-def _copy(source: Future[Outcome], target: Future[Outcome]) -> None:
-    """Give the target the result or the exception of the source."""
-    if source.cancelled():
-        target.cancel()
-    elif (error := source.exception()) is not None:
-        target.set_exception(error)
-    else:
-        target.set_result(source.result())
 
 
 def _context(
@@ -163,35 +156,14 @@ class RewardScorer:
         pool = self._pool
         limit_s = self.time_limit_s
 
-        if self._panel is not None:
-            return [
-                BegunScore(request, self._after_judges(self._panel, request), pool) for request in requests
-            ]
-        return [
-            BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool)
-            for request in requests
-        ]
-
-    def _after_judges(self, panel: JudgePanel, request: ScoreRequest) -> Future[Outcome]:
-        """Ask the judges about a sample, and then score it in a process.
-
-        The future is never completed if the pool breaks in the meantime.
-        """
-        outcome = Future[Outcome]()
-        pool = self._pool
-        limit_s = self.time_limit_s
-
-        def score(replies: Future[list[JudgeReply]]) -> None:
-            if replies.cancelled():
-                return
+        def score(request: ScoreRequest, *replies: Sequence[JudgeReply]) -> Future[Outcome]:
             try:
-                scored = pool.schedule(process.score, args=[request, replies.result()], timeout=limit_s)
-            except RuntimeError:  # the pool has broken, see BegunScore.is_lost
-                return
-            scored.add_done_callback(lambda done: _copy(done, outcome))
+                return pool.schedule(process.score, args=[request, *replies], timeout=limit_s)
+            except RuntimeError as error:  # it broke while the judges replied
+                raise BrokenProcessPool(str(error)) from error
 
-        panel.ask(request).add_done_callback(score)
-        return outcome
+        ask = score if self._panel is None else partial(self._panel.ask, score)
+        return [BegunScore(request, ask(request), pool) for request in requests]
 
     def run[Result](
         self, function: Callable[[ScoreRequest], Result], request: ScoreRequest
