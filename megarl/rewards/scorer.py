@@ -343,7 +343,7 @@ class RewardScorer:
 
         `found` are the outcomes that were noticed so far.
         """
-        ended = {index: self.outcome(begun) for index, begun in futures.items()} | found
+        ended = {**{index: self.outcome(begun) for index, begun in futures.items()}, **found}
         failed = {
             index: outcome.error
             for index, outcome in ended.items()
