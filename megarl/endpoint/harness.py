@@ -131,10 +131,10 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
         ) from error
 
     threads = ThreadPoolExecutor(num_threads, thread_name_prefix="harness")
-    return partial(_call_function, function, config.sandbox, threads)
+    return partial(call_function, function, config.sandbox, threads)
 
 
-async def _call_function(
+async def call_function(
     function: Callable[[Task, ModelEndpoint], Any],
     sandbox: SandboxConfig,
     threads: ThreadPoolExecutor,
