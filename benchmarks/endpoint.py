@@ -20,6 +20,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import AgentConfig, HarnessConfig, SandboxConfig
 from megarl.endpoint.chat_tokens import ChatTokens
-from megarl.endpoint.harness import FunctionHarness, ModelEndpoint
+from megarl.endpoint.harness import ModelEndpoint, call_function
 from megarl.endpoint.session import (
     DroppedRequest,
     SampleOrder,
@@ -172,7 +173,7 @@ async def through_endpoint(kinds: Sequence[str], token_s: float = TOKEN_S) -> Pl
         return 1.0
 
     server = SessionServer(
-        FunctionHarness(program, SandboxConfig(), 1),
+        partial(call_function, program, SandboxConfig(), ThreadPoolExecutor(1)),
         ChatTokens(_TOKENIZER, partial(call_format, AgentConfig())),
         EpisodeLimits(max_turns=100, max_tokens=10_000),
         HarnessConfig(time_limit_s=TIME_LIMIT_S),

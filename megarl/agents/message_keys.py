@@ -19,7 +19,8 @@ def message_key(message: Mapping[str, Any]) -> str:
     equal numbers). Ids of calls, reasoning, and all other fields do not count.
     """
     calls = [
-        (call["function"]["name"], _arguments_key(call["function"]["arguments"])) for call in _calls(message)
+        (call["function"]["name"], _arguments_key(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
     ]
     # The order of arguments does not matter.
     return json.dumps([message["role"], message.get("content") or "", calls], sort_keys=True)
@@ -45,7 +46,3 @@ def _with_equal_numbers(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_with_equal_numbers(each) for each in value]
     return value
-
-
-def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return message.get("tool_calls") or ()

@@ -23,7 +23,6 @@ from megarl.rewards.truths import (
     TRUTH_FORM_HINT,
     Trial,
     TruthRow,
-    Unfinished,
     in_files,
     is_null,
     keys_by_source,
@@ -164,8 +163,9 @@ def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = 
 def _scores(trials: Sequence[Trial]) -> str:
     if not trials:
         return " and accepts the four arguments"
-    truths = [trial.outcome.score for trial in trials if trial.outcome is not None]
-    empty = [trial.empty.score for trial in trials if not isinstance(trial.empty, Unfinished)]
+    outcomes = [trial.response.outcome for trial in trials]
+    truths = [outcome.score for outcome in outcomes if outcome is not None]
+    empty = [trial.empty.score for trial in trials]
     scored = (
         f"{len(truths):,} ground truths score {_span(truths)}"
         if truths
@@ -207,7 +207,7 @@ def _refusals(trials: Sequence[Trial], files: str) -> Iterator[Finding]:
 def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: str) -> Iterator[Finding]:
     """Yield problems of ground truths and empty responses for which a function returns no score."""
     failed = [trial for trial in trials if trial.error is not None]
-    slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
+    slow = [trial for trial in failed if trial.response.is_late]
 
     # The trial's time limit is shorter than the run's, so a slow sample is a warning, not an error.
     if slow and reward.time_limit_s > SAMPLE_LIMIT_S:
@@ -228,10 +228,10 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
         else:
             allowed = f"at most reward.max_error_rate={reward.max_error_rate:g} may fail"
             yield doubtful(REWARDS, problem, f"{hint}; {allowed}", files=files)
-    elif not slow and (silent := [trial for trial in trials if trial.empty_error is not None]):
+    elif not slow and (silent := [trial for trial in trials if trial.empty.error is not None]):
         problem = (
             f"reward.functions: for an empty response to row {silent[0].row.number} of "
-            f"{silent[0].row.file}, {silent[0].empty_error}"
+            f"{silent[0].row.file}, {silent[0].empty.error}"
         )
         yield doubtful(
             REWARDS,
@@ -245,11 +245,11 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
     """Yield warnings about ground truths with a suspiciously low score."""
     if unrewarded := worthless(trials):
         first = unrewarded[0]
-        assert first.outcome is not None
+        assert first.response.outcome is not None
         yield doubtful(
             REWARDS,
             f"reward.functions: {len(unrewarded):,} of {len(trials):,} ground truths score no better than an "
-            f"empty response, such as {_place(first)}, with {first.outcome.score:g}",
+            f"empty response, such as {_place(first)}, with {first.response.outcome.score:g}",
             TRUTH_FORM_HINT,
             files=files,
         )
@@ -263,14 +263,14 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
     low = [
         trial
         for trial in trials
-        if trial.has_own_form
+        if trial.response.form_of is not None
         and (trial.gain or 0) > 0
-        and trial.outcome is not None
-        and trial.outcome.score < threshold - 1e-6
+        and trial.response.outcome is not None
+        and trial.response.outcome.score < threshold - 1e-6
     ]
 
     if low:
-        outcome = low[0].outcome
+        outcome = low[0].response.outcome
         assert outcome is not None
         yield doubtful(
             REWARDS,

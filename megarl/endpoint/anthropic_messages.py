@@ -178,7 +178,12 @@ def _blocks(choice: SampledChoice) -> list[dict[str, Any]]:
     if choice.text or not choice.calls:
         blocks.append({"type": "text", "text": choice.text})
     blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+        {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "input": call["function"]["arguments"],
+        }
         for call in choice.calls
     ]
     return blocks

@@ -6,6 +6,7 @@ import re
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,7 @@ from megarl.agents.thinking import CallParser, CallTags, TurnPart, split_thinkin
 from megarl.data.token_bounds import longest_token
 from megarl.data.tokenizer import render_chat, token_bytes
 from megarl.data.turns import TurnTemplate
-from megarl.endpoint.turn_query import WrittenCall
+from megarl.endpoint.request_fields import call_of
 from megarl.models.thinking import END_THINK, THINK
 
 CallFormat = Callable[[Sequence[Schema] | None, bool], tuple[CallParser, CallTags | None]]
@@ -65,7 +66,7 @@ class ChatTokens:
 
     def read(
         self, token_ids: Sequence[int], text: str, tools: Sequence[Schema] | None
-    ) -> tuple[str, str, int, list[WrittenCall]]:
+    ) -> tuple[str, str, int, list[dict[str, Any]]]:
         """Separate a turn into answer, thinking and calls. Without tools, nothing is a call.
 
         Args:
@@ -86,7 +87,7 @@ class ChatTokens:
             visible = _without_calls(visible, parse, tags).strip()
         elif reasoning:
             visible = visible.strip()
-        written = [WrittenCall(f"call_{uuid.uuid4().hex[:24]}", *call) for call in calls]
+        written = [call_of(f"call_{uuid.uuid4().hex[:24]}", *call) for call in calls]
         return visible, reasoning, num_reasoning, written
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:

@@ -54,7 +54,7 @@ class ExternalHarness:
         self._offered: asyncio.Queue[_Episode] = asyncio.Queue()
         self._claimed: dict[str, _Episode] = {}
 
-    async def run(self, session: AgentSession, url: str) -> None:
+    async def __call__(self, session: AgentSession, url: str) -> None:
         episode = _Episode(session, url)
         self._offered.put_nowait(episode)
         try:

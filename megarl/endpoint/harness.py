@@ -8,12 +8,13 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.agents.protocol import Task
@@ -91,9 +92,9 @@ class ModelEndpoint:
         return open_sandbox(self.sandbox_config, image, self.root_url)
 
 
-class Harness(Protocol):
-    async def run(self, session: AgentSession, url: str) -> None:
-        """Run the program, and record the reward that it returns. Raises HarnessError."""
+# Runs the program of a session for the server at a URL, and records the reward that it returns. Raises
+# HarnessError.
+Harness = Callable[[AgentSession, str], Coroutine[Any, Any, None]]
 
 
 def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
@@ -116,7 +117,7 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
                 f"agent.harness.command starts {config.command[0]!r}, which is neither a program nor a file "
                 f"that can be executed"
             )
-        return CommandHarness(config.command, config.sandbox)
+        return partial(_run_command, config.command, config.sandbox)
 
     expected = Expected("harness", "agent.harness.function.name", _EXAMPLE)
     function = load_name(path, config.function.name, expected)
@@ -129,78 +130,68 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
             f"({error}); write it as {_EXAMPLE}"
         ) from error
 
-    return FunctionHarness(function, config.sandbox, num_threads)
+    threads = ThreadPoolExecutor(num_threads, thread_name_prefix="harness")
+    return partial(call_function, function, config.sandbox, threads)
 
 
-class FunctionHarness:
-    """Calls a function per episode. One that is not async runs in a thread."""
+async def call_function(
+    function: Callable[[Task, ModelEndpoint], Any],
+    sandbox: SandboxConfig,
+    threads: ThreadPoolExecutor,
+    session: AgentSession,
+    url: str,
+) -> None:
+    """Call a function. One that is not async runs in a thread."""
+    variables = environment_of(url, session)
+    image = session.task.sandbox_image
+    endpoint = ModelEndpoint(
+        base_url=variables["OPENAI_BASE_URL"],
+        root_url=url,
+        api_key=session.key,
+        environment=variables,
+        sandbox_config=sandbox if image is None else replace(sandbox, image=image),
+    )
 
-    def __init__(
-        self, function: Callable[[Task, ModelEndpoint], Any], sandbox: SandboxConfig, num_threads: int
-    ) -> None:
-        self._function = function
-        self._sandbox = sandbox
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="harness")
+    try:
+        if inspect.iscoroutinefunction(function):
+            result = await function(session.task, endpoint)
+        else:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(threads, function, session.task, endpoint)
+    except (SandboxStartError, SandboxEndedError) as error:
+        raise HarnessError(_SANDBOX_FAILURES[type(error)], str(error)) from error
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code may raise anything)
+        raise HarnessError(HarnessFailure.raised, last_line(error)) from error
 
-    async def run(self, session: AgentSession, url: str) -> None:
-        variables = environment_of(url, session)
-        image = session.task.sandbox_image
-        endpoint = ModelEndpoint(
-            base_url=variables["OPENAI_BASE_URL"],
-            root_url=url,
-            api_key=session.key,
-            environment=variables,
-            sandbox_config=self._sandbox if image is None else replace(self._sandbox, image=image),
-        )
+    if result is not None:
+        _record_returned(session, result)
 
+
+async def _run_command(parts: Sequence[str], config: SandboxConfig, session: AgentSession, url: str) -> None:
+    """Start a process, in a sandbox or a process group of its own, which ends with the episode.
+
+    The process reads its task as JSON on standard input. It may print a JSON object with `reward` in its
+    last line.
+    """
+    task = session.task
+    prompt = str(task.messages[-1].get("content", "")) if task.messages else ""
+    command = [part.replace("{prompt}", prompt) for part in parts]
+    given = json.dumps(task_fields(task)).encode() + b"\n"
+
+    if config.provider is None:
+        ended = await _run_here(command, given, environment_of(url, session), urlsplit(url).hostname or "")
+    else:
         try:
-            if inspect.iscoroutinefunction(self._function):
-                result = await self._function(session.task, endpoint)
-            else:
-                loop = asyncio.get_running_loop()
-                result = await loop.run_in_executor(self._threads, self._function, session.task, endpoint)
+            async with open_sandbox(config, task.sandbox_image, url) as sandbox:
+                variables = environment_of(sandbox.endpoint_url, session)
+                ended = await sandbox.exec(command, stdin=given, environment=variables)
         except (SandboxStartError, SandboxEndedError) as error:
             raise HarnessError(_SANDBOX_FAILURES[type(error)], str(error)) from error
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code may raise anything)
-            raise HarnessError(HarnessFailure.raised, last_line(error)) from error
 
-        if result is not None:
-            _record_returned(session, result)
-
-
-class CommandHarness:
-    """Starts a process per episode, in a sandbox or a process group of its own, which ends with the episode.
-
-    The process reads its task as JSON on standard input. It may print a JSON object with `reward` in its last
-    line.
-    """
-
-    def __init__(self, command: Sequence[str], sandbox: SandboxConfig) -> None:
-        self._command = command
-        self._sandbox = sandbox
-
-    async def run(self, session: AgentSession, url: str) -> None:
-        task = session.task
-        prompt = str(task.messages[-1].get("content", "")) if task.messages else ""
-        command = [part.replace("{prompt}", prompt) for part in self._command]
-        given = json.dumps(task_fields(task)).encode() + b"\n"
-
-        if self._sandbox.provider is None:
-            ended = await _run_here(
-                command, given, environment_of(url, session), urlsplit(url).hostname or ""
-            )
-        else:
-            try:
-                async with open_sandbox(self._sandbox, task.sandbox_image, url) as sandbox:
-                    variables = environment_of(sandbox.endpoint_url, session)
-                    ended = await sandbox.exec(command, stdin=given, environment=variables)
-            except (SandboxStartError, SandboxEndedError) as error:
-                raise HarnessError(_SANDBOX_FAILURES[type(error)], str(error)) from error
-
-        if ended.status:
-            why = f"exit code {ended.status}: {ended.output[-_KEPT:].strip()}"
-            raise HarnessError(HarnessFailure.exit_code, why)
-        _record_printed(session, ended.output)
+    if ended.status:
+        why = f"exit code {ended.status}: {ended.output[-_KEPT:].strip()}"
+        raise HarnessError(HarnessFailure.exit_code, why)
+    _record_printed(session, ended.output)
 
 
 async def _run_here(

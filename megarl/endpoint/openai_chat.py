@@ -19,6 +19,7 @@ from megarl.endpoint.request_fields import (
     call_of,
     of_kinds,
     text_of,
+    written_arguments,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
@@ -171,14 +172,7 @@ def _head(body: Mapping[str, Any], reply: TurnReply, kind: str) -> dict[str, Any
 
 
 def _content(choice: SampledChoice) -> dict[str, Any]:
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in choice.calls
-    ]
+    calls = [call_of(call["id"], call["function"]["name"], written_arguments(call)) for call in choice.calls]
     # In OpenAI's API, the content of a message with calls only is null.
     return {
         "content": choice.text or (None if calls else ""),

@@ -22,6 +22,7 @@ from megarl.endpoint.request_fields import (
     call_of,
     of_kinds,
     text_of,
+    written_arguments,
     wrong,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
@@ -233,9 +234,9 @@ def _output(choice: SampledChoice) -> list[dict[str, Any]]:
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
             "status": "completed",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": written_arguments(call),
         }
         for call in choice.calls
     ]

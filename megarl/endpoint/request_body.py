@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 
@@ -14,8 +14,6 @@ from megarl.machine.strict_json import load_strictly
 
 _LARGE = 1 << 14  # bytes; the tokens of smaller bodies take a few milliseconds
 _MOST_THREADS = 2  # large bodies that are processed at the same time
-
-_Result = TypeVar("_Result")
 
 
 class BodyTooLargeError(ApiError):
@@ -42,7 +40,7 @@ class RequestBodies:
         self._max_bytes = max_bytes
         self._threads = asyncio.Semaphore(_MOST_THREADS)
 
-    async def process(self, request: Request, work: Callable[[dict[str, Any]], _Result]) -> _Result:
+    async def process[Result](self, request: Request, work: Callable[[dict[str, Any]], Result]) -> Result:
         """Return the result of `work` for the JSON object that a request contains.
 
         For a large body, parsing and `work` run in a thread, so that other requests are answered meanwhile.

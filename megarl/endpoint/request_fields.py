@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -21,12 +21,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
+    GetPydanticSchema,
     Tag,
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megarl.endpoint.api_error import ApiError, invalid, refuse_unsupported, unsupported
 from megarl.endpoint.turn_query import TurnQuery
@@ -147,16 +147,12 @@ def wrong(rule: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "Value should {rule}", {"rule": rule})
 
 
-class _ReadAs(NamedTuple):
-    """Metadata of an annotation: the type by which a field is validated, instead of the annotated one."""
-
-    kind: Any
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(self.kind)
+def _read_as(kind: Any) -> GetPydanticSchema:
+    """Return metadata of an annotation: a field is validated by `kind` instead of the annotated type."""
+    return GetPydanticSchema(lambda source, handler: handler.generate_schema(kind))
 
 
-def of_kinds(schemas: Mapping[str | None, type[RequestFields]], hint: str) -> _ReadAs:
+def of_kinds(schemas: Mapping[str | None, type[RequestFields]], hint: str) -> GetPydanticSchema:
     """Annotate an object whose field `type` selects its schema.
 
     Args:
@@ -174,10 +170,10 @@ def of_kinds(schemas: Mapping[str | None, type[RequestFields]], hint: str) -> _R
 
     tagged = tuple(Annotated[schema, Tag(schema.__name__)] for schema in dict.fromkeys(schemas.values()))
     if len(tagged) == 1:
-        return _ReadAs(Annotated[tagged[0], BeforeValidator(refuse_others)])
+        return _read_as(Annotated[tagged[0], BeforeValidator(refuse_others)])
     by_kind = Discriminator(lambda value: schemas[value.get("type")].__name__)
     any_of: Any = reduce(or_, tagged)
-    return _ReadAs(Annotated[any_of, by_kind, BeforeValidator(refuse_others)])
+    return _read_as(Annotated[any_of, by_kind, BeforeValidator(refuse_others)])
 
 
 class TextPart(RequestFields):
@@ -192,14 +188,14 @@ def as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def text_of(*kinds: str) -> _ReadAs:
+def text_of(*kinds: str) -> GetPydanticSchema:
     """Annotate the text of a message that is sent as a text, or as a list of parts of these kinds."""
 
     def joined(parts: list[TextPart]) -> str:
         return "".join(part.text or part.refusal for part in parts)
 
     part = Annotated[TextPart, of_kinds(dict.fromkeys(kinds, TextPart), "messages may contain text only")]
-    return _ReadAs(Annotated[list[part], BeforeValidator(as_parts), AfterValidator(joined)])
+    return _read_as(Annotated[list[part], BeforeValidator(as_parts), AfterValidator(joined)])
 
 
 def _listed_stops(value: Any) -> Any:
@@ -263,5 +259,10 @@ class ToolFunction(RequestFields):
 
 
 def call_of(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
-    """Return a call of an earlier turn, as chat templates read it."""
+    """Return a call, as chat templates read it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def written_arguments(call: Mapping[str, Any]) -> str:
+    """Return the arguments of a call as APIs of OpenAI write them."""
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)

@@ -25,7 +25,7 @@ from megarl.data.tool_results import order_results
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.conversation_tree import ConversationTree, RecordedTurn
-from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply, WrittenCall
+from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
 # token ids, maximum number of new tokens, seed
 Generate = Callable[[list[int], int, int], Coroutine[Any, Any, Sample]]
@@ -174,7 +174,7 @@ class AgentSession:
                 parent=plan.parent,
                 tools=tools_key(tools),
                 messages=plan.keys,
-                answer=message_key(_message(text, calls)),
+                answer=message_key({"role": "assistant", "content": text, "tool_calls": calls}),
                 bridge=plan.bridge,
                 written=Segment.of_model(sample),
             )
@@ -248,12 +248,6 @@ class AgentSession:
 
 def _digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(np.array(token_ids, dtype=np.int64).tobytes()).digest()
-
-
-def _message(text: str, calls: Sequence[WrittenCall]) -> dict[str, Any]:
-    """Return the message that a client gets, as chat templates read it."""
-    written = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-    return {"role": "assistant", "content": text, **({"tool_calls": written} if written else {})}
 
 
 # ---- messages between the driver and the process of a session

@@ -119,7 +119,7 @@ class SessionServer:
 
     async def _result(self, order: SessionOrder, session: AgentSession) -> tuple[Trajectory, str]:
         limit_s = self._config.time_limit_s
-        running = asyncio.ensure_future(self._harness.run(session, self._server.url))
+        running = asyncio.ensure_future(self._harness(session, self._server.url))
         try:
             await asyncio.wait({running}, timeout=limit_s)
             if not running.done():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,14 +29,6 @@ class TurnQuery:
     stop: tuple[str, ...] = ()
 
 
-class WrittenCall(NamedTuple):
-    """A call of a tool. `arguments` is any JSON value."""
-
-    id: str
-    name: str
-    arguments: Any
-
-
 class SampledChoice(NamedTuple):
     """A sample as a client reads it.
 
@@ -44,7 +36,7 @@ class SampledChoice(NamedTuple):
         text: What the model wrote outside of thinking and calls.
         reasoning: What it wrote between `<think>` and `</think>`; empty if there is none.
         num_reasoning: Tokens of this thinking and its tags.
-        calls: The calls that could be read. Others are part of the text.
+        calls: The calls that could be read, as chat templates read them. Others are part of the text.
         finish_reason: "length" if a limit of tokens ended it.
         stop: The text of `TurnQuery.stop` that ended it, if one did.
         tokens: The UTF-8 bytes of each token, which may be a part of a character.
@@ -54,7 +46,7 @@ class SampledChoice(NamedTuple):
     text: str
     reasoning: str
     num_reasoning: int
-    calls: Sequence[WrittenCall]
+    calls: Sequence[Mapping[str, Any]]
     finish_reason: Literal["stop", "length"]
     stop: str | None
     tokens: Sequence[bytes]

@@ -90,6 +90,7 @@ def check_truth(ground_truth: Any) -> None:
     read_tests(ground_truth)
 
 
+@long_integers()
 def run_tests(program: str, tests: Sequence[CodeTest], tolerance: float = TOLERANCE) -> list[bool]:
     """Return whether each test passes.
 
@@ -101,11 +102,6 @@ def run_tests(program: str, tests: Sequence[CodeTest], tolerance: float = TOLERA
     Args:
         tolerance: See compute_score.
     """
-    with long_integers():
-        return _run_tests(program, tests, tolerance)
-
-
-def _run_tests(program: str, tests: Sequence[CodeTest], tolerance: float) -> list[bool]:
     passed = [False] * len(tests)
     if not program.strip():
         return passed

@@ -128,11 +128,8 @@ class SandboxedInterpreter:
         self._session = SandboxSession(level, limits)
         self._is_ready = False
 
-    def ask(self, expression: str) -> tuple[Any, Literal["value", "time", "died"], bool]:
-        """Return the JSON that the expression prints.
-
-        The result also contains how the evaluation ended, and whether the process was fresh.
-        """
+    def ask(self, expression: str) -> Value:
+        """Return the JSON that the expression prints."""
         was_fresh = not self._is_ready
         # A fresh process must run the setup first.
         program = expression if self._is_ready else f"{self._setup}\n{expression}"
@@ -140,14 +137,14 @@ class SandboxedInterpreter:
 
         # A shell reports a killed process as 137.
         if finished.ended == "time" or finished.status in (-9, 137):
-            return None, "time", was_fresh
-        if finished.ended == "output":
-            return None, "died", was_fresh
-
+            return Value(None, "time", was_fresh)
         try:
-            return json.loads(finished.output, parse_int=_short_integer), "value", was_fresh
+            # Output that is too long ends in the middle.
+            output = "" if finished.ended == "output" else finished.output
+            said = json.loads(output, parse_int=_short_integer)
         except (ValueError, RecursionError):
-            return None, "died", was_fresh
+            said = None
+        return Value(said, "died" if said is None else "value", was_fresh)
 
     def close(self) -> None:
         self._session.close()
@@ -163,11 +160,11 @@ def _short_integer(digits: str) -> int:
     return int(digits)
 
 
-class ProgramSide:
+class ProgramSide(SandboxedInterpreter):
     """A program that evaluates expressions in its own process."""
 
     def __init__(self, program: str, level: Level, limits: SandboxLimits) -> None:
-        self._interpreter = SandboxedInterpreter(_PROGRAM_SIDE.format(program=program), level, limits)
+        super().__init__(_PROGRAM_SIDE.format(program=program), level, limits)
 
     def value(self, test: int, source: str, imports: Mapping[str, str], bound: Any = None) -> Value:
         """Evaluate `source` after running the program, which is run again for each `test`.
@@ -176,28 +173,23 @@ class ProgramSide:
             bound: Additional variables, encoded.
         """
         given = ["dict", []] if bound is None else bound
-        said, how, was_fresh = self._interpreter.ask(
+        answer = self.ask(
             f"answer({test!r}, {source!r}, {dict(imports)!r}, json.loads({json.dumps(given)!r}))"
         )
-        if how != "value":
-            return Value(None, how, was_fresh)
+        if answer.how != "value":
+            return answer
         # The program may have printed anything, so check the form.
-        if isinstance(said, dict) and "value" in said:
-            return Value(said["value"], "value", was_fresh)
+        if isinstance(answer.data, dict) and "value" in answer.data:
+            return answer._replace(data=answer.data["value"])
 
-        return Value(None, "raised", was_fresh)
-
-    def close(self) -> None:
-        self._interpreter.close()
+        return Value(None, "raised", answer.was_fresh)
 
 
-class Judge:
+class Judge(SandboxedInterpreter):
     """Decides assertions about values of a program, in a process that never runs the program."""
 
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
-        self._interpreter = SandboxedInterpreter(
-            _JUDGE_SIDE.format(remote=REMOTE, given=_GIVEN, named=_NAMED), level, limits
-        )
+        super().__init__(_JUDGE_SIDE.format(remote=REMOTE, given=_GIVEN, named=_NAMED), level, limits)
 
     def holds(self, number: int, test: AssertTest, program: ProgramSide) -> tuple[bool, Value | None]:
         """Return whether the assertion holds. If a value of the program is missing, it is returned too."""
@@ -208,9 +200,9 @@ class Judge:
         # The judge requests one value of the program at a time, until the assertion is decided.
         while True:
             arguments = f"{test.judged!r}, {imports!r}, {is_new}, json.loads({json.dumps(data)!r})"
-            said, how, _ = self._interpreter.ask(f"judge({arguments})")
-            if how != "value" or "holds" in said:
-                return how == "value" and said["holds"], None
+            said = self.ask(f"judge({arguments})").data
+            if said is None or "holds" in said:
+                return said is not None and said["holds"], None
             source = test.sources[said["needs"]]
             # The assertion calls a function that the program returned, which only the program's process can
             # do.
@@ -221,6 +213,3 @@ class Judge:
                 return False, value
             is_new = False
             data = value.data
-
-    def close(self) -> None:
-        self._interpreter.close()

@@ -100,16 +100,6 @@ class AssertTest(NamedTuple):
 CodeTest = CallTest | StreamTest | AssertTest
 
 
-def read_tests(ground_truth: Any) -> list[CodeTest]:
-    """Parse a list of tests, or such a list as JSON.
-
-    Raises:
-        ValueError: The ground truth is not a list of tests, or a test cannot be run or passed.
-    """
-    with long_integers():
-        return _read_tests(ground_truth)
-
-
 @contextmanager
 def long_integers() -> Generator[None]:
     """Allow integers of any number of digits in texts.
@@ -125,7 +115,13 @@ def long_integers() -> Generator[None]:
         sys.set_int_max_str_digits(before)
 
 
-def _read_tests(ground_truth: Any) -> list[CodeTest]:
+@long_integers()
+def read_tests(ground_truth: Any) -> list[CodeTest]:
+    """Parse a list of tests, or such a list as JSON.
+
+    Raises:
+        ValueError: The ground truth is not a list of tests, or a test cannot be run or passed.
+    """
     what = "the ground truth"
     if isinstance(ground_truth, str):
         try:

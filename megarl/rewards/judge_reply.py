@@ -39,20 +39,6 @@ class ReplyError(ValueError):
     """A reply contains no score."""
 
 
-class _Verdict(NamedTuple):
-    """A place in a reply that gives a score, as text and value.
-
-    Attributes:
-        is_quoted: Whether it follows a closing tag of thinking on its line, as in the answer that was judged.
-        may_be_quoted: Whether the same text is in the answer.
-    """
-
-    text: str
-    value: Any
-    is_quoted: bool
-    may_be_quoted: bool
-
-
 # A judge, and the user's function that reads its replies, if there is one.
 type LoadedJudge = tuple[JudgeConfig, Callable[..., Any] | None]
 
@@ -150,7 +136,7 @@ def _score_in(
         answer = outside_thinking(text, reply.opens_thinking)
         known = None if judged is None else _squeezed(judged)
         try:
-            value = _own_verdict(_verdicts(parse, answer, known))
+            value = _own_verdict(_verdicts(parse, answer), answer, known)
         except ReplyError as error:
             raise ReplyError(f"{error} {_shown(text)}") from None
 
@@ -161,85 +147,74 @@ def _score_in(
     return score
 
 
-def _verdicts(parse: JudgeParseConfig, answer: str, judged: str | None) -> list[_Verdict]:
-    """Return every score in a reply, in order. Raises ReplyError if there is none."""
+def _verdicts(parse: JudgeParseConfig, answer: str) -> list[tuple[slice, Any]]:
+    """Return the place and the value of every score in a reply, in order. Raises ReplyError without one."""
     if parse.json is not None:
-        return _verdicts_of_key(answer, parse.json, judged)
+        return _verdicts_of_key(answer, parse.json)
     assert parse.regex is not None
-    return _verdicts_of_regex(answer, parse.regex, judged)
+    matches = [match for match in re.finditer(parse.regex, answer) if match.group(1) is not None]
+    if not matches:
+        raise ReplyError(f"no match of {parse.regex!r} in")
+    return [(slice(*match.span()), match.group(1)) for match in matches]
 
 
-def _own_verdict(verdicts: Sequence[_Verdict]) -> Any:
-    """Return the value of the last verdict that is no quotation.
-
-    Raises:
-        ReplyError: Others have another value, and the judge may have quoted this one, so that the answer
-            would choose its own score.
-    """
-    own = [verdict for verdict in verdicts if not verdict.is_quoted] or verdicts
-    last = own[-1]
-    others = [verdict for verdict in own if verdict.value != last.value]
-    if others and last.may_be_quoted:
-        raise ReplyError(
-            f"the scores {others[-1].text!r} and {last.text!r} differ, and the judge may have quoted the "
-            "latter from the answer, in"
-        )
-
-    return last.value
-
-
-def _verdicts_of_regex(answer: str, regex: str, judged: str | None) -> list[_Verdict]:
-    found = [
-        # A number without words around it is in many answers by chance.
-        _verdict(answer, match.span(), match.group(1), judged if match.group() != match.group(1) else "")
-        for match in re.finditer(regex, answer)
-        if match.group(1) is not None
-    ]
-    if not found:
-        raise ReplyError(f"no match of {regex!r} in")
-    return found
-
-
-def _verdicts_of_key(answer: str, key: str, judged: str | None) -> list[_Verdict]:
+def _verdicts_of_key(answer: str, key: str) -> list[tuple[slice, Any]]:
     """Return the JSON objects of a reply that have the key. There may be text or code blocks around them."""
     decoder = json.JSONDecoder()
-    found = list[_Verdict]()
-    num_objects = 0
+    objects = list[tuple[slice, Any]]()
     start = answer.find("{")
 
     # Objects inside a decoded object are skipped; a brace that begins none is passed over.
     while start != -1:
         try:
             said, end = decoder.raw_decode(answer, start)
-            num_objects += 1
-            if key in said:
-                found.append(_verdict(answer, (start, end), said[key], judged))
+            objects.append((slice(start, end), said))
         except (ValueError, RecursionError):
             end = start + 1
         start = answer.find("{", end)
 
-    if not num_objects:
+    if not objects:
         raise ReplyError("no JSON object in")
+    found = [(place, said[key]) for place, said in objects if key in said]
     if not found:
         raise ReplyError(f"no key {key!r} in the JSON object of")
     return found
 
 
-def _verdict(answer: str, span: tuple[int, int], value: Any, judged: str | None) -> _Verdict:
-    start, end = span
-    text = answer[start:end]
-    tag = answer.rfind(END_THINK, answer.rfind("\n", 0, start) + 1, start)
+def _own_verdict(verdicts: Sequence[tuple[slice, Any]], answer: str, judged: str | None) -> Any:
+    """Return the value of the last verdict that is no quotation.
 
-    # JSON and regular expressions also give numbers as text.
+    A quotation follows a closing tag of thinking on its line, as in the answer that was judged.
+
+    Raises:
+        ReplyError: Others have another value, and the judge may have quoted this one, so that the answer
+            would choose its own score.
+    """
+    own = [each for each in verdicts if not _is_quoted(answer, each[0], judged)] or verdicts
+    place, last = own[-1]
+    text = answer[place]
+    others = [answer[other] for other, value in own if _number(value) != _number(last)]
+    # A number without words around it is in many answers by chance.
+    if others and text != last and judged and _squeezed(text) in judged:
+        raise ReplyError(
+            f"the scores {others[-1]!r} and {text!r} differ, and the judge may have quoted the "
+            "latter from the answer, in"
+        )
+
+    return _number(last)
+
+
+def _is_quoted(answer: str, place: slice, judged: str | None) -> bool:
+    tag = answer.rfind(END_THINK, answer.rfind("\n", 0, place.start) + 1, place.start)
+    return tag >= 0 and (judged is None or _squeezed(answer[tag : place.stop]) in judged)
+
+
+def _number(value: Any) -> Any:
+    """Return the number in a text, because JSON and regular expressions also give numbers as text."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            value = float(value)
-    return _Verdict(
-        text,
-        value,
-        is_quoted=tag >= 0 and (judged is None or _squeezed(answer[tag:end]) in judged),
-        may_be_quoted=bool(judged) and _squeezed(text) in judged,
-    )
+            return float(value)
+    return value
 
 
 def _squeezed(text: str) -> str:

@@ -6,7 +6,7 @@ Their prompts are jinja2 templates, which are rendered in a sandbox.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -61,17 +61,23 @@ class JudgePanel:
             if judge.name in endpoints:
                 client.endpoints = endpoints[judge.name]
 
-    def ask(self, request: ScoreRequest) -> Future[list[JudgeReply]]:
-        """Ask every judge about a sample, and return immediately. The future never raises."""
-        return self._loop.submit(self._ask(request))
+    def ask[Result](
+        self, score: Callable[[ScoreRequest, Sequence[JudgeReply]], Future[Result]], request: ScoreRequest
+    ) -> Future[Result]:
+        """Ask every judge about a sample, and then score it. Returns immediately."""
+
+        async def scored() -> Result:
+            replies = await asyncio.gather(
+                *(self._reply(index, request) for index in range(len(self._judges)))
+            )
+            return await asyncio.wrap_future(score(request, replies))
+
+        return self._loop.submit(scored())
 
     def close(self) -> None:
         """Cancel all requests, and end the thread."""
         self._loop.submit(self._cancel()).result()
         self._loop.stop()
-
-    async def _ask(self, request: ScoreRequest) -> list[JudgeReply]:
-        return await asyncio.gather(*(self._reply(index, request) for index in range(len(self._judges))))
 
     async def _reply(self, index: int, request: ScoreRequest) -> JudgeReply:
         try:

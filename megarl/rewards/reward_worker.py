@@ -65,7 +65,7 @@ class RewardWorker(Worker):
     def begin(self, groups: DataProto) -> None:
         """Start scoring samples, with all samples of a prompt together. `finish` waits for the scores."""
         if self._scorer is not None:
-            for begun in self._scorer.begin(self._requests(groups, self._texts(groups))):
+            for begun in self._scorer.begin(self._requests(groups)):
                 self._begun.setdefault(begun.request.uid, []).append(begun)
                 self._unreported.add(begun.request.uid)
 
@@ -93,7 +93,11 @@ class RewardWorker(Worker):
 
         # Report only whole groups; a later call reports the others.
         scores = {
-            uid: [score for begun in self._begun[uid] if (score := _score_of(begun)) is not None]
+            uid: [
+                outcome.score
+                for outcome in map(self._scorer.outcome, self._begun[uid])
+                if outcome is not None and outcome.error is None
+            ]
             for uid in sorted(self._unreported)
             if all(begun.outcome.done() for begun in self._begun[uid])
         }
@@ -111,17 +115,19 @@ class RewardWorker(Worker):
             return _table([_NO_SCORE] * len(uids))
 
         # Take each sample from where it was begun, in the order of the batch.
-        others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
+        others_in_order = iter(self._requests(others) if len(others) else [])
         samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]
 
         # These groups leave the worker, whether or not `scored` has reported them.
-        self._drop(uids)
-        return self._scores(samples)
+        self.forget(uids)
+        return _table(self._scorer.score(samples))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def forget(self, uids: Sequence[str]) -> None:
         """Drop groups that were begun and will not be requested."""
-        self._drop(uids)
+        for uid in set(uids) & self._begun.keys():
+            del self._begun[uid]
+            self._unreported.discard(uid)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def score(self, batch: DataProto, with_texts: bool = False) -> DataProto:
@@ -135,19 +141,12 @@ class RewardWorker(Worker):
         Raises:
             RewardError: The error rate is above the allowed one.
         """
-        texts = self._texts(batch)
-        requests = self._requests(batch, texts)
-        return self._scores(requests, requests if with_texts else None)
+        requests = self._requests(batch)
+        outcomes = self._scorer.score(requests) if self._scorer else [_NO_SCORE] * len(requests)
+        return _table(outcomes, requests if with_texts else None)
 
-    def _drop(self, uids: Sequence[str]) -> None:
-        for uid in set(uids) & self._begun.keys():
-            del self._begun[uid]
-            self._unreported.discard(uid)
-
-    def _texts(self, batch: DataProto) -> list[str]:
-        return decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])
-
-    def _requests(self, batch: DataProto, texts: Sequence[str]) -> list[ScoreRequest]:
+    def _requests(self, batch: DataProto) -> list[ScoreRequest]:
+        texts = decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])
         arrays = batch.non_tensor_batch
         return [
             ScoreRequest(
@@ -184,11 +183,6 @@ class RewardWorker(Worker):
         rows = zip(batch.ragged["responses"].each(), batch.ragged[WROTE].each(), strict=True)
         return [decode_turns(self._tokenizer, np.asarray(ids), np.asarray(wrote)) for ids, wrote in rows]
 
-    def _scores(
-        self, samples: Sequence[ScoreRequest | BegunScore], shown: Sequence[ScoreRequest] | None = None
-    ) -> DataProto:
-        return _table(self._scorer.score(samples) if self._scorer else [_NO_SCORE] * len(samples), shown)
-
 
 def _table(outcomes: Sequence[Outcome], shown: Sequence[ScoreRequest] | None = None) -> DataProto:
     """Return the result of RewardWorker.score."""
@@ -215,11 +209,3 @@ def _table(outcomes: Sequence[Outcome], shown: Sequence[ScoreRequest] | None = N
         non_tensors=arrays,
         meta_info={"reward/error_rate": is_scored.count(False) / len(outcomes)},
     )
-
-
-def _score_of(begun: BegunScore) -> float | None:
-    """Return the score of a completed sample, or None if its scoring failed."""
-    if begun.outcome.exception() is not None:
-        return None
-    outcome = begun.outcome.result()
-    return outcome.score if outcome.error is None else None

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import active_children
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
@@ -37,7 +38,6 @@ START_TIME_LIMIT_S = 120.0  # for a reward file's imports
 _LOOK_S = 0.2
 MAX_POOL_RESTARTS = 3  # in a row without a scored sample in between
 NUM_SHOWN_MESSAGES = 5
-Result = TypeVar("Result")
 _ALWAYS_GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", OWNER)
 
 
@@ -50,8 +50,10 @@ class BegunScore(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its pool broke, so that it will never be completed."""
-        return not (self.outcome.done() or self.pool.active)
+        """Whether its pool broke, so that it must be scored again."""
+        if not self.outcome.done():
+            return not self.pool.active
+        return isinstance(self.outcome.exception(), BrokenProcessPool)
 
 
 class RewardError(RunError):
@@ -63,28 +65,14 @@ class RewardError(RunError):
     hint = FIX_THE_FUNCTION
 
 
-def _copy(source: Future[Outcome], target: Future[Outcome]) -> None:
-    """Give the target the result or the exception of the source."""
-    if source.cancelled():
-        target.cancel()
-    elif (error := source.exception()) is not None:
-        target.set_exception(error)
-    else:
-        target.set_result(source.result())
-
-
-def _variables(sandbox: RewardSandboxConfig) -> dict[str, str]:
-    """Return the environment variables of the processes, if one of the functions has a sandbox."""
-    return {name: os.environ[name] for name in (*_ALWAYS_GIVEN, *sandbox.environment) if name in os.environ}
-
-
 def _context(
     functions: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig
 ) -> FreshContext | BareContext:
     if not any(function.sandbox for function in functions):
         return FreshContext()
+    names = (*_ALWAYS_GIVEN, *sandbox.environment)
     try:
-        return BareContext(_variables(sandbox))
+        return BareContext({name: os.environ[name] for name in names if name in os.environ})
     except PermissionError as error:
         raise RewardFunctionError(f"reward.functions' sandbox: {error}") from error
 
@@ -168,37 +156,18 @@ class RewardScorer:
         pool = self._pool
         limit_s = self.time_limit_s
 
-        if self._panel is not None:
-            return [
-                BegunScore(request, self._after_judges(self._panel, request), pool) for request in requests
-            ]
-        return [
-            BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool)
-            for request in requests
-        ]
-
-    def _after_judges(self, panel: JudgePanel, request: ScoreRequest) -> Future[Outcome]:
-        """Ask the judges about a sample, and then score it in a process.
-
-        The future is never completed if the pool breaks in the meantime.
-        """
-        outcome = Future[Outcome]()
-        pool = self._pool
-        limit_s = self.time_limit_s
-
-        def score(replies: Future[list[JudgeReply]]) -> None:
-            if replies.cancelled():
-                return
+        def score(request: ScoreRequest, *replies: Sequence[JudgeReply]) -> Future[Outcome]:
             try:
-                scored = pool.schedule(process.score, args=[request, replies.result()], timeout=limit_s)
-            except RuntimeError:  # the pool has broken, see BegunScore.is_lost
-                return
-            scored.add_done_callback(lambda done: _copy(done, outcome))
+                return pool.schedule(process.score, args=[request, *replies], timeout=limit_s)
+            except RuntimeError as error:  # it broke while the judges replied
+                raise BrokenProcessPool(str(error)) from error
 
-        panel.ask(request).add_done_callback(score)
-        return outcome
+        ask = score if self._panel is None else partial(self._panel.ask, score)
+        return [BegunScore(request, ask(request), pool) for request in requests]
 
-    def run(self, function: Callable[[ScoreRequest], Result], request: ScoreRequest) -> Future[Result]:
+    def run[Result](
+        self, function: Callable[[ScoreRequest], Result], request: ScoreRequest
+    ) -> Future[Result]:
         """Call a function of megarl in a process that has loaded the reward functions.
 
         The call has the time limit of a sample.
@@ -222,14 +191,13 @@ class RewardScorer:
                 then not scored.
         """
         outcomes: dict[int, Outcome] = {}
-        failed: dict[int, str] = {}  # samples without a score, and why
         requests = [sample.request if isinstance(sample, BegunScore) else sample for sample in samples]
         begun = {index: sample for index, sample in enumerate(samples) if isinstance(sample, BegunScore)}
         waiting = list(range(len(requests)))
         num_fruitless = 0
 
         while waiting:
-            unscored = self._score_some(requests, waiting, begun, outcomes, failed)
+            unscored = self._score_some(requests, waiting, begun, outcomes)
             begun = {}  # samples left by a broken pool start again
             # Only attempts without any progress count towards the limit.
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
@@ -303,9 +271,8 @@ class RewardScorer:
         waiting: Sequence[int],
         begun: Mapping[int, BegunScore],
         outcomes: dict[int, Outcome],
-        failed: dict[int, str],
     ) -> list[int]:
-        """Fill in outcomes, and the failed samples.
+        """Fill in outcomes.
 
         Returns the samples that the pool did not reach because it broke, for example because an idle process
         was killed.
@@ -317,30 +284,26 @@ class RewardScorer:
         for index in waiting:
             # Results are collected in the order of the samples, but a later one may have failed already.
             while not self._is_over(futures[index]):
-                self._refuse_failures(requests, futures, failed)
-            result = self._result(futures[index])
-            if isinstance(result, Outcome) and result.error is None:
-                result = self._consistent(requests[index], result)
-            if result is None:
+                self._refuse_failures(requests, futures, outcomes)
+            outcome = self.outcome(futures[index])
+            if outcome is None:
                 unscored.append(index)
-            elif isinstance(result, Outcome) and result.error is None:
-                outcomes[index] = result
-            else:
-                numbers = result.numbers if isinstance(result, Outcome) else {}
-                failed[index] = self._failure(result)
-                outcomes[index] = self._failed._replace(numbers=numbers, error=failed[index])
+                continue
+            outcomes[index] = self._consistent(requests[index], outcome)
+            if outcomes[index].error is not None:
                 # Later successes cannot change this, so the rest need not be scored.
-                if len(failed) > self._max_error_rate * len(requests):
-                    self._refuse_failures(requests, futures, failed)
+                self._refuse_failures(requests, futures, outcomes)
 
         return unscored
 
     def _consistent(self, request: ScoreRequest, outcome: Outcome) -> Outcome:
-        """Return the outcome, or an error if its `answer` is inconsistent within its data source.
+        """Return the outcome, or a failure if its `answer` is inconsistent within its data source.
 
         A function must return an answer for all samples of a data source or for none. `maj@k` is computed for
         functions that return answers, so this must not depend on the sample.
         """
+        if outcome.error is not None:
+            return outcome
         # The first sample of a data source decides for all of them.
         declared = self._has_answer.get(request.data_source, (None,) * len(outcome.has_answer))
         pairs = list(zip(outcome.has_answer, declared, strict=True))
@@ -355,10 +318,8 @@ class RewardScorer:
             return outcome
         this, others = ("an", "none") if outcome.has_answer[index] else ("no", "one")
 
-        return Outcome(
-            0.0,
-            {},
-            f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, but "
+        return self._failed._replace(
+            error=f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, but "
             f"{others} for other samples of {request.data_source!r}; return this key for all samples or for "
             "none, with None for a sample without an answer",
         )
@@ -376,18 +337,18 @@ class RewardScorer:
         self,
         requests: Sequence[ScoreRequest],
         futures: Mapping[int, BegunScore],
-        found: Mapping[int, str],
+        found: Mapping[int, Outcome],
     ) -> None:
         """Raise RewardError if more samples have failed than allowed, in whatever order they ended.
 
-        `found` are those whose failure was noticed so far.
+        `found` are the outcomes that were noticed so far.
         """
-        failed = dict(found)
-        for index, begun in futures.items():
-            result = self._result(begun) if begun.outcome.done() else None
-            if result is not None and not (isinstance(result, Outcome) and result.error is None):
-                failed.setdefault(index, self._failure(result))
-
+        ended = {**{index: self.outcome(begun) for index, begun in futures.items()}, **found}
+        failed = {
+            index: outcome.error
+            for index, outcome in ended.items()
+            if outcome is not None and outcome.error is not None
+        }
         if len(failed) > self._max_error_rate * len(requests):
             self._stop()  # the pool is restarted by the next call
             raise RewardError(self._too_many(failed, requests))
@@ -396,24 +357,24 @@ class RewardScorer:
         """Wait at most a second for the sample. It is never completed if its pool is broken."""
         return bool(wait([begun.outcome], timeout=1.0).done) or begun.is_lost
 
-    def _result(self, begun: BegunScore) -> Outcome | TimeoutError | ProcessExpired | None:
-        """Return the result of a sample that is over, or None if the pool broke."""
+    def outcome(self, begun: BegunScore) -> Outcome | None:
+        """Return the outcome of a sample, or None if it has none yet or its pool broke."""
         if not begun.outcome.done():
             return None
         try:
-            return begun.outcome.result()
+            outcome = begun.outcome.result()
         except (TimeoutError, ProcessExpired) as error:
-            return error
+            return self._failed._replace(error=self.failure(error))
         except BrokenProcessPool:
             return None
+        if outcome.error is None:
+            return outcome
+        return self._failed._replace(numbers=outcome.numbers, error=outcome.error)
 
-    def _failure(self, result: Outcome | TimeoutError | ProcessExpired) -> str:
-        """Return why a sample has no score."""
-        if isinstance(result, Outcome):
-            assert result.error is not None
-            return result.error
-        if isinstance(result, ProcessExpired):
-            return f"its process died while scoring it (exit code {result.exitcode})"
+    def failure(self, error: TimeoutError | ProcessExpired) -> str:
+        """Return why a call in a process has no result."""
+        if isinstance(error, ProcessExpired):
+            return f"its process died while scoring it (exit code {error.exitcode})"
         return f"it took more than reward.time_limit_s={self.time_limit_s:g} s and was killed"
 
     def _too_many(self, failed: Mapping[int, str], requests: Sequence[ScoreRequest]) -> str:

@@ -66,59 +66,35 @@ class Response(NamedTuple):
         form_of: The position of the function whose `answer_from_truth` created the text; None: it is the text
             of the ground truth.
         refusal: Why the ground truth is refused before it is scored.
+        outcome: Its error says why the text, or finding it, did not finish.
+        is_late: Whether the time limit ended it.
     """
 
     text: str | None = None
     form_of: int | None = None
     refusal: str | None = None
     outcome: Outcome | None = None
-
-
-class Unfinished(NamedTuple):
-    """The reason why scoring did not finish: it timed out, or its process died."""
-
-    message: str
-    timed_out: bool
+    is_late: bool = False
 
 
 class Trial(NamedTuple):
     """The results of scoring one ground truth, and an empty response to the same row."""
 
     row: TruthRow
-    response: Response | Unfinished
-    empty: Outcome | Unfinished
-
-    @property
-    def outcome(self) -> Outcome | None:
-        return None if isinstance(self.response, Unfinished) else self.response.outcome
-
-    @property
-    def text(self) -> str | None:
-        return None if isinstance(self.response, Unfinished) else self.response.text
-
-    @property
-    def has_own_form(self) -> bool:
-        return isinstance(self.response, Response) and self.response.form_of is not None
+    response: Response
+    empty: Outcome
 
     @property
     def is_underivable(self) -> bool:
         """Whether the ground truth seems valid, but no response can be derived from it."""
-        return (
-            isinstance(self.response, Response)
-            and self.response.text is None
-            and self.response.refusal is None
-        )
+        response = self.response
+        return response.text is None and response.refusal is None and response.outcome is None
 
     @property
     def error(self) -> str | None:
         """The reason why scoring the ground truth failed."""
-        if isinstance(self.response, Unfinished):
-            return self.response.message
-        return None if self.outcome is None else self.outcome.error
-
-    @property
-    def empty_error(self) -> str | None:
-        return self.empty.message if isinstance(self.empty, Unfinished) else self.empty.error
+        outcome = self.response.outcome
+        return None if outcome is None else outcome.error
 
     @property
     def gain(self) -> float | None:
@@ -126,19 +102,15 @@ class Trial(NamedTuple):
 
         The score is that of the function whose form the response has.
         """
-        outcome = self.outcome
-        empty = self.empty
-        if outcome is None or outcome.error or isinstance(empty, Unfinished) or empty.error:
+        outcome = self.response.outcome
+        if outcome is None or outcome.error or self.empty.error:
             return None
-        assert isinstance(self.response, Response)
+
         # Only the function that defined the form of the text can be expected to recognize it.
         position = self.response.form_of
-
-        gain = (
-            outcome.score - empty.score
-            if position is None
-            else outcome.parts[position] - empty.parts[position]
-        )
+        if position is None:
+            return outcome.score - self.empty.score
+        gain = outcome.parts[position] - self.empty.parts[position]
         return None if math.isnan(gain) else gain  # the function has no opinion on one of them
 
 
@@ -248,24 +220,22 @@ def try_truths(scorer: RewardScorer, rows: Sequence[TruthRow], limit_s: float | 
             ):
                 return trials
             response, empty = (_result_of(future, scorer) for future in futures)
+            if isinstance(response, Outcome):
+                is_late = isinstance(futures[0].exception(), TimeoutError)
+                response = Response(outcome=response, is_late=is_late)
             trials.append(Trial(row, response, empty))
-        if end_s is not None and any(
-            isinstance(each, Unfinished) for trial in trials for each in (trial.response, trial.empty)
-        ):
+        if end_s is not None and any(future.exception() for futures in begun for future in futures):
             break
 
     return trials
 
 
 def _result_of(future: Future[Any], scorer: RewardScorer) -> Any:
+    """Return the result of a call in a reward process, or an outcome that says why it did not finish."""
     try:
         return future.result()
-    except TimeoutError:
-        return Unfinished(
-            f"it took more than reward.time_limit_s={scorer.time_limit_s:g} s and was killed", timed_out=True
-        )
-    except ProcessExpired as error:
-        return Unfinished(f"its process died while scoring it (exit code {error.exitcode})", timed_out=False)
+    except (TimeoutError, ProcessExpired) as error:
+        return Outcome(0.0, {}, scorer.failure(error))
 
 
 def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
@@ -283,20 +253,14 @@ def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
 
 def _refusal_of(trial: Trial) -> str | None:
     """Return why no response can match the ground truth of a trial, or None if one may."""
-    if isinstance(trial.response, Unfinished):
-        return None
-    text = trial.response.text
-    refusal = trial.response.refusal
-
-    if refusal is None and trial.response.form_of is not None and trial.gain is not None and trial.gain <= 0:
-        assert trial.outcome is not None
-        score_of_it = trial.outcome.parts[trial.response.form_of]
-        return (
-            f"as the response {short(text)} it scores {score_of_it:g}, no better than an empty one, so no "
-            f"response can be right"
-        )
-
-    return refusal
+    response = trial.response
+    if response.form_of is None or trial.gain is None or trial.gain > 0:
+        return response.refusal
+    assert response.outcome is not None
+    return (
+        f"as the response {short(response.text)} it scores {response.outcome.parts[response.form_of]:g}, no "
+        f"better than an empty one, so no response can be right"
+    )
 
 
 def problem_with(trial: Trial, full_marks: float) -> str | None:
@@ -306,13 +270,12 @@ def problem_with(trial: Trial, full_marks: float) -> str | None:
 
     A ground truth from which no response can be derived must only be readable.
     """
-    problem = _refusal_of(trial) or trial.error or trial.empty_error
-    if problem is None:
-        assert isinstance(trial.empty, Outcome)
-        if trial.empty.score > 0:
-            problem = f"an empty response scores {trial.empty.score:g}"
-        elif trial.outcome is not None and trial.outcome.score < full_marks:
-            problem = f"as a response it scores {trial.outcome.score:g}"
+    problem = _refusal_of(trial) or trial.error or trial.empty.error
+    outcome = trial.response.outcome
+    if problem is None and trial.empty.score > 0:
+        problem = f"an empty response scores {trial.empty.score:g}"
+    elif problem is None and outcome is not None and outcome.score < full_marks:
+        problem = f"as a response it scores {outcome.score:g}"
 
     return None if problem is None else _line(trial, problem)
 
@@ -326,10 +289,7 @@ def worthless(trials: Iterable[Trial]) -> list[Trial]:
     return [
         trial
         for trial in trials
-        if isinstance(trial.response, Response)
-        and trial.response.form_of is None
-        and trial.gain is not None
-        and trial.gain <= 0
+        if trial.response.form_of is None and trial.gain is not None and trial.gain <= 0
     ]
 
 
@@ -337,8 +297,8 @@ def keys_by_source(trials: Iterable[Trial]) -> dict[str, RewardKeys]:
     """Return the keys that the functions returned in addition to the score, by data source."""
     found: dict[str, RewardKeys] = {}
     for trial in trials:
-        for outcome in (trial.outcome, trial.empty):
-            if isinstance(outcome, Outcome) and outcome.error is None:
+        for outcome in (trial.response.outcome, trial.empty):
+            if outcome is not None and outcome.error is None:
                 before = found.get(trial.row.data_source, RewardKeys())
                 found[trial.row.data_source] = RewardKeys(
                     before.has_answer or any(outcome.has_answer), before.numbers | frozenset(outcome.numbers)
@@ -354,8 +314,8 @@ def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
     """
     seen: dict[str, dict[tuple[bool | None, ...], str]] = {}
     for trial in trials:
-        for outcome, what in ((trial.outcome, "ground truth"), (trial.empty, "empty response")):
-            if isinstance(outcome, Outcome) and outcome.error is None and None not in outcome.has_answer:
+        for outcome, what in ((trial.response.outcome, "ground truth"), (trial.empty, "empty response")):
+            if outcome is not None and outcome.error is None and None not in outcome.has_answer:
                 place = f"the {what} of {trial.row.file}, row {trial.row.number}"
                 seen.setdefault(trial.row.data_source, {}).setdefault(outcome.has_answer, place)
 

@@ -19,8 +19,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megarl.config.rules.machine import logger_problem
 from megarl.config.schema import LoggerKind
-from megarl.machine.files import parse_json, write_whole
+from megarl.machine.files import write_whole
 from megarl.machine.strict_json import dump_readable
+from megarl.tracking.metrics_file import parse_line
 from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, STATUS_FILE, check_run_folder, writing
 from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter, remove_samples
 from megarl.tracking.services import (
@@ -296,20 +297,5 @@ def clear(output_dir: Path) -> None:
 
 def _lines_until(path: Path, content: bytes, step: int) -> Iterator[bytes]:
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if line.endswith(b"\n") and _step_of(path, number, line) <= step:
+        if line.endswith(b"\n") and parse_line(path, number, line)["step"] <= step:
             yield line
-
-
-def _step_of(path: Path, number: int, line: bytes) -> int:
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error}); fix or delete that line") from error
-
-    step = record.get("step") if isinstance(record, dict) else None
-    if not isinstance(step, int):
-        raise ValueError(
-            f"{path}, line {number}: expected an object with an integer 'step', found {str(record)[:60]!r}; "
-            f"fix or delete that line"
-        )
-    return step

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from megarl.machine.files import parse_json
 
 
 class MetricsFileError(ValueError):
@@ -45,8 +46,15 @@ def read_metrics(path: Path) -> dict[str, Points]:
 
     # Whatever follows the last line break is an unfinished line, or empty.
     for number, line in enumerate(lines[:-1], start=1):
-        step, metrics = _parse(path, number, line)
-        by_step.setdefault(step, {}).update(metrics)
+        record = parse_line(path, number, line)
+        # Other values may be strings, which have no curve.
+        by_step.setdefault(record.pop("step"), {}).update(
+            {
+                name: float(value)
+                for name, value in record.items()
+                if isinstance(value, int | float) and math.isfinite(value)
+            }
+        )
 
     if not by_step:
         raise MetricsFileError(f"{path}: contains no complete step yet; try again after the run's first step")
@@ -62,23 +70,22 @@ def read_metrics(path: Path) -> dict[str, Points]:
     return series
 
 
-def _parse(path: Path, number: int, line: str) -> tuple[int, dict[str, float]]:
+def parse_line(path: Path, number: int, line: str | bytes) -> dict[str, Any]:
+    """Return the record of a line of the logs, which has an integer `step`.
+
+    Raises:
+        MetricsFileError: The line is damaged.
+    """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except ValueError as error:
         raise MetricsFileError(
             f"{path}, line {number}: not JSON ({error}); fix or delete that line"
         ) from error
 
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise MetricsFileError(
-            f"{path}, line {number}: expected an object with an integer 'step', found {line[:60]!r}"
+            f"{path}, line {number}: expected an object with an integer 'step', found {str(record)[:60]!r}; "
+            f"fix or delete that line"
         )
-
-    # Other values may be strings, which have no curve.
-    numbers = {
-        name: float(value)
-        for name, value in record.items()
-        if name != "step" and isinstance(value, int | float)
-    }
-    return record["step"], {name: value for name, value in numbers.items() if math.isfinite(value)}
+    return record

@@ -12,8 +12,8 @@ from megarl.config.kinds import AdvantageEstimator, Aggregation, PolicyLossKind
 from megarl.config.schema import SCHEMAS, DPOLossKind, KLEstimator
 from megarl.config.schema.keys import leaves
 from megarl.config.shipped import CONFIGS_DIR
-from megarl.tracking.metric_table import unknown_metrics
 from tests.docs.pages import ROOT
+from tests.metric_names import unknown_metrics
 
 FOLDER = ROOT / "docs" / "algorithms"
 PAGES = sorted(FOLDER.glob("*.md"))

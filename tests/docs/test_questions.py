@@ -15,8 +15,8 @@ from markdown_it import MarkdownIt
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.config.schema.keys import leaves
-from megarl.tracking.metric_table import unknown_metrics
 from tests.docs.pages import ROOT, anchor
+from tests.metric_names import unknown_metrics
 
 README = ROOT / "README.md"
 # What each question asks for, and the command that its section must contain.

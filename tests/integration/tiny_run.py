@@ -67,7 +67,6 @@ from megarl.roles.preferences import PairPolicy
 from megarl.roles.saved_models import SavedModels, saved_models
 from megarl.roles.start import PPORoles, start_preferences, start_sft
 from megarl.tracking.loggers import Tracker
-from megarl.tracking.metric_table import unknown_metrics
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.samples import read_samples, sample_files
 from megarl.tracking.timeline import Timeline
@@ -79,6 +78,7 @@ from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.sft import SFTTrainer
 from megarl.trainers.step_observers import StepProfiler, Stragglers
+from tests.metric_names import unknown_metrics
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
 CHAT_TEMPLATE = (

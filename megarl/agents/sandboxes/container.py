@@ -55,60 +55,48 @@ _FRAME_BYTES = 8  # header of a part of the output: the stream, three zero bytes
 class ContainerSandbox(Sandbox):
     """A container."""
 
-    def __init__(self, config: SandboxConfig, engine: _Engine) -> None:
+    def __init__(self, config: SandboxConfig) -> None:
         super().__init__(config)
-        self._engine = engine
+        self._engine = _Engine(socket_path())
         self._name = ""
         self._folder = "/"
         self._input: asyncio.StreamWriter | None = None
         self._creating: asyncio.Task[httpx.Response] | None = None
 
-    @classmethod
-    async def start(cls, config: SandboxConfig, endpoint_url: str) -> ContainerSandbox:
-        """Start a container, and pull its image if the engine does not have it. Raises SandboxStartError."""
-        sandbox = cls(config, _Engine(socket_path()))
-        try:
-            with _engine_errors_as(SandboxStartError, "the container cannot be started"):
-                await sandbox._begin(endpoint_url)
-        except BaseException:
-            # A canceled start must remove its container, too.
-            await sandbox.close()
-            raise
-        return sandbox
+    async def begin(self, endpoint_url: str) -> None:
+        with _engine_errors_as(SandboxStartError, "the container cannot be started"):
+            engine, config = self._engine, self._config
+            assert config.image is not None
+            if not await engine.has_image(config.image):
+                await engine.pull(config.image)
 
-    async def _begin(self, endpoint_url: str) -> None:
-        engine, config = self._engine, self._config
-        assert config.image is not None
-        if not await engine.has_image(config.image):
-            await engine.pull(config.image)
-
-        self._name = name = f"megarl-{secrets.token_hex(8)}"
-        # If the start is canceled, the engine may create the container nevertheless, and it must be removed.
-        self._creating = asyncio.ensure_future(
-            engine.call("POST", f"/containers/create?name={name}", json=_container(config, name))
-        )
-        await asyncio.shield(self._creating)
-
-        _, self._input = await engine.attach(f"/containers/{name}/attach?stdin=1&stream=1")
-        await engine.call("POST", f"/containers/{name}/start")
-
-        state = (await engine.call("GET", f"/containers/{name}/json")).json()
-        # An engine that cannot enforce a limit accepts it with a warning, and reports it as 0.
-        if state["HostConfig"]["Memory"] != config.memory_mb * _MEGABYTE:
-            raise SandboxStartError(
-                "the engine cannot limit memory and processes; rootless, it needs cgroup v2"
+            self._name = name = f"megarl-{secrets.token_hex(8)}"
+            # If the start is canceled, the engine may create the container nevertheless; `close` removes it.
+            self._creating = asyncio.ensure_future(
+                engine.call("POST", f"/containers/create?name={name}", json=_container(config, name))
             )
+            await asyncio.shield(self._creating)
 
-        self._folder = state["Config"]["WorkingDir"] or "/"
-        self.endpoint_url = endpoint_url
+            _, self._input = await engine.attach(f"/containers/{name}/attach?stdin=1&stream=1")
+            await engine.call("POST", f"/containers/{name}/start")
 
-        # With a network, the container can reach an address of the machine, but not its loopback.
-        if endpoint_url and (not config.network or is_loopback(endpoint_url)):
-            pidfd = await _first_process(state["State"]["Pid"], name)
-            try:
-                await self._relay_to(endpoint_url, pidfd)
-            finally:
-                os.close(pidfd)
+            state = (await engine.call("GET", f"/containers/{name}/json")).json()
+            # An engine that cannot enforce a limit accepts it with a warning, and reports it as 0.
+            if state["HostConfig"]["Memory"] != config.memory_mb * _MEGABYTE:
+                raise SandboxStartError(
+                    "the engine cannot limit memory and processes; rootless, it needs cgroup v2"
+                )
+
+            self._folder = state["Config"]["WorkingDir"] or "/"
+            self.endpoint_url = endpoint_url
+
+            # With a network, the container can reach an address of the machine, but not its loopback.
+            if endpoint_url and (not config.network or is_loopback(endpoint_url)):
+                pidfd = await _first_process(state["State"]["Pid"], name)
+                try:
+                    await self._relay_to(endpoint_url, pidfd)
+                finally:
+                    os.close(pidfd)
 
     async def exec(
         self,

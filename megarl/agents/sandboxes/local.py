@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -55,9 +56,9 @@ _MEGABYTE = 1 << 20
 class LocalSandbox(Sandbox):
     """A sandbox of this machine."""
 
-    def __init__(self, config: SandboxConfig, holder: asyncio.subprocess.Process) -> None:
+    def __init__(self, config: SandboxConfig) -> None:
         super().__init__(config)
-        self._holder = holder
+        self._creating: asyncio.Task[asyncio.subprocess.Process] | None = None
         self._pidfd: int | None = None
         self._root = ""
         self._watching: asyncio.Task[None] | None = None
@@ -65,57 +66,38 @@ class LocalSandbox(Sandbox):
         own_python = f"{sys.prefix}/bin:" if config.image is None else ""
         self._variables = {"PATH": own_python + SEARCH_PATH, "HOME": FOLDER, "LANG": "C.UTF-8"}
 
-    @classmethod
-    async def start(cls, config: SandboxConfig, endpoint_url: str) -> LocalSandbox:
-        """Start a sandbox. Raises SandboxStartError."""
-        information, theirs = os.pipe()
-        with open(information) as file:
-            try:
-                creating = asyncio.ensure_future(
-                    asyncio.create_subprocess_exec(
-                        *_command(config, theirs),
-                        pass_fds=[theirs],
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                        stderr=asyncio.subprocess.PIPE,
-                        env=own_environment(),
-                        cwd="/",
-                        start_new_session=True,
-                    )
+    async def begin(self, endpoint_url: str) -> None:
+        # bubblewrap writes the number of the first process to this file.
+        with tempfile.TemporaryFile() as information:
+            # If it were killed by a canceled start, processes that it has just started might remain.
+            self._creating = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *_command(self._config, information.fileno()),
+                    pass_fds=[information.fileno()],
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    env=own_environment(),
+                    cwd="/",
+                    start_new_session=True,
                 )
-                try:
-                    sandbox = cls(config, await asyncio.shield(creating))
-                except asyncio.CancelledError:
-                    # If bubblewrap were killed now, processes that it has just started might remain.
-                    await cls(config, await creating).close()
-                    raise
-            finally:
-                os.close(theirs)
+            )
+            holder = await asyncio.shield(self._creating)
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            assert holder.stderr is not None
 
-            try:
-                await sandbox._begin(file, endpoint_url)
-            except BaseException:
-                await sandbox.close()
-                raise
-        return sandbox
+            # `cat` inside the sandbox returns this byte as soon as the sandbox runs. If bubblewrap fails, the
+            # pipe closes.
+            with suppress(ConnectionError):
+                holder.stdin.write(b"\n")
+                await holder.stdin.drain()
+            if not await holder.stdout.read(1):
+                why = " ".join((await holder.stderr.read()).decode(errors="replace").split())
+                raise SandboxStartError(f"bubblewrap cannot start a sandbox here: {why}")
+            information.seek(0)
+            pid = json.load(information)["child-pid"]
 
-    async def _begin(self, information: Any, endpoint_url: str) -> None:
-        """Wait until the program inside runs, and connect the endpoint."""
-        holder = self._holder
-        assert holder.stdin is not None
-        assert holder.stdout is not None
-        assert holder.stderr is not None
-
-        # `cat` inside the sandbox returns this byte as soon as the sandbox runs. If bubblewrap fails, the
-        # pipe closes.
-        with suppress(ConnectionError):
-            holder.stdin.write(b"\n")
-            await holder.stdin.drain()
-        if not await holder.stdout.read(1):
-            why = " ".join((await holder.stderr.read()).decode(errors="replace").split())
-            raise SandboxStartError(f"bubblewrap cannot start a sandbox here: {why}")
-
-        pid = json.loads(information.read())["child-pid"]
         self._pidfd = os.pidfd_open(pid)
         self._root = f"/proc/{pid}/root"
         self._watching = asyncio.ensure_future(self._watch())
@@ -171,13 +153,19 @@ class LocalSandbox(Sandbox):
             self._watching.cancel()
         await super().close()
 
+        if self._creating is not None:
+            await asyncio.wait({self._creating})
+        if self._creating is None or self._creating.exception() is not None:
+            return
+
         # The program inside ends with its input, and everything with it.
-        assert self._holder.stdin is not None
-        self._holder.stdin.close()
+        holder = self._creating.result()
+        assert holder.stdin is not None
+        holder.stdin.close()
         if self._pidfd is not None:
             self._kill()
 
-        await self._holder.wait()
+        await holder.wait()
         if self._pidfd is not None:
             await _end_of(self._pidfd)
             os.close(self._pidfd)

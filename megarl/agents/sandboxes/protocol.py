@@ -65,6 +65,17 @@ class Sandbox(ABC):
         self._relay: EndpointRelay | None = None
 
     @abstractmethod
+    async def begin(self, endpoint_url: str) -> None:
+        """Start the sandbox. `close` also ends one whose start has failed, or was canceled.
+
+        Args:
+            endpoint_url: The endpoint that its programs can reach; empty if there is none.
+
+        Raises:
+            SandboxStartError: It cannot be started.
+        """
+
+    @abstractmethod
     async def exec(
         self,
         command: Sequence[str],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,10 @@ from megarl.agents.sandboxes.local import LocalSandbox
 from megarl.agents.sandboxes.protocol import Sandbox, SandboxStartError
 from megarl.config.schema import SandboxConfig, SandboxProvider
 
-_STARTS = {SandboxProvider.local: LocalSandbox.start, SandboxProvider.container: ContainerSandbox.start}
+_KINDS: Mapping[SandboxProvider, Callable[[SandboxConfig], Sandbox]] = {
+    SandboxProvider.local: LocalSandbox,
+    SandboxProvider.container: ContainerSandbox,
+}
 
 
 async def start_sandbox(config: SandboxConfig, image: str | None = None, endpoint_url: str = "") -> Sandbox:
@@ -33,13 +36,13 @@ async def start_sandbox(config: SandboxConfig, image: str | None = None, endpoin
     if config.provider is SandboxProvider.container and config.image is None:
         raise SandboxStartError("there is no image: set `image`, or extra_info.sandbox_image of each row")
 
+    sandbox = _KINDS[config.provider](config)
     try:
-        async with asyncio.timeout(config.start_limit_s):
-            sandbox = await _STARTS[config.provider](config, endpoint_url)
-    except TimeoutError as error:
-        raise SandboxStartError(f"start_limit_s={config.start_limit_s:g} is over") from error
-
-    try:
+        try:
+            async with asyncio.timeout(config.start_limit_s):
+                await sandbox.begin(endpoint_url)
+        except TimeoutError as error:
+            raise SandboxStartError(f"start_limit_s={config.start_limit_s:g} is over") from error
         for file in config.files:
             await sandbox.upload(Path(file), Path(file).name)
     except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from megarl.agents.protocol import BrokenToolError, Schema, Task
 from megarl.machine.background import in_background
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mcp import Client
 
 START_LIMIT_S = 60.0  # for a server to start and list its tools
-_Result = TypeVar("_Result")
 
 
 class McpCallError(RuntimeError):
@@ -89,7 +88,7 @@ class McpServer:
         """
         return await asyncio.wrap_future(self._in_loop(self._call(name, arguments)))
 
-    def _in_loop(self, what: Coroutine[Any, Any, _Result]) -> Any:
+    def _in_loop(self, what: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(what, self._loop)
 
     def _new_client(self) -> Client:

@@ -16,7 +16,7 @@ from megarl.cli.inspect.check import check_drawing, fit_table
 from megarl.cli.tables.console import output_console, print_line, table, table_of_numbers
 from megarl.cli.tables.placement import print_absent
 from megarl.config.load import read_config, schema_of
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import PPOConfig, RolloutConfig
 from megarl.config.sources import COMMAND_LINE, read_layers
 from megarl.doctor.checks import load_for_plan
 from megarl.doctor.run_inputs import find_inputs

@@ -143,9 +143,9 @@ def _uid(row: DataRow) -> str:
 
 def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequence[Trial]) -> int:
     scored = [
-        (index, _uid(rows[index]), trial.text or "", trial.outcome.score)
+        (index, _uid(rows[index]), trial.response.text or "", trial.response.outcome.score)
         for index, trial in enumerate(trials)
-        if trial.outcome is not None and trial.error is None
+        if trial.response.outcome is not None and trial.error is None
     ]
     _print_scores(scored)
 

@@ -200,7 +200,9 @@ def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
         if (problem := problem_with(trial, full_marks=1.0)) is not None:
             problems.setdefault(trial.row.file, []).append(problem)
 
-    return _Proof(kind, source, len(trials), problems, any(trial.outcome is not None for trial in trials))
+    return _Proof(
+        kind, source, len(trials), problems, any(trial.response.outcome is not None for trial in trials)
+    )
 
 
 def _chosen(proof: _Proof) -> ChosenReward:

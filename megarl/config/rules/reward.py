@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -139,6 +140,12 @@ def _fields(file: Path) -> dict[str, Any]:
 
 
 _OWNED = ("model", "messages", "n", "stream")
+# Fields of requests whose type and range are known: (type, smallest value, largest value).
+_RANGES: dict[str, tuple[Any, float, float]] = {
+    "temperature": (int | float, 0, 2),
+    "seed": (int, 0, math.inf),
+    "max_tokens": (int, 1, math.inf),
+}
 
 
 def judges(config: PPOConfig) -> Findings:
@@ -162,6 +169,7 @@ def judges(config: PPOConfig) -> Findings:
         seen.setdefault(judge.name, index)
 
         yield from _server(judge, key) if judge.path is None else _served(judge, key)
+        yield from _request(judge, key)
         yield from _parse(judge, key)
 
 
@@ -202,6 +210,20 @@ def _server(judge: JudgeConfig, key: str) -> Iterator[Finding]:
             "is not the name of an environment variable; give the name of the variable that contains the "
             "key, such as OPENAI_API_KEY, and not the key",
         )
+
+
+def _request(judge: JudgeConfig, key: str) -> Iterator[Finding]:
+    """Check the fields that a judge adds to its requests."""
+    for name, (kind, least, most) in _RANGES.items():
+        value = judge.request.get(name)
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if value is not None and not (is_number and least <= value <= most):
+            number = "an integer" if kind is int else "a number"
+            upper = "" if most == math.inf else f" and at most {most:g}"
+            yield Finding(
+                (f"{key}.request",),
+                f"has {name}={value!r}, which must be {number} of at least {least:g}{upper}",
+            )
 
     if owned := [name for name in _OWNED if name in judge.request]:
         yield Finding(

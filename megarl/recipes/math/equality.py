@@ -31,6 +31,9 @@ _HUGE = re.compile(
     r"|(?:\\sum|\\prod|\\binom|\\int).*(?:\d{5,}|\^\s*\{?\s*\d+\s*\^)",
     re.DOTALL,
 )
+# A permutation such as (1 2 3). Math-Verify would multiply its numbers.
+_CYCLE = re.compile(r"\(\s*\d+(?:\s+\d+)+\s*\)")
+_NO_MEANING = re.compile(r'"|(?<!\d)\s+|\s+(?!\d)')
 _FUNCTION = re.compile(r"y|[A-Za-z]\s*\(\s*x\s*\)")
 _PERIODIC = re.compile("sin|cos|tan|sec|csc|cot")
 _NEGATION = re.compile(r"\b(?:not|never|nor|unless)\b|n't\b")
@@ -49,7 +52,7 @@ def same(truth: Answer, answer: Answer) -> bool:
         if is_unread(answer) and len(split(answer.latex, RELATIONS)[0]) > 1:
             return _verified(truth.latex, answer.latex)
         return any(same(value, answer) for value in stated_values(truth, lenient=False))
-    unread = [re.sub(r'[\s"]', "", each.latex) for each in (truth, answer) if is_unread(each)]
+    unread = [_NO_MEANING.sub("", each.latex) for each in (truth, answer) if is_unread(each)]
     if unread:
         return len(unread) == 2 and unread[0] == unread[1] or _verified(truth.latex, answer.latex)
 
@@ -272,6 +275,8 @@ class _TooSlow(BaseException):
 
 
 def _verified(truth: str, answer: str) -> bool:
+    if _CYCLE.search(truth) or _CYCLE.search(answer):
+        return False
     left = parsed(truth)
     right = parsed(answer)
     return bool(left and right) and verify(left, right, timeout_seconds=None, allow_set_relation_comp=True)

@@ -404,10 +404,11 @@ def _same_constant(left: Formula, right: Formula) -> bool:
     # A decimal agrees up to its last place, at least six digits: 0.333333 is 1/3.
     places = [place for place in (left.last_place, right.last_place) if place is not None]
     distance = _distance(left, right)
-    if not places or distance is None:
-        return False
     return bool(
-        abs(distance) < context.convert(max(places)) and abs(distance) <= 2e-6 * max(map(_size, pair))
+        places
+        and distance is not None
+        and abs(distance) < context.convert(max(places))
+        and abs(distance) <= 2e-6 * max(map(_size, pair))
     )
 
 

@@ -325,8 +325,9 @@ def _interval(sides: Sequence[str], signs: Sequence[str]) -> Items | None:
     if any('"' in side or re.search("[A-Za-z]{2} ", side) for side in sides):
         return None
     # `-1 < -x` is `x < 1`.
-    if not any(map(_is_unknown, sides)) and any(map(_is_negative_unknown, sides)):
-        sides = [side[1:].strip() if _is_negative_unknown(side) else f"-({side})" for side in sides[::-1]]
+    opposites = [re.sub(r"^-\s*", "", side) if side[0] == "-" else f"-({side})" for side in sides[::-1]]
+    if not any(map(_is_unknown, sides)) and any(map(_is_unknown, opposites)):
+        sides = opposites
         signs = signs[::-1]
     ends = [None if _is_unknown(side) else _formula(side) for side in sides]
     known = [end for end in ends if end is not None]
@@ -348,10 +349,6 @@ def _interval(sides: Sequence[str], signs: Sequence[str]) -> Items | None:
 
 def _is_unknown(side: str) -> bool:
     return is_name(side) and side not in ("\\infty", "\\pi", "e")
-
-
-def _is_negative_unknown(side: str) -> bool:
-    return side.startswith("-") and _is_unknown(side[1:].strip())
 
 
 # ---- formulas and their units

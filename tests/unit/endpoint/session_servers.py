@@ -29,7 +29,7 @@ class HeldPrograms:
         self.keys: list[str] = []
         self.release = asyncio.Event()
 
-    async def run(self, session: AgentSession, url: str) -> None:
+    async def __call__(self, session: AgentSession, url: str) -> None:
         self.keys.append(session.key)
         await self.release.wait()
 

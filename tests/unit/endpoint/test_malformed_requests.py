@@ -186,7 +186,7 @@ def test_mutated_requests_are_answered_or_refused_with_a_reason(monkeypatch: pyt
                 # A claim waits for an episode. Without the key of the run, it is refused.
                 answer = await server.post(path, body)
             else:
-                playing = asyncio.ensure_future(server.harness.run(server.session, "http://endpoint"))
+                playing = asyncio.ensure_future(server.harness(server.session, "http://endpoint"))
                 if path == END:
                     await server.post(CLAIM, b"", **{"x-api-key": RUN_KEY})
                 answer = await server.post(path, body)

@@ -140,6 +140,8 @@ UNDECIDED = [
     (r"(1,3)", [r"x\in(-\infty,3) \text{ and } x\in(1,\infty)", "=(1,3)"], []),
     ("10", [], ["2 101_2"]),
     ("5", [], [r"it is not the case that x is \theta = 5"]),
+    ("(1 2 3)", ["(1 2 3)", r"(1\;2\;3)"], ["(1 3 2)", "(12 3)", "(1 2)", "6"]),
+    ("(1 2)(3 4)", ["(1 2)(3 4)"], ["(1 3)(2 4)", "24"]),
 ]  # fmt: skip
 
 # Separators of thousands, and commas of lists.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardFunctionConfig
 from megarl.rewards.judge_client import JudgeEndpoint
+from megarl.rewards.judge_reply import JudgeReply
 from megarl.rewards.judges import JudgePanel, JudgePromptError, load_template
 from megarl.rewards.process import RewardFunctionError, ScoreRequest
 from megarl.rewards.scorer import RewardError, RewardScorer
@@ -65,10 +67,16 @@ def request(solution: str) -> ScoreRequest:
     return ScoreRequest("u", "sums", solution, 5, {"level": 2}, None, messages)
 
 
+def as_they_are(scored: ScoreRequest, replies: Sequence[JudgeReply]) -> Future[Sequence[JudgeReply]]:
+    future = Future[Sequence[JudgeReply]]()
+    future.set_result(replies)
+    return future
+
+
 def replies(judge: JudgeConfig, *solutions: str) -> list[Any]:
     panel = JudgePanel([judge], first_pause_s=0.001)
     try:
-        asked = [panel.ask(request(solution)) for solution in solutions]
+        asked = [panel.ask(as_they_are, request(solution)) for solution in solutions]
         return [future.result()[0] for future in asked]
     finally:
         panel.close()
@@ -172,9 +180,9 @@ def test_servers_of_the_run_are_asked_in_turn_until_one_answers(
     panel = JudgePanel([replace(judge, url=None, path="folder", max_attempts=1)], first_pause_s=0.001)
     panel.use({judge.name: [JudgeEndpoint(gone), JudgeEndpoint(gone), JudgeEndpoint(server.url, "key")]})
     try:
-        (reply,) = panel.ask(request("5")).result()
+        (reply,) = panel.ask(as_they_are, request("5")).result()
         panel.use({judge.name: [JudgeEndpoint(server.url, "key")]})
-        (busy,) = panel.ask(request("busy")).result()
+        (busy,) = panel.ask(as_they_are, request("busy")).result()
     finally:
         panel.close()
     assert (reply.text, reply.error) == ("Score: 1", None)

@@ -55,7 +55,7 @@ def trials_of(
 def test_a_truth_is_scored_in_its_own_form(tmp_path: Path) -> None:
     """5, 18] and 7 are correct when boxed; ? has no form; "" and "odd" are refused before they are scored."""
     trials = trials_of(tmp_path, NUMBERS + FORM, rows("5", "18]", "?", "", "odd", "7"))
-    assert [trial.text for trial in trials] == ["[5]", "[18]]", None, None, None, "[7]"]
+    assert [trial.response.text for trial in trials] == ["[5]", "[18]]", None, None, None, "[7]"]
     assert [trial.gain for trial in trials] == [0.5, 0.5, None, None, None, 0.5]
     assert [trial.is_underivable for trial in trials] == [False, False, True, False, False, False]
     (lines,) = refused(trials).values()
@@ -80,7 +80,7 @@ def test_a_truth_that_cannot_be_matched_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_form_the_text_is_tried_and_a_low_score_refuses_nothing(tmp_path: Path) -> None:
     trials = trials_of(tmp_path, NUMBERS, rows("5", "[5]", 5))
-    assert [trial.text for trial in trials] == ["5", "[5]", "5"]
+    assert [trial.response.text for trial in trials] == ["5", "[5]", "5"]
     assert refused(trials) == {}
     assert [trial.row.number for trial in worthless(trials)] == [0, 1, 2]
     keys = keys_by_source(trials)["sums"]
@@ -148,10 +148,10 @@ def answer_from_truth(ground_truth):
     return ground_truth
 """
     trials = trials_of(tmp_path, source, rows("hang", "5", "die", "6"), time_limit_s=1.0)
-    assert [trial.text for trial in trials] == [None, "5", None, "6"]
+    assert [trial.response.text for trial in trials] == [None, "5", None, "6"]
     assert trials[0].error == "it took more than reward.time_limit_s=1 s and was killed"
     assert "its process died while scoring it (exit code" in (trials[2].error or "")
-    assert [trial.empty_error for trial in trials] == [None] * 4
+    assert [trial.empty.error for trial in trials] == [None] * 4
 
 
 def test_answers_of_some_samples_are_found(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import load_device
 from megarl.plan.step_time.lengths import expected_lengths
 from megarl.plan.step_time.step import PredictedCosts
-from megarl.tracking.metric_table import unknown_metrics
 from megarl.trainers.step_observers import NUM_UPDATES, SpeedHistory, StepProfiler, predicted_metrics
+from tests.metric_names import unknown_metrics
 
 # Test when a rank counts as slow, with times that were measured on a busy machine.
 

@@ -78,6 +78,13 @@ def test_files_must_exist(tmp_path: Path) -> None:
         ({"url": "http://host/v1/chat/completions"}, "url", "ends with /chat/completions"),
         ({"api_key_env": "sk-12 34"}, "api_key_env", "is not the name of an environment variable"),
         ({"request": {"n": 2, "top_k": 1}}, "request", "has n, which megarl sets"),
+        (
+            {"request": {"temperature": 3}},
+            "request",
+            "has temperature=3, which must be a number of at least 0",
+        ),
+        ({"request": {"seed": -1}}, "request", "has seed=-1, which must be an integer of at least 0"),
+        ({"request": {"max_tokens": "9"}}, "request", "has max_tokens='9', which must be an integer"),
         ({"parse": {}}, "parse", "has neither regex, json nor path, but needs exactly one"),
         ({"parse": {"regex": "(a)", "json": "b"}}, "parse", "has regex and json, but needs exactly one"),
         ({"parse": {"regex": "(a"}}, "parse.regex", "is no regular expression: missing )"),
