@@ -17,7 +17,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.memory import engine_weights, pushed_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan

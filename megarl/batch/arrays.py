@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 
 def object_array(rows: np.ndarray | Sequence[Any]) -> np.ndarray:

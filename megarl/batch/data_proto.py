@@ -29,8 +29,8 @@ from megarl.batch.future import DataProtoFuture
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.serialization import decode, encode
 from megarl.batch.token_rows import PaddedView, token_rows
+from megarl.machine.errors import counted
 from megarl.machine.files import write_whole
-from megarl.machine.wording import counted
 
 
 class DataProtoItem(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch.arrays import same
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 # Elements per block, so that the intermediate results of operations on a block stay in a core's cache.
 _CACHED_ELEMENTS = 1 << 17

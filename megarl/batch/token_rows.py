@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch.ragged import Column, RaggedTensor
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 MODEL_KEYS = ("prompts", "responses", "response_mask")  # the columns that a model reads
 _IDS = ("prompts", "responses")

@@ -31,9 +31,8 @@ from megarl.checkpoints.run_folder import (
     read_description,
 )
 from megarl.config.paths import is_url
-from megarl.machine.errors import CheckpointError
+from megarl.machine.errors import CheckpointError, counted
 from megarl.machine.files import parse_json
-from megarl.machine.wording import counted
 
 MANIFEST_FILE = "upload.json"
 _FORMAT = 1

@@ -39,7 +39,7 @@ from megarl.config.migration import (
 from megarl.config.schema import MISSING, SCHEMAS, RunKind
 from megarl.config.shell import UNKNOWN
 from megarl.config.values import schema_keys
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 _CHOICE = re.compile(r"[^\s=]+=[^\s=]*")
 _TARGET = re.compile(r"(@?\.?[A-Za-z_][\w.]*) = (.*)", re.DOTALL)

@@ -11,7 +11,7 @@ from megarl.config.finding import Finding
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.config.schema.keys import OnlyWith, Reader, default_of, needs_of
-from megarl.machine.wording import written
+from megarl.machine.errors import written
 from megarl.models.architecture import Architecture
 
 _Need = tuple[str, OnlyWith]  # with the prefix of keys that begin with a dot

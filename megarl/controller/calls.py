@@ -34,7 +34,7 @@ from megarl.controller.messages import (
     OnRecord,
     Outcome,
 )
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 _LOG_LINES = 30
 _SHOWN_UIDS = 4

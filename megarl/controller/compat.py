@@ -42,7 +42,7 @@ from megarl.controller.worker import (
     registered_methods,
 )
 from megarl.controller.worker import register as own_register
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 
 def _route_one_part_each(mesh: Mesh) -> CallRoute:

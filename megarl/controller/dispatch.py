@@ -16,7 +16,7 @@ import numpy as np
 from megarl.batch.data_proto import DataProto
 from megarl.batch.future import DataProtoFuture
 from megarl.config.schema import RankCoordinate
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 
 class Dispatch(Enum):

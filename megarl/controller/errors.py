@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from megarl.controller import hints
 from megarl.controller.messages import CONSTRUCTION, CallFailure, RankActivity
-from megarl.machine.errors import RunError
-from megarl.machine.wording import counted
+from megarl.machine.errors import RunError, counted
 
 UNKNOWN_NODE = "not known yet"  # of a process that has not reported it
 

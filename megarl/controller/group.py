@@ -35,8 +35,7 @@ from megarl.controller.worker import (
     RemoteMethod,
     Worker,
 )
-from megarl.machine.errors import EngineDeadError
-from megarl.machine.wording import counted
+from megarl.machine.errors import EngineDeadError, counted
 from megarl.tracking.timeline import Span
 
 RANKS_PER_RELAY = 32

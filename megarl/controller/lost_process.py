@@ -20,7 +20,7 @@ from ray.exceptions import (
 )
 
 from megarl.controller import hints
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 # Errors which mean that the process, or what it returned, no longer exists.
 LOST = (

@@ -14,8 +14,7 @@ from megarl.controller.cluster import daemons_last_words, ended_node
 from megarl.controller.errors import RayEndedError
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.machine.errors import RunError
-from megarl.machine.wording import counted
+from megarl.machine.errors import RunError, counted
 from megarl.tracking.timeline import Span
 
 _log = logging.getLogger(__name__)

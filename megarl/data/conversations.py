@@ -16,7 +16,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OverlongConversation
 from megarl.data.special_tokens import spelled
 from megarl.data.tokenizer import render_chat
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 if TYPE_CHECKING:  # workers read no tables
     from megarl.data.prompts import Prompt

@@ -24,8 +24,8 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import CurriculumConfig, CurriculumKind, DataConfig
 from megarl.data.loader import RowLoader, RowSource, epoch_order, train_loader
 from megarl.data.prompts import Prompt, PromptDataset
+from megarl.machine.errors import counted
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_name
-from megarl.machine.wording import counted
 
 KEY = "data.curriculum.sampler"
 _METHODS = ("sample", "update", "state_dict", "load_state_dict")

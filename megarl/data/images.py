@@ -24,7 +24,7 @@ from megarl.batch.token_rows import IMAGE_BYTES, IMAGE_GRIDS, IMAGE_SIZES, PIXEL
 from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError, open_file
 from megarl.data.tables import DataRow
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.vision import Vision

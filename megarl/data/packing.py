@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.config.batch_arithmetic import padded_length, rounded_up
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 # The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L
 # floating-point operations at L = 12 H, for H = 2048. It determines the weight of long rows, not whether a

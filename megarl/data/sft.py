@@ -34,7 +34,7 @@ from megarl.data.tokenizer import Tools, encode_rendered, rendered_chat
 from megarl.data.tool_columns import looks_like_tools, names_of
 from megarl.data.turns import TurnTemplate, refuse_silent_template
 from megarl.data.whole_chat import refuse_unsaid_answer, render_whole, rendering_identity, spelled_special
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 _log = logging.getLogger(__name__)
 _OTHER_NAMES_OF_TOOLS = (

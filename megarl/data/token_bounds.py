@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 if TYPE_CHECKING:  # a training rank, which needs the error only, would load transformers for seconds
     from transformers import PreTrainedTokenizerBase

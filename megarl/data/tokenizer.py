@@ -17,10 +17,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megarl.data.chat_clock import clock_arguments
 from megarl.data.special_tokens import escaped
-from megarl.machine.errors import one_line
+from megarl.machine.errors import counted, one_line
 from megarl.machine.files import read_json_object
 from megarl.machine.strict_json import UNENCODABLE, is_encodable
-from megarl.machine.wording import counted
 
 if TYPE_CHECKING:
     from megarl.batch.ragged import RaggedTensor

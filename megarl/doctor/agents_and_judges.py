@@ -25,8 +25,8 @@ from megarl.data.tool_columns import names_of
 from megarl.data.turns import TurnTemplate
 from megarl.doctor.reward_functions import LOAD_LIMIT_S, REWARDS
 from megarl.endpoint.harness import load_harness
+from megarl.machine.errors import counted
 from megarl.machine.user_functions import UnfinishedError, UserFunctionError, call_in_process
-from megarl.machine.wording import counted
 from megarl.rewards.judge_reply import load_judge
 from megarl.rewards.judges import load_template, prompt_variables, render
 from megarl.rewards.process import ScoreRequest

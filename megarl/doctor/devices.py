@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.schema import Device
 from megarl.doctor.run_inputs import ExaminedRun
+from megarl.machine.errors import counted, sized
 from megarl.machine.processors import torch_cuda, visible_devices
-from megarl.machine.wording import counted, sized
 from megarl.plan.placement.memory import plan_memory
 
 CHECK = "gpus"

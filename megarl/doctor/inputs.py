@@ -51,9 +51,8 @@ from megarl.doctor.reward_functions import (
     judge_rewards,
 )
 from megarl.doctor.run_inputs import ROWS, ExaminedRun
-from megarl.machine.errors import ConfigError
+from megarl.machine.errors import ConfigError, counted, sized
 from megarl.machine.user_functions import UnfinishedError, UserFunctionError, call_in_process
-from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.plan.step_time.device import profile_of
 from megarl.rollout.interface import end_token_ids

@@ -18,9 +18,9 @@ import psutil
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.controller.environment import fill_in
 from megarl.doctor.run_inputs import ExaminedRun
+from megarl.machine.errors import counted
 from megarl.machine.ports import hold_port
 from megarl.machine.ray_address import host_and_port
-from megarl.machine.wording import counted
 
 LOOPBACK = "ranks"
 PORTS = "ports"

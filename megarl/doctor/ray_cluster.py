@@ -26,8 +26,8 @@ from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.doctor.machine import judge_open_files, judge_shared_memory
 from megarl.doctor.run_inputs import ExaminedRun
 from megarl.doctor.storage import MARK
+from megarl.machine.errors import counted
 from megarl.machine.files import existing_folder
-from megarl.machine.wording import counted
 
 RAY = "ray"
 NODES = "nodes"

@@ -20,9 +20,8 @@ from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
 from megarl.doctor.run_inputs import ExaminedRun
-from megarl.machine.errors import CheckpointError, ConfigError
+from megarl.machine.errors import CheckpointError, ConfigError, counted, sized
 from megarl.machine.files import existing_folder
-from megarl.machine.wording import counted, sized
 
 CHECK = "checkpoints"
 MARK = ".megarl-doctor-"  # prefix of the temporary files of the checks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megarl.machine.wording import named
+from megarl.machine.errors import named
 
 
 class ApiError(Exception):

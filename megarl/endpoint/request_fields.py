@@ -30,8 +30,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megarl.endpoint.api_error import ApiError, invalid, refuse_unsupported, unsupported
 from megarl.endpoint.turn_query import TurnQuery
+from megarl.machine.errors import in_short, named
 from megarl.machine.strict_json import MAX_DEPTH, is_too_deep
-from megarl.machine.wording import in_short, named
 
 _MOST_SHOWN = 3  # problems in one error
 _UNSUPPORTED = "unsupported"

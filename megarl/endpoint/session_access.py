@@ -14,7 +14,7 @@ from megarl.agents.protocol import Task
 from megarl.endpoint.api_error import invalid
 from megarl.endpoint.request_fields import RequestFields, checked, wrong
 from megarl.endpoint.session import AgentSession
-from megarl.machine.wording import in_short
+from megarl.machine.errors import in_short
 
 _MOST_REWARD = 1e15
 

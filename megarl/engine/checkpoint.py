@@ -34,8 +34,7 @@ from megarl.engine.optimizer import MOMENTS, Optimizer
 from megarl.engine.sharding import Shard, sharding_of
 from megarl.engine.weight_checks import base_checksum, check_base
 from megarl.machine.background import in_background
-from megarl.machine.errors import UNWRITTEN, CheckpointError
-from megarl.machine.wording import counted
+from megarl.machine.errors import UNWRITTEN, CheckpointError, counted
 
 OPTIMIZER_FORMAT = "fully_reshardable"
 RNG_KEY = "rng_state"

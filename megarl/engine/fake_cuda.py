@@ -29,8 +29,8 @@ from megarl.engine.cpu_adaptations import (
     replace_streams,
     use_cpu_generator,
 )
+from megarl.machine.errors import counted
 from megarl.machine.replaced import replaced
-from megarl.machine.wording import counted
 
 CUDA = torch.device("cuda", 0)
 

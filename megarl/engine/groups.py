@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarl.config.schema import ParallelConfig
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True)

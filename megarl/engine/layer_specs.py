@@ -30,7 +30,7 @@ from megarl.config.schema import DType, Layers
 from megarl.engine.layer_kinds import MODULES
 from megarl.engine.layers import AttentionCore, DecoderLayer, RMSNorm, sharing_prompts
 from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
 from megarl.models.mapping import EXPERT

@@ -44,7 +44,7 @@ from megarl.engine.micro_batch_layout import (
 from megarl.engine.platform import to_device
 from megarl.engine.rotary import set_positions
 from megarl.engine.vision import ImageInputs
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.vision import Vision
 
 _TOP_TOKENS = (TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)  # with several values per token

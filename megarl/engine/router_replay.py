@@ -27,7 +27,7 @@ from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
 from megarl.engine.micro_batch_layout import TokenPositions
 from megarl.engine.moe_router import ExpertRouter
 from megarl.engine.platform import to_device
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.experts import experts_of
 from megarl.models.layers import routing_layers

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.machine.wording import in_short, named
+from megarl.machine.errors import in_short, named
 
 # Levels of lists and objects. Python's own limit is some hundreds, depending on what walks the value.
 MAX_DEPTH = 200

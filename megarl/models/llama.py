@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import SGLANG_DIFFERENCES, expert_rows, read_softmax_experts

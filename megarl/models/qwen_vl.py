@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import SGLANG_DIFFERENCES, check_router_gradient, experts_of, transposed_fused

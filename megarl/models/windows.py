@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 
 _WINDOWED = "sliding_attention"

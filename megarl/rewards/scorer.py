@@ -22,12 +22,11 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
 from megarl.config.schema import JudgeConfig, RewardFunctionConfig, RewardSandboxConfig
-from megarl.machine.errors import RunError
+from megarl.machine.errors import RunError, counted
 from megarl.machine.processors import waited_for_core_s
 from megarl.machine.reaper import OWNER
 from megarl.machine.spawn import BareContext, FreshContext
 from megarl.machine.user_functions import UserFunctionError
-from megarl.machine.wording import counted
 from megarl.rewards import process
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_reply import JudgeReply

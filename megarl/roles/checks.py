@@ -11,8 +11,7 @@ from megarl.algorithms.masked import map_tokens, moments, token_blocks
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import padded
 from megarl.config.schema import DType
-from megarl.machine.errors import RunError
-from megarl.machine.wording import counted
+from megarl.machine.errors import RunError, counted
 
 # ---- first batch: engine and trainer must agree on log-probs
 

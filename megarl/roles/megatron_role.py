@@ -24,7 +24,7 @@ from megarl.config.schema import (
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import MicroBatchPlan, RowPrompt, plan_micro_batches
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.roles.megatron_worker import MICRO_BATCHES, Loss
 from megarl.roles.offload_schedule import OffloadSchedule
 

@@ -16,9 +16,8 @@ import numpy as np
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Sample
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
-from megarl.machine.errors import RunError
+from megarl.machine.errors import RunError, counted
 from megarl.machine.files import read_json_object
-from megarl.machine.wording import counted
 from megarl.models.architecture import LoRA
 from megarl.weights.receiver import ReceivingEngine
 

@@ -25,9 +25,8 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RunConfig
 from megarl.controller.cluster import visit
 from megarl.controller.snapshot_memory import run_name, steps_left
-from megarl.machine.errors import CheckpointError, ConfigError, one_line
+from megarl.machine.errors import CheckpointError, ConfigError, counted, one_line
 from megarl.machine.files import parse_json
-from megarl.machine.wording import counted
 from megarl.plan.placement.model_state import NUM_KEPT
 from megarl.roles.model_snapshots import sizes_of_trained, slot_of_step
 from megarl.tracking.run_files import CONFIG_FILE

@@ -24,10 +24,9 @@ from megarl.config.validation_metrics import sample_counts
 from megarl.data.chat_clock import saved_chat_time
 from megarl.data.loader import one_pass
 from megarl.data.prompts import PromptDataset
-from megarl.machine.errors import ConfigError
+from megarl.machine.errors import ConfigError, counted
 from megarl.machine.files import read_json_object
 from megarl.machine.strict_json import dump_readable
-from megarl.machine.wording import counted
 from megarl.rewards.judge_reply import judge_failures
 from megarl.rewards.role import Reward
 from megarl.rollout.driver.rollout import Rollout

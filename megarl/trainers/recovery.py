@@ -24,9 +24,8 @@ from megarl.checkpoints.run_folder import step_of
 from megarl.config.schema import RecoveryConfig, RunConfig
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.controller.messages import CONSTRUCTION, qualified_name
-from megarl.machine.errors import CheckpointError, NonFiniteUpdateError, RunError
+from megarl.machine.errors import CheckpointError, NonFiniteUpdateError, RunError, counted
 from megarl.machine.files import write_whole
-from megarl.machine.wording import counted
 from megarl.roles.model_recovery import ModelRecovery, Restarted, SavedStep, Source
 from megarl.roles.model_snapshots import SnapshotLostError
 from megarl.tracking.run_files import STACKS_FOLDER, writing

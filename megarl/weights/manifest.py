@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.fp8 import BLOCK, scale_name, scale_shape

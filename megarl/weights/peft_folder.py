@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megarl.machine.errors import counted
 from megarl.machine.files import read_json_object, write_whole
-from megarl.machine.wording import counted
 from megarl.models.adapters import SAVED_MODULES, adapter_names, is_adapter
 from megarl.models.architecture import Architecture, LoRA
 from megarl.models.config_reader import ConfigReader

@@ -18,8 +18,8 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from megarl.config.schema import Transport
+from megarl.machine.errors import counted
 from megarl.machine.garbage import without_collections
-from megarl.machine.wording import counted
 from megarl.weights.tensors import (
     Part,
     PeerTransfers,

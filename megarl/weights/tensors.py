@@ -17,7 +17,7 @@ from operator import sub
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch

@@ -28,8 +28,7 @@ from megarl.checkpoints.torch_file import (
     read_outline_with_objects,
     stored_tensor,
 )
-from megarl.machine.errors import CheckpointError
-from megarl.machine.wording import counted
+from megarl.machine.errors import CheckpointError, counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.layers import kinds_of, routes_tokens

@@ -22,9 +22,8 @@ from megarl.checkpoints.convert.source import (
     refuse_nonfinite,
 )
 from megarl.checkpoints.convert.streaming import Progress, new_folder, no_progress
-from megarl.machine.errors import CheckpointError
+from megarl.machine.errors import CheckpointError, counted
 from megarl.machine.files import read_json_object
-from megarl.machine.wording import counted
 from megarl.models.adapters import adapter_names
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS, read_architecture

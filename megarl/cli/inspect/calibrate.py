@@ -22,9 +22,8 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.checks import divided_findings
 from megarl.doctor.devices import probe
 from megarl.doctor.run_inputs import find_inputs
-from megarl.machine.errors import ConfigError
+from megarl.machine.errors import ConfigError, counted
 from megarl.machine.processors import has_gpu, usable_cores
-from megarl.machine.wording import counted
 from megarl.plan.step_time.device import (
     DeviceProfile,
     dump_device,

@@ -20,7 +20,7 @@ from megarl.config.load import is_on_cuda
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement

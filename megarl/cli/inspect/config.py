@@ -26,8 +26,7 @@ from megarl.config.schema import SCHEMAS, RunConfig
 from megarl.config.schema.keys import MISSING, ItemRange, Range, default_of, when_to_change
 from megarl.config.sources import PATH, Layer, read_layers
 from megarl.config.values import contents_of, expected, item_section, key_types, without_null
-from megarl.machine.errors import ConfigError
-from megarl.machine.wording import written
+from megarl.machine.errors import ConfigError, written
 
 _INDEX = re.compile(r"\[\d*\]$")
 _Path = list[tuple[type, Field[Any]]]  # the sections on the way to a key, each with its field

@@ -11,7 +11,7 @@ from rich.table import Table
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.finding import Finding, Status, worst
 from megarl.doctor.checks import counts, document, examine
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 USER_ERROR = 2
 _COLOURS = {Status.warning: "yellow", Status.error: "red"}

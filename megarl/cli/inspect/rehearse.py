@@ -23,7 +23,7 @@ from megarl.config.schema import Device, ParallelConfig, PPOConfig, RoutingRepla
 from megarl.config.validate import read_architectures
 from megarl.doctor.checks import divided_findings
 from megarl.doctor.run_inputs import find_inputs
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.plan import plan_placement
 from megarl.rehearse.dry_run.processes import rehearse_ranks

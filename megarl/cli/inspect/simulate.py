@@ -17,7 +17,7 @@ from megarl.cli.tables.console import output_console, print_line, table
 from megarl.config.load import schema_of
 from megarl.config.schema import PPOConfig
 from megarl.doctor.checks import load_for_plan
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.plan.placement.plan import plan_placement
 from megarl.rehearse.simulation.forecast import (
     STALENESSES,

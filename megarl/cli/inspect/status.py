@@ -20,8 +20,8 @@ from megarl.cli.run.end import cause_of, how_to_resume_in, result_of
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
+from megarl.machine.errors import counted
 from megarl.machine.folder_lock import Owner, owner_of
-from megarl.machine.wording import counted
 from megarl.plan.placement.dataflow import OffloadPlan
 from megarl.plan.placement.plan import plan_placement
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, MOST_REPLICAS, ask_for

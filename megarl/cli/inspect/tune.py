@@ -20,9 +20,8 @@ from megarl.config.schema import PPOConfig, RolloutConfig
 from megarl.config.sources import COMMAND_LINE, read_layers
 from megarl.doctor.checks import load_for_plan
 from megarl.doctor.run_inputs import find_inputs
-from megarl.machine.errors import ConfigError
+from megarl.machine.errors import ConfigError, counted
 from megarl.machine.files import write_whole
-from megarl.machine.wording import counted
 from megarl.plan.placement.dataflow import phases_of
 from megarl.plan.search.search import ClusterResult, configured_step, search, search_clusters
 from megarl.plan.search.solution import Solution, as_overrides, chosen_values, document, write_overrides

@@ -37,8 +37,7 @@ from megarl.config.sources import is_hub_name
 from megarl.config.values import contents_of, escaped
 from megarl.controller.environment import users_settings
 from megarl.doctor.checks import load_for_plan
-from megarl.machine.errors import ConfigError
-from megarl.machine.wording import counted
+from megarl.machine.errors import ConfigError, counted
 
 FAILED = 1
 INTERRUPTED = 130

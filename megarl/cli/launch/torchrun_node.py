@@ -25,9 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 from megarl.config.schema import RunConfig
 from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
 from megarl.doctor.checks import load_for_run
-from megarl.machine.errors import ConfigError
+from megarl.machine.errors import ConfigError, counted
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
-from megarl.machine.wording import counted
 from megarl.plan.placement.plan import plan_placement
 
 FAILED = 1

@@ -41,9 +41,8 @@ from megarl.checkpoints.role_folder import Layout
 from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.cli.convert_options import DEFAULT_SHARD_BYTES, FP8
 from megarl.cli.tables.console import output_console, print_line
-from megarl.machine.errors import CheckpointError
+from megarl.machine.errors import CheckpointError, counted
 from megarl.machine.files import existing_folder
-from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE
 from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.peft_folder import has_adapter

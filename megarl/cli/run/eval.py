@@ -34,9 +34,8 @@ from megarl.config.validation_metrics import RewardKeys, source_metrics
 from megarl.data.chat_clock import chat_time, reads_clock, set_chat_time
 from megarl.data.prompts import PromptDataset
 from megarl.doctor.reward_functions import choose_truths, judge_rewards
-from megarl.machine.errors import ConfigError
+from megarl.machine.errors import ConfigError, counted
 from megarl.machine.files import write_whole
-from megarl.machine.wording import counted
 from megarl.rewards.role import Reward
 from megarl.roles.start import start_evaluation
 from megarl.rollout.driver.rollout import Rollout

@@ -14,9 +14,8 @@ from megarl.cli.run.context import RunContext
 from megarl.cli.run.hints import Cause, hint_for
 from megarl.config.paths import checkpoint_path
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError
-from megarl.machine.errors import HintedError, RunError, hint_of
+from megarl.machine.errors import HintedError, RunError, counted, hint_of
 from megarl.machine.files import write_whole
-from megarl.machine.wording import counted
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, GENERATIONS_FILE, METRICS_FILE
 from megarl.tracking.samples import SAMPLES_FOLDER
 from megarl.tracking.timeline import TIMELINE_FILE

@@ -20,9 +20,8 @@ from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller import hints
-from megarl.machine.errors import LESS_ENGINE_MEMORY
+from megarl.machine.errors import LESS_ENGINE_MEMORY, counted, written
 from megarl.machine.files import existing_folder
-from megarl.machine.wording import counted, written
 
 
 class Cause(NamedTuple):

@@ -34,8 +34,8 @@ from megarl.config.schema import (
 )
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import FILE_FOLDER, is_hub_name
+from megarl.machine.errors import counted
 from megarl.machine.files import write_whole
-from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.families import read_architecture

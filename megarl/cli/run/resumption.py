@@ -20,8 +20,7 @@ from megarl.cli.run.session import Session, of_another_run, read_summary, write_
 from megarl.cli.tables.console import print_line
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
-from megarl.machine.errors import CheckpointError
-from megarl.machine.wording import counted
+from megarl.machine.errors import CheckpointError, counted
 from megarl.roles.model_snapshots import ModelSnapshots, model_snapshots
 from megarl.roles.saved_models import SavedModels
 from megarl.tracking.loggers import cut_after

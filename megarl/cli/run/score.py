@@ -12,8 +12,7 @@ from megarl.config.load import load_config
 from megarl.config.roles import judge_roles
 from megarl.config.schema import PPOConfig, RewardConfig
 from megarl.data.tables import DataRow, read_rows, typed_value
-from megarl.machine.errors import ConfigError
-from megarl.machine.wording import counted
+from megarl.machine.errors import ConfigError, counted
 from megarl.models.thinking import THINK
 from megarl.rewards.scorer import RewardScorer, described_failure
 from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless

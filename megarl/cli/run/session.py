@@ -42,9 +42,8 @@ from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
 from megarl.data.loader import TrainingRows
 from megarl.data.tokenizer import load_tokenizer
-from megarl.machine.errors import RunError
+from megarl.machine.errors import RunError, counted
 from megarl.machine.files import write_whole
-from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.plan.placement.plan import plan_placement

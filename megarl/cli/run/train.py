@@ -41,8 +41,7 @@ from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.doctor.inputs import endless_turns
-from megarl.machine.errors import ConfigError
-from megarl.machine.wording import counted
+from megarl.machine.errors import ConfigError, counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import reads_images
 from megarl.roles.model_recovery import ppo_recovery, single_recovery

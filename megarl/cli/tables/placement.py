@@ -15,7 +15,7 @@ from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.config.megatron_options import uncounted_options
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.plan.placement.dataflow import OffloadPlan, overlaps

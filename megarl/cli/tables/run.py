@@ -38,8 +38,8 @@ from megarl.config.schema import (
 )
 from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
+from megarl.machine.errors import counted, written
 from megarl.machine.files import existing_folder
-from megarl.machine.wording import counted, written
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.plan.placement.placement_plan import PlacementPlan

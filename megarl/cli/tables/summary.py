@@ -37,8 +37,8 @@ from megarl.config.schema import (
     RunConfig,
 )
 from megarl.config.validate import read_architectures
+from megarl.machine.errors import counted
 from megarl.machine.files import write_whole
-from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.memory import DeviceMemory, plan_memory
 from megarl.plan.placement.model_state import Usage

@@ -6,7 +6,7 @@ from megarl.config.finding import Finding, Findings
 from megarl.config.rules.reward import has_scores
 from megarl.config.schema import CurriculumKind, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 JSON_LINES = (".jsonl", ".json")
 FORMATS = (".parquet", *JSON_LINES, ".csv")

@@ -17,7 +17,7 @@ from megarl.config.schema import (
     RoutingReplay,
     RunConfig,
 )
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.experts import experts_of
 from megarl.models.layers import routes_tokens

@@ -18,9 +18,9 @@ from megarl.config.megatron_options import (
 )
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, RunConfig
+from megarl.machine.errors import written
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
-from megarl.machine.wording import written
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
 

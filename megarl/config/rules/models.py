@@ -17,7 +17,7 @@ from megarl.config.schema import (
     Recompute,
     RunConfig,
 )
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture, RowLimit
 from megarl.models.layers import kinds_of, replaces_core
 from megarl.models.rope import extended_context

@@ -21,7 +21,7 @@ from megarl.config.schema import (
     RoutingReplay,
 )
 from megarl.config.speculation import ALGORITHM, SECTION
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.family import SGLangStages

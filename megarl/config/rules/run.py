@@ -32,7 +32,7 @@ from megarl.config.schema import (
 )
 from megarl.config.schema.keys import PathKind, leaves
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 # The validation metrics of runs without rewards, and which values are better. Only pairs have all of them.
 _METRICS = {"val/loss": MetricMode.min, "val/accuracy": MetricMode.max, "val/margin": MetricMode.max}

@@ -23,8 +23,7 @@ from megarl.config.speculation import (
     draft_of,
     problem_on_cpu,
 )
-from megarl.machine.errors import ConfigError
-from megarl.machine.wording import counted
+from megarl.machine.errors import ConfigError, counted
 from megarl.models.architecture import Architecture
 from megarl.models.draft import read_draft
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from megarl.config.finding import Finding, Findings
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import reads_images, routes_tokens
 

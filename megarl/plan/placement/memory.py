@@ -15,7 +15,7 @@ from math import ceil
 from megarl.config.roles import judge_roles, model_roles
 from megarl.config.schema import Device, EngineDType, OverBudget, PPOConfig, RunConfig
 from megarl.config.speculation import draft_of
-from megarl.machine.wording import byte_unit, counted
+from megarl.machine.errors import byte_unit, counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters, stage_shares
 from megarl.models.draft import DraftModel, read_draft_if_there

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megarl.config.roles import WITHOUT_DEVICES, judge_roles, model_roles
 from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, RunConfig
-from megarl.machine.errors import ConfigError
-from megarl.machine.wording import counted
+from megarl.machine.errors import ConfigError, counted
 from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.plan.placement.requests import (
     GroupRequest,

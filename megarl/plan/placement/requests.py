@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megarl.config.roles import ENVIRONMENT, WITHOUT_DEVICES, judge_roles, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from megarl.config.validate import RULES, Needs, checks_of, read_architectures, validate
-from megarl.machine.errors import ConfigError
-from megarl.machine.wording import counted
+from megarl.machine.errors import ConfigError, counted
 from megarl.plan.placement.activations import RoleMemory
 from megarl.plan.placement.memory import PlacedMemory, budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement

@@ -19,7 +19,7 @@ from megarl.config.schema import (
     SGLangConfig,
 )
 from megarl.config.validate import RULES, Check, Needs, checks_of
-from megarl.machine.wording import counted, sized
+from megarl.machine.errors import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
 from megarl.plan.placement.memory import engine_share, engine_usage, row_cache

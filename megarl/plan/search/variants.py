@@ -26,7 +26,7 @@ from megarl.config.schema import (
     Recompute,
     RecomputeModule,
 )
-from megarl.machine.wording import counted, sized
+from megarl.machine.errors import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of
 from megarl.plan.placement.activations import RoleMemory, role_memory

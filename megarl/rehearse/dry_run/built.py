@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.mapping import AXES, Cut
 from megarl.rehearse.dry_run.record import RehearsalError
 from megarl.weights.shard_layout import held_weights

@@ -25,7 +25,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_iter
 
 from megarl.engine import fake_cuda
-from megarl.machine.wording import sized
+from megarl.machine.errors import sized
 from megarl.rehearse.dry_run.record import Await, Collective, HostSync, PhaseRecord, RehearsalError
 
 _TORCH = str(Path(torch.__file__).parent)

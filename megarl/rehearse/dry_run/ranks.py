@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from megarl.config.schema import ParallelConfig
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.rehearse.dry_run.record import POINT_TO_POINT, Await, Collective, RankRecord
 
 # Megatron's name of the groups.

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import RowLoader
-from megarl.machine.errors import RunError
-from megarl.machine.wording import counted
+from megarl.machine.errors import RunError, counted
 from megarl.rollout.driver.dynamic_sampling import DynamicSampling
 from megarl.rollout.driver.rollout import check_versions
 from megarl.rollout.driver.sample_groups import (

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megarl.data.image_positions import token_positions
 from megarl.data.images import ImageProcessor
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.rollout.hf.attention import KVCache, SharedPrompts
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 

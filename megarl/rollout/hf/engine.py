@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import Device
 from megarl.data.images import ImageProcessor
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.families import family_of
 from megarl.models.family import stored_name
 from megarl.rollout.hf.attention import GROUPED

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.rollout.derived_tensors import derived_tensors, refresh_derived
 from megarl.rollout.destinations import (
     DestinationPlan,

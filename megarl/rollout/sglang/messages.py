@@ -11,7 +11,7 @@ import torch
 
 from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.batch.token_rows import route_dtype
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routing_layers
 from megarl.models.tensor_table import dimension_sizes

@@ -14,7 +14,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup, is_dead_or_failed_start, results_of
 from megarl.controller.messages import qualified_name
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.models.tensor_table import trained_tensors
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import plan_in_words

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.weights.block_scaling import QuantizedShards
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import Places, WordCounts

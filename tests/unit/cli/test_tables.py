@@ -12,7 +12,7 @@ from megarl.cli.inspect.rehearse import collectives_table
 from megarl.cli.main import main
 from megarl.cli.tables.console import output_console, table
 from megarl.cli.tables.placement import number_spans
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.rehearse.dry_run.record import Collective, PhaseRecord, RankRecord
 
 GROUP = "TENSOR_MODEL_PARALLEL_GROUP_OF_A_LONG_NAME_THAT_NEEDS_MORE_THAN_A_TERMINAL_HAS"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.rollout.sglang.cpu_adaptations import empty_storages, refill_storages
 from megarl.rollout.sglang.loader import EngineModel, LoaderClient, RankLoader
 from megarl.weights.checksum import checksum

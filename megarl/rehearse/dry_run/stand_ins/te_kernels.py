@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import mm_flop
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.rehearse.dry_run.stand_ins.te_enums import NVTE_QKV_Format, TEDType
 from megarl.rehearse.dry_run.stand_ins.te_signature import (
     TORCH_DTYPES,

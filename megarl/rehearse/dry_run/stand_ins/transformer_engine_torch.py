@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from megarl.machine.wording import counted
+from megarl.machine.errors import counted
 from megarl.rehearse.dry_run.device import known_value
 from megarl.rehearse.dry_run.ledger import place
 from megarl.rehearse.dry_run.record import RehearsalError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import megarl
-from megarl.machine.wording import counted, sized
+from megarl.machine.errors import counted, sized
 
 ROOT = Path(megarl.__file__).parent
 _NOUNS = (
@@ -99,7 +99,7 @@ def test_no_message_puts_a_number_before_a_fixed_plural() -> None:
         for path in ROOT.rglob("*.py")
         for value in _fixed_plurals(path.read_text(encoding="utf-8"))
     }
-    assert sorted(found - _ALLOWED) == [], "use megarl.machine.wording.counted"
+    assert sorted(found - _ALLOWED) == [], "use megarl.machine.errors.counted"
     assert sorted(_ALLOWED - found) == [], "no longer in the code"
 
 
