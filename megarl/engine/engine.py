@@ -222,7 +222,7 @@ class MegatronEngine:
 
     @property
     def places(self) -> OffloadableState:
-        """Where the state is. It copies tensors in memory, whose updates are complete, and offloaded ones."""
+        """Places of the state, from which its tensors can be copied, with all updates complete."""
         await_parameters(self._wrapped)
         return self._places
 

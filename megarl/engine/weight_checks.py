@@ -131,7 +131,7 @@ def base_checksum(engine: MegatronEngine) -> Mapping[str, int]:
 
     if engine.known_base_checksum is None:
         with engine.in_memory(StatePart.parameters), engine.adapters.off():
-            # As int64, whose overflow in the sum over ranks is the modulus.
+            # The sum over ranks overflows int64 at the modulus.
             parts = [(part + MODULUS // 2) % MODULUS - MODULUS // 2 for part in _own_parts(engine)]
 
         totals = torch.tensor(parts, dtype=torch.int64, device=platform.current().device)

@@ -231,7 +231,7 @@ def try_truths(scorer: RewardScorer, rows: Sequence[TruthRow], limit_s: float | 
 
 
 def _result_of(future: Future[Any], scorer: RewardScorer) -> Any:
-    """Return the result of a call in a reward process, or an outcome that says why it did not finish."""
+    """Return the result of a call in a reward process, or an outcome that names why it did not finish."""
     try:
         return future.result()
     except (TimeoutError, ProcessExpired) as error:

@@ -23,7 +23,7 @@ from megarl.config.load import plain_values, read_config
 from megarl.config.migration import former_keys
 from megarl.config.readers import needs_in_words
 from megarl.config.schema import SCHEMAS, RunConfig
-from megarl.config.schema.keys import MISSING, ItemRange, Range, default_of, when_to_change
+from megarl.config.schema.keys import MISSING, Range, default_of, when_to_change
 from megarl.config.sources import PATH, Layer, read_layers
 from megarl.config.values import contents_of, expected, item_section, key_types, without_null
 from megarl.machine.errors import ConfigError, written
@@ -146,7 +146,7 @@ def _lines(key: str, path: _Path, default: Any) -> Iterator[str]:
             yield f"{key}.{inner.name}: {explanation(section, inner.name)}".rstrip(": ")
     else:
         yield explanation(owner, entry.name)
-        allowed = entry.metadata.get(ItemRange) or entry.metadata.get(Range)
+        allowed = entry.metadata.get(Range)
         yield f"type: {expected(hint)}" if allowed is None else f"type: {expected(hint)}, {allowed}"
         kind = without_null(hint)
         for choice in kind if isinstance(kind, type) and issubclass(kind, Enum) else ():

@@ -38,11 +38,12 @@ _ALLOWED = frozenset(
         ("cli/run/replay.py", "len(tensors)"),  # of a whole model
         ("cli/run/resumption.py", "steps"),  # more than a run has made
         ("cli/tables/run.py", "rollout.pipeline_parallel_size"),  # only shown if there are more
-        ("config/rules/experts.py", "config.rollout.max_staleness"),
+        ("config/rules/experts.py", "rollout.max_staleness"),
         ("config/rules/experts.py", "experts.num_experts"),  # does not divide
         ("config/rules/experts.py", "parallel.tensor_parallel_size"),  # more than 1
         ("config/rules/experts.py", "size"),  # does not divide
         ("config/rules/models.py", "config.max_row_tokens"),  # a prompt and a response
+        ("config/rules/models.py", "tokens"),  # a prompt and a response
         ("config/rules/models.py", "either(nearest_divisors(letters[letter], ranks))"),
         ("config/rules/models.py", "either(nearest_divisors(layers, stages))"),
         ("data/hub.py", "len(files)"),  # several, or none

@@ -48,7 +48,7 @@ EXAMINER = Role(
     parallel_key="actor.parallel",
     micro_batch_key="reference.micro_batch",
     megatron_keys=("reference.megatron", "actor.megatron"),
-    shares_with=("actor",),
+    may_share_with=("actor",),
     phases=(
         RolePhase(name="examine", stage=Stage.score, calls=("log_probs",), writes=("examiner_log_prob",)),
     ),
