@@ -296,7 +296,7 @@ def results_of(samples: Sequence[ScoredSample], pass_score: float | None) -> dic
 def _parts(samples: Sequence[ScoredSample]) -> dict[str, list[ScoredSample]]:
     """Return the samples by data source, and all of them if there are several sources."""
     parts = by_data_source(samples)
-    return parts if len(parts) == 1 else {**parts, ALL: list(samples)}
+    return {**parts, ALL: list(samples)} if len(parts) > 1 else parts
 
 
 def _of_source(samples: Sequence[ScoredSample], pass_score: float | None) -> SourceResult:

@@ -21,6 +21,7 @@ from itertools import batched, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.batch.data_proto import DataProto
+from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError, counted
@@ -312,9 +313,13 @@ class RolloutBuffer:
     def _is_usable(self, stored: FinishedGroup, group: Group) -> bool:
         """Return whether samples of a checkpoint can take the place of those of a group."""
         # Groups of another size or kind belong to another configuration.
-        are_episodes = "episode_end" in stored.rows.non_tensor_batch
-        wants_episodes = group.requests[0].task is not None
-        if num_samples(stored.rows) != self._rules.size or are_episodes != wants_episodes:
+        rows = stored.rows
+        has_kind = "episode_end" in rows.non_tensor_batch, ROUTED_EXPERTS in rows.ragged
+        first = group.requests[0]
+        if num_samples(rows) != self._rules.size or has_kind != (
+            first.task is not None,
+            first.sampling.with_routes,
+        ):
             return False
         # A stored group keeps its age, and may be too old for its step.
         return self.staleness.may_admit(stored.version) or not self.staleness.in_order

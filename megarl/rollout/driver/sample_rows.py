@@ -142,7 +142,9 @@ def with_prompts(prompts: DataProto, rows: DataProto, version: int, pad_token_id
         pad_token_id: Padding of the responses.
     """
     numbers = episode_numbers(rows)
-    of_prompts = prompts.select_idxs(numbers // (num_samples(rows) // max(1, len(prompts))))
+    size, rest = divmod(num_samples(rows), max(1, len(prompts)))
+    assert rest == 0, (num_samples(rows), len(prompts))
+    of_prompts = prompts.select_idxs(numbers // max(1, size))
     columns = dict(rows.ragged)
     columns["token_versions"] = replace(columns["token_versions"], padding=-1)
     columns["responses"] = replace(columns["responses"], padding=pad_token_id)
@@ -216,7 +218,8 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     groups: dict[str, FinishedGroup] = {}
     first = 0
     for uid, count in Counter(uids).items():
-        group_rows = rows[first : first + count]
+        # A copy, so that a group does not keep the memory of the others.
+        group_rows = DataProto.concat([rows[first : first + count]])
         groups[uid] = FinishedGroup(uid, versions[first], group_rows, are_dropped[first])
         first += count
 

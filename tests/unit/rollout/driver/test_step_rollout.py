@@ -643,6 +643,18 @@ def test_stored_samples_that_are_too_old_now_are_generated_again(
         assert train(one, [1])[0].versions.min() == 7
 
 
+def test_stored_samples_of_another_configuration_are_generated_again() -> None:
+    position = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0).state_dict()
+    sample = plain_sample([5, 5], [-1.0, -2.0], "length", 7)
+    routed = sample._replace(routed_experts=np.zeros(6, np.uint8))
+    for samples in ([sample], [routed] * SAMPLING.n):
+        rows = sample_rows(samples)
+        with scene(1, 6, position=position, version=7) as one:
+            one.buffered.restore({uid: FinishedGroup(uid, 7, rows) for step in in_order(2) for uid in step})
+            # It compares the lengths with those of samples that this run generates.
+            train(one, [1])
+
+
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_curriculum_goes_on_with_its_samples_and_learns_once_from_each_step(max_staleness: int) -> None:
     sampler, loader = curriculum()
