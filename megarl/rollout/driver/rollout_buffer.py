@@ -314,12 +314,12 @@ class RolloutBuffer:
         """Return whether samples of a checkpoint can take the place of those of a group."""
         # Groups of another size or kind belong to another configuration.
         rows = stored.rows
-        has_kind = "episode_end" in rows.non_tensor_batch, ROUTED_EXPERTS in rows.ragged
         first = group.requests[0]
-        if num_samples(rows) != self._rules.size or has_kind != (
-            first.task is not None,
-            first.sampling.with_routes,
-        ):
+        are_episodes = "episode_end" in rows.non_tensor_batch
+        has_routes = ROUTED_EXPERTS in rows.ragged
+        if are_episodes != (first.task is not None) or has_routes != first.sampling.with_routes:
+            return False
+        if num_samples(rows) != self._rules.size:
             return False
         # A stored group keeps its age, and may be too old for its step.
         return self.staleness.may_admit(stored.version) or not self.staleness.in_order
