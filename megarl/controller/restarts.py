@@ -122,7 +122,7 @@ class RestartBudget:
         )
 
 
-class RestartedGroups(ABC):
+class Fleet(ABC):
     """Worker groups of one kind that are started one by one, and restarted when their processes die or hang.
 
     A restart kills the processes of a group with all their descendants. One thread at a time uses them.

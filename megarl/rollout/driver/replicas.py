@@ -19,7 +19,7 @@ from megarl.controller.group import (
     is_failed_start,
     results_of,
 )
-from megarl.controller.restarts import RestartedGroups
+from megarl.controller.restarts import Fleet
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import ENGINE_ENDED, RunError
 from megarl.plan.placement.dataflow import NO_LIMITS, AtWork
@@ -63,7 +63,7 @@ class ReplicaPlace(NamedTuple):
     environments_again: Callable[[], Sequence[Mapping[str, str]]] | None = None
 
 
-class Replicas(RestartedGroups):
+class Replicas(Fleet):
     """One worker group per replica, with a process on each of its nodes.
 
     The engine of a replica that is restarted gets the current weights.
@@ -71,10 +71,10 @@ class Replicas(RestartedGroups):
     Args:
         places: Location of each replica.
         build_engine: Builds the engine in the process of a replica; see `RolloutWorker`.
-        restart_limit: See `RestartedGroups`.
+        restart_limit: See `Fleet`.
         phase_time_limit_s: Time limit of a call.
         at_work: Groups that work concurrently.
-        wait_for_node_s: See `RestartedGroups`.
+        wait_for_node_s: See `Fleet`.
     """
 
     limit_error = RestartLimitError

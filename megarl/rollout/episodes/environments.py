@@ -13,7 +13,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RayWorkerGroup, RoleGroup, is_dead
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.restarts import RestartedGroups
+from megarl.controller.restarts import Fleet
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.rollout.worker.environment import EnvironmentWorker, EpisodeReport, Order
 
@@ -46,16 +46,16 @@ class _Process:
     is_up: bool = False
 
 
-class Environments(RestartedGroups):
+class Environments(Fleet):
     """The environment processes, one per pool. An episode stays with one process.
 
     Args:
         pools: Pool of each process.
         worker: Worker class to start there.
-        restart_limit: See `RestartedGroups`.
+        restart_limit: See `Fleet`.
         hang_limit_s: A process that has unanswered turns and reports none for this long is restarted.
         phase_time_limit_s: Time limit of a call.
-        wait_for_node_s: See `RestartedGroups`.
+        wait_for_node_s: See `Fleet`.
         wait: Has the semantics of wait_for_any.
     """
 

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
+from megarl.weights.ipc import IPCAddress
 from megarl.weights.tensors import Part, PeerTransfers, TransferSchedule, WeightTransferError
 from megarl.weights.transports.interface import EngineLink
 from tests.plain_trainer import PlainTrainer, joined
@@ -109,7 +110,7 @@ def with_another_name(trainer: PlainTrainer) -> list[EngineLink]:
 def on_another_device(trainer: PlainTrainer) -> list[EngineLink]:
     links = []
     for link in trainer.links:
-        assert link.transport == "device"
+        assert isinstance(link.address, IPCAddress)
         links.append(replace(link, device="device-9"))
     return links
 
