@@ -72,6 +72,9 @@ def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
     return dtype if weight.dtype is None else getattr(torch, weight.dtype)
 
 
+# ---- checks of a folder
+
+
 def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead:
     """Return whether the value head is read from the folder or starts at V = 0.
 

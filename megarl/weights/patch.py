@@ -247,6 +247,8 @@ def _num_bytes(count: int, numel: int, num_low: int) -> int:
     return packed_bytes(_high_bits(count, numel, num_low)) + num_low * packed_bytes(count)
 
 
+# ---- the weights that engines acknowledged, and the messages that update them
+
 _CHUNK_NUMEL = 2**20  # small enough for caches and temporary memory, large enough for a GPU
 # Messages are not larger, since the first patches are sent when a message is full.
 _MESSAGE_BYTES = 2**26

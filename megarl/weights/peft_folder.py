@@ -134,20 +134,15 @@ def read_lora(folder: Path) -> LoRA:
     if problems:
         raise WeightTransferError(f"{file}: only plain LoRA is supported, but {'; '.join(problems)}")
 
+    # Targets are suffixes of names in the tensor table, in which numbers are placeholders. Whether every
+    # layer and every expert has the adapter shows in the tensors of the folder.
+    suffixes = {_EXPERT_NUMBER.sub("{expert}", _LAYER.sub("", name)) for name in names}
     return LoRA(
         rank=rank,
         alpha=alpha,
-        targets=tuple(sorted({_suffix(name) for name in names})),
+        targets=tuple(sorted(suffixes)),
         modules_to_save=tuple(sorted(saved)),
     )
-
-
-def _suffix(target: str) -> str:
-    """Return a target as the suffix of names in the tensor table, in which numbers are placeholders.
-
-    Whether every layer and every expert has the adapter shows in the tensors of the folder.
-    """
-    return _EXPERT_NUMBER.sub("{expert}", _LAYER.sub("", target))
 
 
 def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callable[[Piece], torch.Tensor]:

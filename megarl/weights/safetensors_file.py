@@ -187,6 +187,8 @@ def check_finite(values: torch.Tensor, name: str, file: Path) -> None:
         raise WeightTransferError(f"{file}: {name} {problem}")
 
 
+# ---- reading
+
 _STEP_ELEMENTS = 2**20  # converted at a time
 _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -276,6 +276,8 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[T
         yield TensorSlice((row, *inner.starts), (row + 1, *inner.stops))
 
 
+# ---- schedules
+
 _LARGE = 2**18  # parts with this many elements are sent separately, which is faster than copying them
 
 

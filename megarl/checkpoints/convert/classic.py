@@ -400,6 +400,8 @@ def _check_arguments(file: RankFile, architecture: Architecture) -> None:
         )
 
 
+# ---- the file of a rank
+
 # State of Transformer Engine layers: scales for FP8 training, which are not weights.
 _EXTRA_STATE = "_extra_state"
 

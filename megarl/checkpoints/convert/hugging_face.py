@@ -159,6 +159,9 @@ def _open_other(
     return piece.in_hf_order(elements, place)
 
 
+# ---- adapters
+
+
 def with_stored_adapters(architecture: Architecture, companions: Path) -> Architecture:
     """Return the architecture with the adapters that the folder of config.json describes, if it does.
 

@@ -83,6 +83,8 @@ class SourceTensor:
                 stored = open_elements()[place.relative_to(held.starts).index]
                 if stored.dtype == dtype and stored.is_contiguous():
                     return stored
+                # `fill` would convert packed elements a second time.
+                return room(place.shape, dtype=dtype).copy_(stored)
 
         block = room(place.shape, dtype=dtype)
         self.fill(block, place)

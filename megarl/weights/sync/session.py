@@ -308,8 +308,16 @@ class TransferSession:
 
         links = [self._link(peers, address, num_senders + own) for own, peers in enumerate(receives)]
         # Do not wait here: joining blocks until all members have been called.
+        # Trainer ranks need no numbers of words, which may be tens of thousands.
         calls = [
-            call(rank, WeightExport.join_weight_group, number, self._link(peers, address, own))
+            call(
+                rank,
+                WeightExport.join_weight_group,
+                number,
+                EngineLink(
+                    peers, self._source.message_dtype, address, own, sends_changes=self._sends_changes
+                ),
+            )
             for own, (rank, peers) in enumerate(sends.items())
         ]
         return links, calls

@@ -241,6 +241,8 @@ class _Output:
         self._is_whole = True
 
 
+# ---- the plan
+
 # Elements of a row-major tensor: its name, the position of the first one, and their number.
 Chunk = tuple[str, int, int]
 

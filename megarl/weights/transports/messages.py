@@ -25,6 +25,8 @@ from megarl.weights.tensors import Part, PeerTransfers, TransferSchedule
 from megarl.weights.transfer import PATIENCE_S, Channel, PipelinedTransfer, ReceiveBuffer, Transfer
 from megarl.weights.transports.interface import DestinationViews, Sender, SentShards
 
+# ---- the transport `device`
+
 
 def device_transfers(
     plan: TransferPlan, trainer_devices: Sequence[str], targets: Mapping[int, str]
@@ -211,6 +213,9 @@ class IPCReads(Transfer):
             self._reader.has_read()
 
         self._reader.end(num_rounds)
+
+
+# ---- the transport `group`
 
 
 def group_transfers(
