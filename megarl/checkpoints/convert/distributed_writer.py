@@ -43,6 +43,7 @@ from megarl.models.counts import padded_vocab_size
 from megarl.models.layers import routes_tokens
 from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.tensor_table import Head, Weight
+from megarl.weights.coverage import check_coverage, rank_pieces
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.manifest import dtype_of
 from megarl.weights.shard_layout import (
@@ -205,6 +206,8 @@ def plan_distributed(
         virtual_pipeline_parallel_size=layout.virtual_pipeline_parallel_size,
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, layout.tensor_parallel_size),
     )
+    # Fail before anything is written if the plan does not cover all elements.
+    check_coverage(architecture, [rank_pieces(architecture, rank, head) for rank in ranks], head)
     files: list[PlannedFile] = []
 
     for number, rank in enumerate(ranks):
@@ -254,8 +257,6 @@ def _items(
         # Weights that several ranks have are written by the first of them only.
         if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
             continue
-        # An error of the layout is raised here, before anything is written.
-        pieces(weight, layout)
         max_volume = max_item_bytes // dtype_of(weight, dtype).itemsize
         for tensor_slice in _slices(weight, layout, max_volume):
             yield weight, layout, tensor_slice

@@ -6,6 +6,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.families import FAMILIES
 from megarl.models.tensor_table import weights_of
 from megarl.roles.megatron_worker import megatron_mesh
+from megarl.weights.coverage import check_coverage, rank_pieces
 from megarl.weights.shard_layout import (
     ShardLayout,
     layouts_of,
@@ -15,7 +16,6 @@ from megarl.weights.shard_layout import (
     shard_shapes,
 )
 from megarl.weights.tensors import TensorSlice, WeightTransferError
-from tests.unit.weights.coverage import check_coverage, rank_pieces
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of
 
 LAYOUTS = [

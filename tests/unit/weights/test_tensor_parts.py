@@ -32,6 +32,7 @@ from megarl.models.tensor_part import TensorPart, part_geometry
 from megarl.models.tensor_table import hf_tensors
 from megarl.models.trunk import TRUNK_ROWS
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
+from megarl.weights.coverage import check_coverage, rank_pieces
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import RankLocation, plan_transfer
@@ -40,7 +41,6 @@ from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
 from tests.families import example_architecture, example_fields
 from tests.unit.checkpoints.convert.test_source import everything
-from tests.unit.weights.coverage import check_coverage, rank_pieces
 
 NUM_EXPERTS = 4
 GROUPS = 4

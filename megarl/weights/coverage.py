@@ -1,5 +1,7 @@
 """Prove that the ranks of a layout hold every tensor once."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
