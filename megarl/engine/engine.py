@@ -23,7 +23,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
-from megarl.config.schema import RoutingReplay
+from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
 from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
@@ -80,9 +80,9 @@ class MegatronEngine:
         adapters: Turns the adapters of the model off.
         known_base_checksum: The checksums of the base, once they have been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
-        router_metrics: The router statistics of the last mini-batch, summed over all ranks; see
-            RouterStatistics.metrics.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
+        router_metrics: The router statistics of the last mini-batch, summed over all ranks; see
+            RouterStatistics.metrics. Empty for a model without experts.
         trace: A StepTrace, which records training passes, if set.
     """
 
@@ -145,16 +145,7 @@ class MegatronEngine:
         expect_no_gather(self._wrapped)
 
         # Created after loading, because the optimizer copies the weights into its float32 masters.
-        self._optimizer: Optimizer | None = None
-        if spec.optim is not None:
-            self._optimizer = Optimizer(
-                spec.optim,
-                self.chunks,
-                {parameter: name for name, parameter in self._named_parameters()},
-                dtype,
-                spec.total_optimizer_steps,
-                spec.megatron.optimizer,
-            )
+        self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
         name_phases(self.chunks, self._optimizer.megatron_configs if self._optimizer is not None else ())
 
     def _route_keeper(self) -> RouterReplayBuffer | None:
@@ -171,6 +162,17 @@ class MegatronEngine:
 
         layers = [layer for model in self.models for layer in model.decoder.layers]
         return RouterReplayBuffer(architecture, self.groups, layers, self._device)
+
+    def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
+        """Return the optimizer. The benchmark of passes (benchmarks/gpu/engine.py) has one without state."""
+        return Optimizer(
+            optim,
+            self.chunks,
+            {parameter: name for name, parameter in self._named_parameters()},
+            dtype,
+            self.spec.total_optimizer_steps,
+            self.spec.megatron.optimizer,
+        )
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
         parts = {
@@ -214,7 +216,7 @@ class MegatronEngine:
 
     @contextmanager
     def in_memory(self, *parts: StatePart) -> Generator[None]:
-        """Run a block with parts in memory, and offload again what was offloaded."""
+        """Run a block with parts in memory, and offload again what was offloaded, if the block succeeds."""
         offloaded = self._places.offloaded.intersection(parts)
         self.restore(*offloaded)
         yield

@@ -362,7 +362,7 @@ def sharing_prompts(attention: type) -> Any:
 
 
 class DecoderLayer(TransformerLayer):
-    """A layer that does what Megatron's does not: a part of it is needed by each layer of some models.
+    """Megatron's layer with what some models need in all or some of their layers.
 
     It passes the routed tokens to its router, if it has one. The first layers of a model that reads images
     add features of images to their output (see `Deepstack`). The last layer keeps, after its attention, only

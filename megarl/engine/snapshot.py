@@ -25,7 +25,7 @@ from megarl.checkpoints.snapshot_file import (
 from megarl.engine import platform
 from megarl.engine.checkpoint import random_state, set_random_state, trained_shards
 from megarl.engine.engine import MegatronEngine
-from megarl.engine.offload import StatePart
+from megarl.engine.offload import OffloadableState, StatePart
 from megarl.engine.sharding import Shard
 from megarl.machine.background import in_background
 from megarl.machine.errors import CheckpointError
@@ -106,7 +106,8 @@ class PendingSnapshot:
         self._step = step
         self._record = buffer.getvalue()
         self._lock = threading.Lock()  # held while a tensor is copied
-        self._tensors = [self._copied(shard, engine, staging) for shard in trained_shards(engine)]
+        places = engine.places  # waits for updated parameters, which the thread must not do
+        self._tensors = [self._copied(shard, places, staging) for shard in trained_shards(engine)]
 
         # The copies are queued on the current stream, and must end before the thread reads them.
         self._stream = torch.cuda.Stream() if platform.current().is_cuda else None
@@ -140,12 +141,12 @@ class PendingSnapshot:
             write_snapshot(self._path, self._step, self._tensors, self._record)
 
     def _copied(
-        self, shard: Shard, engine: MegatronEngine, staging: Staging | None
+        self, shard: Shard, places: OffloadableState, staging: Staging | None
     ) -> tuple[SnapshotTensor, Callable[[torch.Tensor], None]]:
         def copy_to(target: torch.Tensor) -> None:
             with self._lock:
                 if shard.tensor.untyped_storage().nbytes() == 0:  # offloaded
-                    engine.places.read_offloaded(shard.tensor, shard.start, target)
+                    places.read_offloaded(shard.tensor, shard.start, target)
                 elif staging is not None:
                     staging.copy(shard.view, target)
                 else:

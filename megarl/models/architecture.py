@@ -119,6 +119,7 @@ class LatentAttention:
 
     Keys and values are computed from a small latent vector per token, queries from another one. A query or
     key consists of numbers without a position and of rotated ones; all heads share the rotated part of a key.
+    The rotation pairs neighbors (2i, 2i + 1).
 
     Attributes:
         q_lora_rank: The size of the latent vector of queries; None: queries are projected directly.
@@ -126,7 +127,6 @@ class LatentAttention:
         qk_nope_head_dim: The numbers without a position in a head's query or key.
         qk_rope_head_dim: The rotated numbers in a head's query, and in the key that all heads share.
         v_head_dim: The size of a head's value.
-        rope_interleave: Whether the rotation pairs neighbors (2i, 2i + 1) instead of (i, i + half).
         norm_eps: The epsilon of the norms of both latent vectors.
     """
 
@@ -135,7 +135,6 @@ class LatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    rope_interleave: bool
     norm_eps: float
 
     def letters(self, num_heads: int) -> dict[str, int]:

@@ -51,14 +51,13 @@ def _read_sparse(reader: ConfigReader) -> Architecture:
         reader.take(name)
     reader.require("moe_router_dtype", "float32", "only 'float32' is supported")
 
-    # transformers' classes have no other rotation, and no queries without a latent vector.
-    if reader.fields.get("rope_interleave") is False:
-        reader.refuse("rope_interleave", "only true is supported")
+    # transformers' classes have no queries without a latent vector.
     if reader.fields.get("q_lora_rank", 1) is None:
         reader.refuse("q_lora_rank", "only models with a latent vector of queries are supported")
 
     # The size of a head follows from others in transformers, and GLM-5.2 has another one in this field.
     inner = {name: value for name, value in reader.fields.items() if name not in ("layer_types", "head_dim")}
+    # They have one rotation, whose field may be missing or null.
     if inner.get("rope_interleave") is None:
         inner["rope_interleave"] = True
     reader.take("head_dim")

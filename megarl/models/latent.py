@@ -129,13 +129,16 @@ def read_latent(reader: ConfigReader) -> LatentAttention:
     is_direct = "q_lora_rank" in reader.fields and reader.take("q_lora_rank") is None
     q_lora_rank = None if is_direct else reader.number("q_lora_rank", int)
 
+    # Megatron has no other rotation.
+    if not reader.flag("rope_interleave"):
+        reader.refuse("rope_interleave", "only true is supported")
+
     latent = LatentAttention(
         q_lora_rank=q_lora_rank,
         kv_lora_rank=reader.number("kv_lora_rank", int),
         qk_nope_head_dim=reader.number("qk_nope_head_dim", int),
         qk_rope_head_dim=reader.number("qk_rope_head_dim", int),
         v_head_dim=reader.number("v_head_dim", int),
-        rope_interleave=reader.flag("rope_interleave"),
         norm_eps=_NORM_EPS,
     )
     _check_head_sizes(reader, latent)

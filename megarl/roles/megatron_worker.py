@@ -432,6 +432,7 @@ class MegatronWorker(WeightExport):
         """Record the following updates in a folder until `end_trace`; see engine/step_trace.py."""
         from megarl.engine.step_trace import StepTrace
 
+        # The engine refers to its trace until the trace is closed.
         StepTrace(self._engine, Path(folder), share_of_rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

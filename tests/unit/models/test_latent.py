@@ -27,7 +27,7 @@ def refusal(folder: Path, **changes: Any) -> str:
 
 def test_published_folders() -> None:
     sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    common: dict[str, Any] = {**sizes, "rope_interleave": True, "norm_eps": 1e-6}
+    common: dict[str, Any] = {**sizes, "norm_eps": 1e-6}
     for name, rank in (
         ("DeepSeek-V3.1-BF16", 1536),
         ("Kimi-K2-Instruct-BF16", 1536),
@@ -55,6 +55,7 @@ def test_their_code_is_accepted_if_the_user_says_so() -> None:
         ({"scoring_func": "softmax"}, "'scoring_func' is 'softmax'; only 'sigmoid' is supported"),
         ({"topk_method": "greedy"}, "'topk_method' is 'greedy'; only 'noaux_tc' is supported"),
         ({"moe_layer_freq": 2}, "'moe_layer_freq' is 2; only 1 is supported"),
+        ({"rope_interleave": False}, "'rope_interleave' is False; only true is supported"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
