@@ -129,8 +129,6 @@ class LiveReport(ThreadingHTTPServer):
         OSError: The port is in use.
     """
 
-    daemon_threads = True
-
     def __init__(self, runs: Sequence[RunFolder], port: int = 0) -> None:
         super().__init__((_HOST, port), _Handler)
         self._runs = runs

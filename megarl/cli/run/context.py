@@ -27,6 +27,7 @@ from megarl.tracking.run_files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from megarl.trainers.monitor import Position
+
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Exit codes, as a shell reports them.
 TERMINATED = 128 + signal.SIGTERM
@@ -160,9 +161,9 @@ def ends_by_signal(end_children: Callable[[], object]) -> Generator[None]:
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        # Further signals must not interrupt the cleanup.
+        # Further signals must not interrupt the cleanup, also those that `interruption` handles now.
         for each in _ENDING:
-            if signal.getsignal(each) is on_signal:
+            if signal.getsignal(each) is not signal.SIG_IGN:
                 signal.signal(each, lambda number, frame: None)
         end_children()
         if number == signal.SIGINT:

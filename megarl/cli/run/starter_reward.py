@@ -201,7 +201,7 @@ def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
             problems.setdefault(trial.row.file, []).append(problem)
 
     return _Proof(
-        kind, source, len(trials), problems, any(trial.response.outcome is not None for trial in trials)
+        kind, source, len(trials), problems, any(trial.response.text is not None for trial in trials)
     )
 
 

@@ -11,7 +11,15 @@ import signal
 
 import pytest
 
-from megarl.cli.run.context import CTRL_C, INTERRUPTED, TERMINATED, RunContext, Termination, interruption
+from megarl.cli.run.context import (
+    CTRL_C,
+    INTERRUPTED,
+    TERMINATED,
+    RunContext,
+    Termination,
+    ends_by_signal,
+    interruption,
+)
 from megarl.config.schema import ModelConfig, SFTConfig
 from megarl.trainers.monitor import Position
 
@@ -88,3 +96,18 @@ def test_sigterm_after_ctrl_c_ends_at_once() -> None:
         termination.request(CTRL_C)
         with pytest.raises(SystemExit):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_ctrl_c_does_not_interrupt_the_end_of_the_child_processes() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    ended: list[bool] = []
+
+    def end_children() -> None:
+        signal.raise_signal(signal.SIGINT)
+        ended.append(True)
+
+    with pytest.raises(SystemExit) as caught, ends_by_signal(end_children), interruption(pytest.fail):
+        signal.raise_signal(signal.SIGTERM)
+
+    assert (caught.value.code, ended) == (TERMINATED, [True])
+    assert signal.getsignal(signal.SIGINT) is before
