@@ -57,6 +57,7 @@ class Meeting:
         store, self.rank, self.num_nodes = next(rendezvous("env://"))
         self._store: Store = PrefixStore(f"megarl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self.members = range(1, self.num_nodes)
+        self._last: dict[int, tuple[int, float]] = {}  # heartbeats of each member, and when they changed
 
     def say(self, name: str, value: Any = None) -> None:
         self._store.set(name, json.dumps(value))
