@@ -126,7 +126,7 @@ def owner_of(folder: Path) -> Owner | None:
 def _start_of(pid: int) -> int | None:
     """Return when a process started, in ticks since boot; None if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     state, started = fields[0], fields[19]

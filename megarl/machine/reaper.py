@@ -142,7 +142,7 @@ def has_ended(descriptor: int, wait_s: float | None = 0.0) -> bool:
 def name_of(pid: int) -> str:
     """Return the kernel's name of a process's program, at most 15 characters; empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
 
@@ -222,8 +222,8 @@ def _remove_unused(files: set[Path]) -> None:
 
 def _status(pid: str) -> list[str]:
     """Return the fields after the name in /proc/PID/stat: state, parent, ..."""
-    # The name may contain spaces and parentheses.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # The name may contain spaces and parentheses, and end in the middle of a character.
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> None:

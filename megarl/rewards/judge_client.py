@@ -112,7 +112,8 @@ class JudgeClient:
         async with self._running:
             start_s = time.monotonic()
             for attempt in itertools.count(1):
-                endpoint = self._next_endpoint()
+                # The servers are asked in turn, so that an attempt after the loss of one goes to another.
+                endpoint = self.endpoints[next(self._turns) % len(self.endpoints)]
                 try:
                     text = await self._attempt(endpoint, body)
                     return JudgeReply(
@@ -128,10 +129,6 @@ class JudgeClient:
                 # A pause keeps its place, so that an overloaded server gets fewer requests.
                 await asyncio.sleep(pause_s)
         raise AssertionError("the last attempt returns")
-
-    def _next_endpoint(self) -> JudgeEndpoint:
-        """Return the servers in turn. An attempt after the loss of one thus goes to another."""
-        return self.endpoints[next(self._turns) % len(self.endpoints)]
 
     def _is_restarted(self, error: _AttemptError, start_s: float) -> bool:
         """Whether a server of the run may return, which takes longer than the pauses between attempts."""

@@ -190,11 +190,15 @@ def _own_verdict(verdicts: Sequence[tuple[slice, Any]], answer: str, judged: str
         ReplyError: Others have another value, and the judge may have quoted this one, so that the answer
             would choose its own score.
     """
-    own = [each for each in verdicts if not _is_quoted(answer, each[0], judged)] or verdicts
+    # A number without words around it is in many answers by chance.
+    own = [
+        (place, value)
+        for place, value in verdicts
+        if answer[place] == value or not _is_quoted(answer, place, judged)
+    ] or verdicts
     place, last = own[-1]
     text = answer[place]
     others = [answer[other] for other, value in own if _number(value) != _number(last)]
-    # A number without words around it is in many answers by chance.
     if others and text != last and judged and _squeezed(text) in judged:
         raise ReplyError(
             f"the scores {others[-1]!r} and {text!r} differ, and the judge may have quoted the "

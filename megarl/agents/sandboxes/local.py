@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -68,7 +67,7 @@ class LocalSandbox(Sandbox):
 
     async def begin(self, endpoint_url: str) -> None:
         # bubblewrap writes the number of the first process to this file.
-        with tempfile.TemporaryFile() as information:
+        with open(os.memfd_create("information"), "w+b") as information:
             # If it were killed by a canceled start, processes that it has just started might remain.
             self._creating = asyncio.ensure_future(
                 asyncio.create_subprocess_exec(
@@ -138,8 +137,8 @@ class LocalSandbox(Sandbox):
 
     async def upload(self, source: bytes | Path, target: str) -> None:
         folder = "/" if target.startswith("/") else FOLDER
-        process = await self._order("unpack", folder=folder)
-        await self._finished(process, archive_of(source, target))
+        archive = archive_of(source, target)  # before the order starts, because the source may be missing
+        await self._finished(await self._order("unpack", folder=folder), archive)
 
     async def download(self, path: str) -> bytes:
         process = await self._order("read", path=os.path.join(FOLDER, path), max_bytes=FILE_BYTES)

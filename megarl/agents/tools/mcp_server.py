@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.agents.protocol import BrokenToolError, Schema, Task
-from megarl.machine.background import in_background
+from megarl.machine.background import LoopThread
 from megarl.machine.errors import one_line
 from megarl.machine.reaper import OWNER
 
@@ -53,8 +53,7 @@ class McpServer:
         self._client: asyncio.Future[Client] | None = None
 
         # The loop runs in a daemon thread. When the process ends, the server's input closes and it ends too.
-        self._loop = asyncio.new_event_loop()
-        in_background(self._loop.run_forever, "mcp")
+        self._loop = LoopThread("mcp")
 
     def tool(self, name: str) -> McpTool:
         """Return a tool of the server.
@@ -64,7 +63,7 @@ class McpServer:
         """
         if self._schemas is None:
             try:
-                self._schemas = self._in_loop(self._list()).result(START_LIMIT_S)
+                self._schemas = self._loop.submit(self._list()).result(START_LIMIT_S)
             except Exception as error:  # noqa: BLE001
                 # A broken server may cause any exception.
                 raise ValueError(
@@ -86,10 +85,7 @@ class McpServer:
             TimeoutError: The server did not answer in time.
             BrokenToolError: The server is lost.
         """
-        return await asyncio.wrap_future(self._in_loop(self._call(name, arguments)))
-
-    def _in_loop(self, what: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self._loop)
+        return await asyncio.wrap_future(self._loop.submit(self._call(name, arguments)))
 
     def _new_client(self) -> Client:
         from mcp import Client, StdioServerParameters
@@ -150,8 +146,8 @@ class McpServer:
         """Return the connection that all calls share, and the task that owns it. Raises BrokenToolError."""
         # The first call, or the first after a loss, connects for all.
         if self._connection is None or self._connection.done():
-            self._client = self._loop.create_future()
-            self._connection = self._loop.create_task(self._hold(self._client))
+            self._client = asyncio.get_running_loop().create_future()
+            self._connection = asyncio.create_task(self._hold(self._client))
 
         assert self._client is not None
         connection = self._connection

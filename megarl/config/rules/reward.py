@@ -143,7 +143,7 @@ _OWNED = ("model", "messages", "n", "stream")
 # Fields of requests whose type and range are known: (type, smallest value, largest value).
 _RANGES: dict[str, tuple[Any, float, float]] = {
     "temperature": (int | float, 0, 2),
-    "seed": (int, 0, math.inf),
+    "seed": (int, -math.inf, math.inf),
     "max_tokens": (int, 1, math.inf),
 }
 
@@ -219,10 +219,11 @@ def _request(judge: JudgeConfig, key: str) -> Iterator[Finding]:
         is_number = isinstance(value, kind) and not isinstance(value, bool)
         if value is not None and not (is_number and least <= value <= most):
             number = "an integer" if kind is int else "a number"
+            lower = "" if least == -math.inf else f" of at least {least:g}"
             upper = "" if most == math.inf else f" and at most {most:g}"
             yield Finding(
                 (f"{key}.request",),
-                f"has {name}={value!r}, which must be {number} of at least {least:g}{upper}",
+                f"has {name}={value!r}, which must be {number}{lower}{upper}",
             )
 
     if owned := [name for name in _OWNED if name in judge.request]:

@@ -325,9 +325,10 @@ def _interval(sides: Sequence[str], signs: Sequence[str]) -> Items | None:
     if any('"' in side or re.search("[A-Za-z]{2} ", side) for side in sides):
         return None
     # `-1 < -x` is `x < 1`.
-    opposites = [re.sub(r"^-\s*", "", side) if side[0] == "-" else f"-({side})" for side in sides[::-1]]
-    if not any(map(_is_unknown, sides)) and any(map(_is_unknown, opposites)):
-        sides = opposites
+    unsigned = [re.sub(r"^-\s*", "", side) for side in sides[::-1]]
+    if not any(map(_is_unknown, sides)) and any(map(_is_unknown, unsigned)):
+        pairs = zip(sides[::-1], unsigned, strict=True)
+        sides = [opposite if _is_unknown(opposite) else f"-({side})" for side, opposite in pairs]
         signs = signs[::-1]
     ends = [None if _is_unknown(side) else _formula(side) for side in sides]
     known = [end for end in ends if end is not None]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.machine.reaper import OWNER, descendants, end_processes_of, processes_of
+from megarl.machine.reaper import OWNER, descendants, end_processes_of, name_of, processes_of
 from tests.processes import gone_within
 
 OWNER_SCRIPT = """
@@ -104,6 +104,16 @@ def test_shared_memory_of_killed_processes_is_removed_unless_others_use_it() -> 
         process.wait()
         only.unlink(missing_ok=True)
         used.unlink(missing_ok=True)
+
+
+def test_names_may_end_in_the_middle_of_a_character() -> None:
+    code = "open('/proc/self/comm', 'wb').write(b'\\xe4\\xb8'); print(flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    assert child.pid in descendants(os.getpid())
+    assert name_of(child.pid) == "\ufffd"
+    child.communicate()
 
 
 def test_only_the_owners_processes_are_found() -> None:

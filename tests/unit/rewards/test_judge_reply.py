@@ -21,6 +21,7 @@ def judged(parse: JudgeParseConfig, text: str) -> tuple[tuple[float, ...], dict[
     [
         (JudgeParseConfig(regex=r"(\d+)/10"), "7/10, on reflection 8/10", 8.0),
         (JudgeParseConfig(regex=r"(\d+)"), "<think>9</think>4", 4.0),
+        (JudgeParseConfig(regex=r"(\d+)"), "3</think>4", 4.0),
         (JudgeParseConfig(regex=r"Score: (.*)"), "Score: -1e-1", -0.1),
         (JudgeParseConfig(json="score"), '{"score": 0.25}', 0.25),
         (

@@ -83,7 +83,7 @@ def test_files_must_exist(tmp_path: Path) -> None:
             "request",
             "has temperature=3, which must be a number of at least 0",
         ),
-        ({"request": {"seed": -1}}, "request", "has seed=-1, which must be an integer of at least 0"),
+        ({"request": {"seed": 0.5}}, "request", "has seed=0.5, which must be an integer"),
         ({"request": {"max_tokens": "9"}}, "request", "has max_tokens='9', which must be an integer"),
         ({"parse": {}}, "parse", "has neither regex, json nor path, but needs exactly one"),
         ({"parse": {"regex": "(a)", "json": "b"}}, "parse", "has regex and json, but needs exactly one"),
