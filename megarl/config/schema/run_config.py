@@ -57,8 +57,8 @@ class RunConfig:
     """Base class of all kinds of run. Each kind is a frozen dataclass of sections.
 
     The common sections are declared here and defined by each kind, in the order of the reference page.
-    Properties abstract over the differences between the kinds. Those that are defined here
-    are of kinds that make one update with the rows of a file and generate nothing.
+    Properties abstract over the differences between the kinds. Those that are defined here are of kinds that
+    make one update with the rows of a file and generate nothing.
 
     Attributes:
         batch_key: The key of `prompts_per_step`.
