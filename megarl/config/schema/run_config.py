@@ -56,9 +56,9 @@ _ENGINES = Reader("rollout.engine")  # only kinds that generate have the key
 class RunConfig:
     """Base class of all kinds of run. Each kind is a frozen dataclass of sections.
 
-    The common sections are declared here and defined by each kind, in the order of its files and of the
-    reference page. Properties abstract over the differences between the kinds. Those that are defined here
-    are of kinds that make one update with the rows of a file and generate nothing.
+    The common sections are declared here and defined by each kind, in the order of the reference page.
+    Properties abstract over the differences between the kinds. Those that are defined here are of kinds that
+    make one update with the rows of a file and generate nothing.
 
     Attributes:
         batch_key: The key of `prompts_per_step`.

@@ -228,7 +228,7 @@ def _of_owners(phase: Phase, bases: Mapping[str, str]) -> Phase:
 
 
 class OffloadPlan:
-    """The offload plan of a placement. Parts are named as in dataflow.py."""
+    """The offload plan of a placement."""
 
     def __init__(self, plan: PlacementPlan) -> None:
         self._plan = plan

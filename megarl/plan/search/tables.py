@@ -250,7 +250,6 @@ def _reason(check: Check, found: Finding) -> tuple[Reason, str]:
 
 
 ENGINES = "engines"
-_MOST_TENSOR = 64
 _CONCURRENCIES = (64, 128, 256, 512, 1024)
 _FRACTIONS = (0.5, 0.6, 0.7, 0.8, 0.85)
 

@@ -291,7 +291,8 @@ def training_counts(
     `scoring_counts`.
     """
     work = StagePasses(config, role, architecture, stage, batch)
-    counts = list(work.passes(_num_trained_scores(config, role)))
+    passes = work.passes(_num_trained_scores(config, role))
+    counts = [passes.forward, passes.backward]
     if routes_tokens(architecture) and role.routers.aux_loss_coefficient:
         counts.append(work.passes(0).forward)
     return total(counts)

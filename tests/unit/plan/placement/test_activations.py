@@ -206,9 +206,15 @@ def test_gradients_that_tensor_parallel_ranks_sum_are_copied_after_the_last_micr
     work = role_memory(run, actor, architecture, 0)
     assert work.train == work.stays + work.trained_batch + reduced
 
+    # If nothing is recomputed, the activations need more.
+    kept = role_memory(run, replace(actor, recomputation=Recomputation()), architecture, 0)
+    assert kept.train > kept.stays + kept.trained_batch + reduced
+
     # Without sequence parallelism, every rank has the gradients of all tokens.
     alone = replace(actor, parallel=replace(actor.parallel, sequence_parallel=False))
     assert step_memory(run, alone, architecture, 0)[0] == 0
+    activations = role_memory(run, alone, architecture, 0)
+    assert activations.train > activations.stays + activations.trained_batch
 
 
 @pytest.mark.parametrize(
