@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-from megarl.tracking.metric_table import METRICS
+from docs.generate.metric_table import METRICS
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Generate the tables of metrics in docs/tracking.md from megarl/tracking/metric_table.py."""
+"""Generate the tables of metrics in docs/tracking.md from docs/generate/metric_table.py."""
 
 from __future__ import annotations
 
-from megarl.tracking.metric_table import METRICS
+from docs.generate.metric_table import METRICS
 
 
 def metric_tables() -> str:
