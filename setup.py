@@ -39,7 +39,7 @@ setup(
     package_data={
         "megarl.configs": ["**/*.yaml", "**/*.json"],
         "megarl.config": ["*.yaml", "tested_versions.json"],
-        "megarl.recipes.starter": ["*.yaml"],
+        "megarl.recipes.starter": ["*.yaml", "*.jinja"],
         "megarl.rehearse.dry_run": ["guard.cpp"],
         "megarl.tracking.report": ["*.js", "*.css"],
         # Folders on the import path of SGLang's processes, which are not packages of megarl.

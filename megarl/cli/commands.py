@@ -70,21 +70,37 @@ COMMANDS: Mapping[str, Command] = {
             argument(
                 "--data",
                 metavar="FILE",
-                help="questions and answers: .jsonl, .csv or .parquet; by default, sums are generated",
+                help="questions and answers, chats, or pairs of answers: .jsonl, .csv or .parquet; by "
+                "default, sums are generated",
             ),
             argument(
                 "--val",
                 metavar="FILE",
-                help="held-out questions and answers; by default, part of --data is held out",
+                help="held-out rows; by default, part of --data is held out",
             ),
             argument(
-                "--kind", choices=("ppo", "sft"), help="ppo: reinforcement learning (the default); or sft"
+                "--kind",
+                choices=("ppo", "sft", "dpo", "reward_model", "distillation", "agent", "judge"),
+                help="ppo: reinforcement learning (the default); sft: supervised fine-tuning; dpo and "
+                "reward_model: training on pairs of answers; distillation, agent and judge: a ppo run with a "
+                "teacher, with tools, or with the scores of a language model",
             ),
             argument(
                 "--algorithm",
                 metavar="NAME",
                 help="preset for reinforcement learning, such as grpo (the default) or ppo",
             ),
+            argument(
+                "--teacher",
+                metavar="DIR",
+                help="distillation: the teacher, a Hugging Face folder or a name on the hub",
+            ),
+            argument(
+                "--judge-url",
+                metavar="URL",
+                help="judge: base URL of a server with OpenAI's chat completions API",
+            ),
+            argument("--judge-model", metavar="NAME", help="judge: the name of the model on that server"),
             argument(
                 "--device",
                 choices=[device.value for device in Device],
@@ -100,6 +116,8 @@ COMMANDS: Mapping[str, Command] = {
         examples=(
             "megarl init my_run --model MODEL_DIR --data rows.jsonl",
             "megarl init my_run --model MODEL_DIR --kind sft",
+            "megarl init my_run --model MODEL_DIR --kind dpo --data pairs.jsonl",
+            "megarl init my_run --model MODEL_DIR --kind distillation --teacher TEACHER_DIR",
         ),
         abbreviates=True,
         owns_processes=True,

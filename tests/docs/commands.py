@@ -261,7 +261,10 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "python grpo/reward.py": InTest(_FIRST_RUN, ('"python"',)),
     "megarl check grpo/run.yaml": InTest(_FIRST_RUN, ("grpo/run.yaml",)),
     "megarl train grpo/run.yaml": InTest(_FIRST_RUN, ("grpo/run.yaml",)),
-    "megarl train reward_model.yaml": InTest(_FIRST_RUN, ("reward_model.yaml",)),
+    "megarl init reward_model --model sft/run/huggingface --data pairs.jsonl --kind reward_model": InTest(
+        _FIRST_RUN, ('"init"', "pairs.jsonl")
+    ),
+    "megarl train reward_model/run.yaml": InTest(_FIRST_RUN, ("reward_model/run.yaml",)),
     "megarl init ppo --model sft/run/huggingface --data questions.jsonl --algorithm ppo": InTest(
         _FIRST_RUN, ('"init"', "questions.jsonl")
     ),
@@ -269,7 +272,10 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_PREFERENCES}::test_a_trained_reward_model_is_what_reward_model_reads",
         ("functions=[]", "model=judge"),
     ),
-    "megarl train dpo.yaml": InTest(_FIRST_RUN, ("dpo.yaml",)),
+    "megarl init dpo --model sft/run/huggingface --data pairs.jsonl --kind dpo": InTest(
+        _FIRST_RUN, ('"init"', "pairs.jsonl")
+    ),
+    "megarl train dpo/run.yaml": InTest(_FIRST_RUN, ("dpo/run.yaml",)),
     "megarl eval sft/run/huggingface --config grpo/run.yaml --n 8 --temperature 1 --output evaluations/sft": InTest(
         f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike", ("--n", "--temperature", "--output")
     ),

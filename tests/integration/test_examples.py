@@ -24,6 +24,7 @@ from megarl.config.schema import (
 from megarl.tracking.samples import read_samples, sample_files
 from tests import fork_server
 from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
+from tests.unit.agents.calling_model import save_calling_model
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -282,6 +283,33 @@ def test_what_init_writes_trains(folder: Path, tmp_path: Path) -> None:
     assert "KL: in the loss, k3 x 0.001" in map(str.strip, lines)
     assert any("GRPO run" in line for line in lines[first:])
     assert "OMP_NUM_THREADS=" in (tmp_path / "run" / "environment.txt").read_text()
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward_model", "agent"])
+def test_other_kinds_that_init_writes_train(folder: Path, tmp_path: Path, kind: str) -> None:
+    """A step of pairs, and a step of episodes by a model whose chat template shows tools."""
+    mine = tmp_path / "mine"
+    model = folder / "policy"
+    smaller = ["trainer.pairs_per_step=4"]
+    if kind == "agent":
+        save_calling_model(model := tmp_path / "calling")
+        smaller = ["trainer.prompts_per_step=4", "rollout.n=2", "trainer.validate_before=false"]
+    run("megarl", "init", str(mine), "--model", str(model), "--device", "cpu", "--kind", kind)
+
+    run(
+        "megarl",
+        "train",
+        str(mine / "run.yaml"),
+        *smaller,
+        "trainer.total_steps=1",
+        "trainer.validate_every_steps=0",
+        "data.val_files=[]",
+        "checkpoint.at_end=false",
+    )
+    (line,) = map(json.loads, (mine / "run" / "metrics.jsonl").read_text().splitlines())
+    name = "agent/turns/mean" if kind == "agent" else f"{kind}/loss"
+    assert line["step"] == 1
+    assert line[name] > 0
 
 
 def test_a_killed_run_goes_on_and_its_policy_answers(folder: Path, call: Callable[..., str]) -> None:

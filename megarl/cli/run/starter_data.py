@@ -1,6 +1,6 @@
 """The user's data file in `megarl init`.
 
-Finds the columns of questions and answers, and holds out questions for validation.
+Finds the columns that a kind of run reads, and holds out questions for validation.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,25 @@ VALIDATION_FILE = "validation.jsonl"
 _QUESTIONS = ("question", "prompt", "problem", "instruction", "input", "query", "text")
 _ANSWERS = ("answer", "ground_truth", "solution", "output", "response", "target", "completion", "label")
 _TESTS = ("test_list", "tests")  # tests of programs; an answer column is only one of many solutions
+_CHOSEN = ("chosen", "preferred", "better", "accepted", "chosen_response", "response_chosen")
+_REJECTED = ("rejected", "dispreferred", "worse", "rejected_response", "response_rejected")
+_PAIRS = {"prompt": _QUESTIONS, "chosen": _CHOSEN, "rejected": _REJECTED}
+# The columns that a kind of run reads, by key of `data.columns`, under the names of TRL, verl and others
+# in order of preference.
+_KNOWN: Mapping[RunKind, Mapping[str, Sequence[str]]] = {
+    RunKind.ppo: {"prompt": _QUESTIONS, "ground_truth": (*_TESTS, "reward_model", *_ANSWERS)},
+    RunKind.sft: {"prompt": _QUESTIONS, "answer": _ANSWERS},
+    RunKind.dpo: _PAIRS,
+    RunKind.reward_model: _PAIRS,
+}
+# What the columns contain, in messages.
+_CONTENTS = {
+    "prompt": "question",
+    "ground_truth": "answer",
+    "answer": "answer",
+    "chosen": "better answer",
+    "rejected": "worse answer",
+}
 _FEWEST_QUESTIONS = 20  # minimum questions of a file from which some are held out
 _MOST_HELD_OUT = 256
 _HELD_OUT_SHARE = 0.1
@@ -129,33 +148,37 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
     if kind is RunKind.sft and "messages" in found:
         return Columns("messages", ("messages",), ("tools",), {}, False)
 
-    known = _ANSWERS if kind is RunKind.sft else (*_TESTS, "reward_model", *_ANSWERS)
-    # Names are in order of preference.
-    question = next((name for name in _QUESTIONS if name in found), None)
-    answer = next((name for name in known if name in found), None)
-
-    if question is None or answer is None:
+    known = _KNOWN[kind]
+    here = {key: name for key, names in known.items() for name in reversed(names) if name in found}
+    # Without a prompt, both answers of a pair must be whole chats, which the tokenizer's trial tells.
+    absent = known.keys() - here.keys() - ({"prompt"} if known is _PAIRS else set())
+    if absent:
+        needed = "; ".join(f"the {_CONTENTS[key]} in one of {', '.join(known[key])}" for key in known)
         raise ValueError(
-            f"{path} has the columns {', '.join(found)}, but the question must be in one of "
-            f"{', '.join(_QUESTIONS)}, and the answer in one of {', '.join(known)}; remove --data, and set "
-            f"the file and its columns in the configuration (data.train_files, data.columns)"
+            f"{path} has the columns {', '.join(found)}, but a run of kind {kind.value} needs {needed}; "
+            f"remove --data, and set the file and its columns in the configuration (data.train_files, "
+            f"data.columns)"
         )
 
-    if kind is RunKind.sft:
-        return Columns(
-            question, (question, answer), ("tools",), {"prompt": question, "answer": answer}, False
-        )
-
-    # Columns with the default names of `data.columns` need no entry.
-    named: dict[str, str | None] = {} if question == "prompt" else {"prompt": question}
-    named |= {} if answer in ("reward_model", "ground_truth") else {"ground_truth": answer}
-    has_source = "data_source" in found
-    required = (question, answer, "data_source") if has_source else (question, answer)
-
-    return Columns(question, required, ("extra_info",), named, has_source)
+    has_source = kind is RunKind.ppo and "data_source" in found
+    # Columns with the default names of `data.columns` need no entry. SFT has no such defaults.
+    named: dict[str, str | None] = {
+        key: name for key, name in here.items() if kind is RunKind.sft or name not in (key, "reward_model")
+    }
+    return Columns(
+        question=next(iter(here.values())),
+        required=(*here.values(), *(["data_source"] if has_source else [])),
+        optional=("extra_info" if kind is RunKind.ppo else "tools",),
+        named=named,
+        has_source=has_source,
+    )
 
 
 def _digest(question: Any) -> bytes:
+    # The answer at the end of a whole chat does not belong to its question.
+    match question:
+        case [*messages, {"role": "assistant"}]:
+            question = messages
     return hashlib.sha256(json.dumps(question, default=repr).encode()).digest()
 
 

@@ -15,9 +15,11 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from megarl.cli.main import main
+from megarl.cli.run.init import USES
 from megarl.config.load import load_config
 from megarl.config.schema import AdvantageEstimator, PPOConfig
 from tests.integration.tiny_run import save_policy
+from tests.unit.agents.calling_model import save_calling_model
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,119 @@ def test_what_it_writes_passes_check_from_any_folder(
     assert {file: file.read_bytes() for file in mine.iterdir() if file.is_file()} == before
 
 
+# The options of each kind; the model of an agent has a chat template that shows tools.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "ppo": (),
+    "sft": (),
+    "dpo": (),
+    "reward_model": (),
+    "distillation": ("--teacher", "policy"),
+    "agent": (),
+    "judge": ("--judge-url", "http://localhost:30000/v1", "--judge-model", "Qwen/Qwen3-8B"),
+}
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward_model", "distillation", "agent", "judge"])
+def test_each_kind_passes_check_with_generated_data(
+    kind: str,
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(policy.parent)
+    if kind == "agent":
+        save_calling_model(policy.parent / "calling")
+    model = "calling" if kind == "agent" else "policy"
+    mine = tmp_path / "mine"
+    given = ["--model", model, "--device", "cpu", "--kind", kind, *OPTIONS[kind]]
+    assert main(["init", str(mine), *given]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
+    assert "warning" not in capsys.readouterr().out
+
+    values = yaml.safe_load((mine / "run.yaml").read_text())
+    assert values["kind"] == (kind if kind in ("dpo", "reward_model") else "ppo")
+    schema = json.loads((mine / "megarl.schema.json").read_text())
+    Draft202012Validator(schema).validate(values)
+    for file in mine.glob("*.py"):
+        if file.name != "make_data.py":
+            assert f"python {file}" in said
+            tested = subprocess.run([sys.executable, "-I", str(file)], capture_output=True, check=False)
+            assert (tested.returncode, tested.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("kind", USES)
+def test_files_without_the_columns_of_a_kind_are_refused(
+    kind: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"id": 1, "question": "1+1="}\n')
+    given = ["--model", str(policy), "--data", str(data), "--kind", kind, *OPTIONS[kind]]
+    assert main(["init", str(tmp_path / "mine"), *given]) == 2
+    needed = "better answer in one of chosen, preferred, " if kind in ("dpo", "reward_model") else "answer in"
+    refused = capsys.readouterr().err
+    assert f"{data} has the columns id, question, but a run of kind {USES[kind].kind.value} needs " in refused
+    assert needed in refused
+    assert not (tmp_path / "mine").exists()
+
+
+CHATS = [[{"role": "user", "content": f"{n}+1="}] for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (
+            [{"instruction": f"{n}+1=", "preferred": str(n + 1), "dispreferred": str(n)} for n in range(20)],
+            {"prompt": "instruction", "chosen": "preferred", "rejected": "dispreferred"},
+        ),
+        (
+            [
+                {
+                    "chosen": [*chat, {"role": "assistant", "content": str(answer)}],
+                    "rejected": [*chat, {"role": "assistant", "content": "0"}],
+                }
+                for chat in CHATS
+                for answer in (1, 2)
+            ],
+            None,
+        ),
+    ],
+    ids=["other names", "whole chats"],
+)
+def test_pairs_are_found_and_held_out_by_their_prompts(
+    rows: list[dict[str, Any]],
+    columns: dict[str, str] | None,
+    policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mine = written(tmp_path, policy, rows, "--kind", "dpo")
+    count = len(rows) // 20
+    assert f"{2 * count} of the {20 * count} rows are held out" in capsys.readouterr().out
+    assert yaml.safe_load((mine / "run.yaml").read_text())["data"].get("columns") == columns
+    assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
+
+    train, held_out = (
+        {str(row.get("instruction", row.get("chosen", [])[:1])) for row in map(json.loads, lines)}
+        for lines in ((mine / name).read_text().splitlines() for name in ("train.jsonl", "validation.jsonl"))
+    )
+    assert not train & held_out
+
+
+def test_options_of_other_kinds_are_refused_and_those_of_a_kind_required(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["init", str(tmp_path / "mine"), "--model", str(policy), "--device", "cpu"]
+    assert main([*given, "--teacher", str(policy)]) == 2
+    assert "--kind ppo does not use --teacher" in capsys.readouterr().err
+    assert main([*given, "--kind", "distillation"]) == 2
+    assert "--teacher is required" in capsys.readouterr().err
+    assert main([*given, "--kind", "judge", "--judge-url", "http://localhost:30000/v1"]) == 2
+    assert "--judge-model is required" in capsys.readouterr().err
+
+
 def test_data_of_ones_own_are_named_with_their_columns(
     policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +227,7 @@ def test_data_of_ones_own_are_named_with_their_columns(
     data.write_text('{"id": 1, "text": "a"}\n')
     assert main(["init", str(tmp_path / "other"), *given]) == 2
     assert (
-        f"{data} has the columns id, text, but the question must be in one of question, prompt, "
+        f"{data} has the columns id, text, but a run of kind ppo needs the question in one of question, prompt, "
         in capsys.readouterr().err
     )
     assert not (tmp_path / "other").exists()
@@ -466,11 +581,11 @@ def test_the_limit_of_prompts_fits_the_rows_and_the_model(
 
 @pytest.mark.parametrize(
     ("hidden", "layers", "rates"),
-    [(48, 2, (1e-3, 2e-3)), (512, 24, (2e-5, 1e-4)), (2048, 24, (1e-6, 1e-5))],
+    [(48, 2, (1e-3, 2e-3, 5e-4)), (512, 24, (2e-5, 1e-4, 5e-6)), (2048, 24, (1e-6, 1e-5, 5e-7))],
     ids=["tiny", "small", "large"],
 )
 def test_the_learning_rate_fits_the_size_of_the_model(
-    hidden: int, layers: int, rates: tuple[float, float], policy: Path, tmp_path: Path
+    hidden: int, layers: int, rates: tuple[float, float, float], policy: Path, tmp_path: Path
 ) -> None:
     model = changed(
         policy,
@@ -480,7 +595,7 @@ def test_the_learning_rate_fits_the_size_of_the_model(
         num_hidden_layers=layers,
         layer_types=["full_attention"] * layers,
     )
-    for kind, rate in zip(("ppo", "sft"), rates, strict=True):
+    for kind, rate in zip(("ppo", "sft", "dpo"), rates, strict=True):
         folder = tmp_path / kind
         assert main(["init", str(folder), "--model", str(model), "--device", "cpu", "--kind", kind]) == 0
         assert yaml.safe_load((folder / "run.yaml").read_text())["actor"]["optim"]["lr"] == rate
