@@ -232,7 +232,7 @@ class TransferSession:
         """
         source = self._source
         # All replicas read the same files, so those of one are planned.
-        is_folder = self._transport is Transport.folder
+        is_folder = self._transport.needs.through_files
         wanted = [
             (place, slices)
             for places in (self._replica_places[:1] if is_folder else self._replica_places)
@@ -289,7 +289,7 @@ class TransferSession:
         address = None
         num_senders = 0
 
-        if self._transport is Transport.folder:
+        if self._transport.needs.through_files:
             # All replicas read the same files, each of their ranks those of its number.
             sends = {rank: plan.of_source(rank) for rank in self._ranks}
             receives = [plan.of_target(rank) for rank in range(len(self._needed))]

@@ -158,7 +158,7 @@ class WeightSync:
         lost: dict[int, Exception] = {}
         start_s = time.perf_counter()
 
-        if self._transport is Transport.folder and not self._sends_changes:
+        if self._transport.needs.through_files and not self._sends_changes:
             reports = self._through_folder(replicas, version, lost)
         else:
             # Join the replicas that are new since the last sync; the others stay joined.
@@ -169,7 +169,7 @@ class WeightSync:
                 return None, lost
             reports = []
             for first_round, part in self._passes(to, lost):
-                through_files = self._transport is Transport.folder
+                through_files = self._transport.needs.through_files
                 with self._scratch_folder(version) if through_files else nullcontext() as folder:
                     reports += self._send(part, version, lost, first_round, folder)
 
