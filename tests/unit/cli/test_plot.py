@@ -119,7 +119,7 @@ def test_the_png_holds_curves(tmp_path):
 
 def test_command_draws_and_says_where(tmp_path, capsys):
     _write(tmp_path, {"step": 1, "sft/loss": 2.0})
-    assert command.run([str(tmp_path)]) == 0
+    command.run([str(tmp_path)])
     assert capsys.readouterr().out == f"curves drawn to {tmp_path}/curves.png\n"
 
 
