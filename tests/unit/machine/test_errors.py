@@ -65,6 +65,7 @@ _ALLOWED = frozenset(
         ),
         ("recipes/math/prepare.py", "distinct(arguments.files, folder / 'train.parquet')"),
         ("recipes/starter/make_data.py", "len(part)"),
+        ("recipes/starter/make_pairs.py", "len(part)"),
         ("rollout/driver/scheduler.py", "most"),  # 2 or more
     }
 )
