@@ -55,7 +55,7 @@ def figures(tree: Path) -> dict[str, float]:
         "lines of pages": sum(len(page.splitlines()) for page in pages),
         "commands": len(usages),
         "options": sum(len(set(re.findall(r"\[?(--[\w-]+)", usage))) for usage in usages),
-        "lines of megarl check": len(_checked(tree).splitlines()),
+        "lines of megarl check": len(checked(tree).splitlines()),
     }
 
 
@@ -81,7 +81,7 @@ def _documented(reference: str) -> Iterator[str]:
             yield line
 
 
-def _checked(tree: Path) -> str:
+def checked(tree: Path) -> str:
     """Return what `megarl check` prints for a run of 32 billion parameters."""
     environment = os.environ | {"PYTHONPATH": str(tree), "COLUMNS": "110"}
     command = [sys.executable, "-m", "megarl", "check", str(tree / CHECKED)]

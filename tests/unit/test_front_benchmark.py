@@ -46,7 +46,7 @@ def test_every_figure_is_the_one_counted_by_hand(tmp_path: Path, monkeypatch: py
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(front, "_checked", lambda tree: "fits\n1 GiB\n")
+    monkeypatch.setattr(front, "checked", lambda tree: "fits\n1 GiB\n")
 
     assert front.figures(tmp_path) == {
         "keys of a cluster file, mean": 4,

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megarl.checkpoints.snapshot_file import write_snapshot
 from megarl.controller import snapshot_memory
 from megarl.controller.dispatch import Collect, CollectKind
 from megarl.controller.futures import WorkerFuture
@@ -192,9 +193,8 @@ def test_the_snapshot_of_another_layout_is_kept_until_the_first_one_of_this_layo
     run = run_name(tmp_path)
     names = [f"actor-{rank}of3-1" for rank in range(3)]
     before = SnapshotMemory(run, dict.fromkeys(names, node), continues=True)
-    index = b'{"tensors": [], "record": {"position": 64, "nbytes": 0, "checksum": ""}}'
     for path in before.paths().values():
-        Path(path).write_bytes(Header(5, HEADER_BYTES, len(index)).encode() + index)
+        write_snapshot(path, 5, [], b"{}")
     before.close(keeps_files=True)
 
     model: Any = SimpleNamespace(name="actor", group=group)
