@@ -92,16 +92,16 @@ class SampleRows:
         def of_tokens(values: torch.Tensor, kind: pa.DataType) -> pa.Array:
             return list_column(lengths, values[is_real].numpy(), kind)
 
-        def of_model(column: RaggedTensor | None, kind: pa.DataType) -> pa.Array:
+        def of_model(name: str, column: RaggedTensor | None) -> pa.Array:
             if column is None:
                 return nothing
             # Values at positions that the environment wrote are meaningless.
-            return of_tokens(torch.where(mask.flat(), column.flat(), 0), kind)
+            values = torch.where(mask.flat(), column.flat(), 0)
+            return of_tokens(values, SCHEMA.field(name).type.value_type)
 
         advantages = masked_row_sums(rows["advantages"], mask) / row_lengths(mask).clamp(min=1)
         prompt_ids = rows["prompts"].flat().numpy()
         nothing = pa.nulls(len(batch))
-        weights = self._rollout_weights(rows)
         columns: dict[str, Any] = {
             **_of_rows(batch, step),
             "prompt": self._prompts(prompt_ids, prompt_lengths),
@@ -111,12 +111,7 @@ class SampleRows:
             ),
             "response_ids": of_tokens(rows["responses"].flat(), pa.int32()),
             "advantage": advantages.numpy(),
-            "advantages": of_model(rows["advantages"], pa.float32()),
-            "log_probs": of_model(rows["old_log_probs"] if self._own_log_probs else None, pa.float32()),
-            "rollout_log_probs": of_model(rows["rollout_log_probs"], pa.float32()),
-            "rollout_weights": of_model(weights, pa.float32()),
-            "excluded": of_model(self._excluded(batch), pa.int8()),
-            "loss_share": of_model(self._loss_share(batch, weights), pa.float32()),
+            **{name: of_model(name, column) for name, column in self._of_tokens(batch).items()},
             "prompt_length": prompt_lengths,
             "response_length": lengths,
             **(
@@ -135,6 +130,19 @@ class SampleRows:
         ids = np.unique(rows["responses"].flat()[is_real].numpy()).tolist()
 
         return SampleTable(table, token_texts(self._tokenizer, ids), self._parts)
+
+    def _of_tokens(self, batch: DataProto) -> dict[str, RaggedTensor | None]:
+        """Return the columns with a value for each token that the model wrote; None if the run has none."""
+        rows = batch.ragged
+        weights = self._rollout_weights(rows)
+        return {
+            "advantages": rows["advantages"],
+            "log_probs": rows["old_log_probs"] if self._own_log_probs else None,
+            "rollout_log_probs": rows["rollout_log_probs"],
+            "rollout_weights": weights,
+            "excluded": self._excluded(batch),
+            "loss_share": self._loss_share(batch, weights),
+        }
 
     def _rollout_weights(self, rows: Mapping[str, RaggedTensor]) -> RaggedTensor | None:
         """Return the weights of the rollout correction, which the update may have computed itself."""
@@ -161,9 +169,11 @@ class SampleRows:
         """Return each token's share of the sum of |weight * advantage| over the batch, as aggregated."""
         rows = batch.ragged
         in_loss = rows.get(LOSS_MASK, rows["response_mask"])
-        sizes = torch.where(in_loss.flat(), rows["advantages"].flat().abs(), 0.0)
+        sizes = rows["advantages"].flat().abs()
         if weights is not None:
             sizes = sizes * weights.flat()
+        # Values that the loss does not read may be NaN, which a product with 0 would keep.
+        sizes = torch.where(in_loss.flat(), sizes, 0.0)
         if self._algorithm.policy_loss.aggregation is Aggregation.sequence_mean_token_mean:
             of_rows = row_lengths(in_loss).repeat_interleave(in_loss.lengths)
             of_episodes = episode_tokens(batch, in_loss).get(EPISODE_TOKENS)

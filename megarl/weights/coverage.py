@@ -22,9 +22,7 @@ def check_coverage(
     """Prove that the pieces of one replica's ranks cover every tensor exactly once, ignoring copies.
 
     Args:
-        architecture: The model.
         rank_pieces: For each rank, the pieces of all weights that it holds.
-        head: The head of the model.
 
     Raises:
         WeightTransferError: A tensor is not covered exactly once; the message names the tensors.

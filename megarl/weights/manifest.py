@@ -109,10 +109,6 @@ def check_names(
     """Compare the stored names, shapes and dtypes with those that the architecture implies.
 
     Args:
-        folder: The folder of the tensors.
-        index: The stored tensors.
-        architecture: The model.
-        head: The head of the model.
         value_head: See load_into_shards.
 
     Raises:

@@ -266,10 +266,8 @@ def dequantize(
     """Return a slice of a matrix in FP8. Besides it, memory for a few million elements is needed.
 
     Args:
-        values: The matrix.
-        scales: The scales of all of its blocks, float32.
+        scales: The scales of all blocks of the whole matrix, float32.
         dtype: The dtype of the result.
-        part: The slice.
     """
     matrix = torch.empty(part.shape, dtype=dtype)
     for _, step in contiguous_blocks(part.shape, _STEP_ELEMENTS):

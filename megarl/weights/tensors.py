@@ -408,12 +408,7 @@ class PeerTransfers:
                 start += length
 
     def parts(self, number: int, flat: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Yield the parts of a received round with their elements, shaped like the slice.
-
-        Args:
-            number: The round.
-            flat: The flat buffer that contains the round.
-        """
+        """Yield the parts of a received round in a flat buffer with their elements, shaped like the slice."""
         for _, schedule, where in self.of_round(number):
             position = where.start
             for part in schedule.message(number):

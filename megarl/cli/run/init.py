@@ -81,7 +81,6 @@ class Use:
         title: What the run does, for the first comment.
         rates: Learning rates by the size of the model.
         made: The columns of the rows that the script generates.
-        script: The script.
         files: Files to copy, besides the script and the reward.
         has_reward: Whether a reward function fits the answers in the data.
         asks: Options that fill the template: by name, the question and the default.

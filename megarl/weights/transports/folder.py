@@ -251,7 +251,6 @@ class Window(NamedTuple):
     """Consecutive elements of a file that fit in one message. The first and last tensor may be partial.
 
     Attributes:
-        file: The file.
         chunks: The chunks of tensors. Chunks of wide tensors are in words (see message_words.py).
         is_last: Whether the file ends with this window.
         dtype: The dtype of the messages.
@@ -289,9 +288,7 @@ def windows_of(file: FilePlan, max_numel: int, dtype: torch.dtype) -> Iterator[W
     All but the last have `max_numel` words, or fewer if an element of several words does not fit.
 
     Args:
-        file: The file.
         max_numel: The number of words of a message.
-        dtype: The dtype of the messages.
     """
     chunks: list[Chunk] = []
     room = max_numel

@@ -118,6 +118,14 @@ def test_a_token_that_is_left_out_names_the_rule(config: PPOConfig) -> None:
     assert found["loss_share"] == [[1.0, 0.0], [0.0]]
 
 
+def test_a_weight_that_the_loss_does_not_read_may_be_nan(config: PPOConfig) -> None:
+    rows = batch(
+        rollout_weights=torch.tensor([[1.5, NAN], [0.5, NAN]]),
+        **{LOSS_MASK: torch.tensor([[True, False], [True, False]])},
+    )
+    assert columns(corrected(config, 1.5), rows)["loss_share"] == [pytest.approx([0.5, 0.0]), [0.5]]
+
+
 def test_without_the_rule_of_age_only_a_rejection_leaves_out(config: PPOConfig) -> None:
     rows = batch(**{LOSS_MASK: torch.tensor([[True, True], [False, False]])})
     assert columns(config, rows)["excluded"] == [[0, 0], [REJECTED]]
