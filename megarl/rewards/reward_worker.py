@@ -16,7 +16,7 @@ from megarl.data.tokenizer import decode_rows, decode_turns, load_tokenizer
 from megarl.models.thinking import THINK
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.process import Outcome
-from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreRequest
+from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreRequest, refuse_fruitless
 
 WROTE = "model_wrote"  # column of episodes, whose `response_mask` covers only the last turn
 PROMPT_ENDS = "prompt_ends"  # column with the last tokens of each prompt
@@ -49,6 +49,7 @@ class RewardWorker(Worker):
 
         self._begun: dict[str, list[BegunScore]] = {}  # by uid
         self._unreported: set[str] = set()
+        self._num_fruitless = 0  # times in a row that the pool broke before it completed a group
 
     def close(self) -> None:
         """End the scoring processes."""
@@ -76,14 +77,20 @@ class RewardWorker(Worker):
         Samples whose scoring failed are left out.
 
         Waits at most `wait_s` for the first group.
+
+        Raises:
+            RewardError: The pool broke again and again before it completed a group.
         """
         if self._scorer is None:
             return {}
 
         # A broken pool never completes its samples, so they are submitted again.
-        for uid in self._unreported:
-            if any(begun.is_lost for begun in self._begun[uid]):
-                self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
+        lost = [uid for uid in self._unreported if any(begun.is_lost for begun in self._begun[uid])]
+        if lost:
+            self._num_fruitless += 1
+            refuse_fruitless(self._num_fruitless, sum(len(self._begun[uid]) for uid in lost))
+        for uid in lost:
+            self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
 
         wait(
             [begun.outcome for uid in self._unreported for begun in self._begun[uid]],
@@ -102,6 +109,8 @@ class RewardWorker(Worker):
             if all(begun.outcome.done() for begun in self._begun[uid])
         }
         self._unreported -= scores.keys()
+        if scores:
+            self._num_fruitless = 0
 
         return scores
 

@@ -200,12 +200,7 @@ class RewardScorer:
             begun = {}  # samples left by a broken pool start again
             # Only attempts without any progress count towards the limit.
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
-            if num_fruitless == MAX_POOL_RESTARTS:
-                raise RewardError(
-                    f"the reward processes died {num_fruitless} times before they scored a sample, and left "
-                    f"{counted(len(waiting), 'sample')}. Find out what kills them: the kernel's log shows "
-                    "processes that ran out of memory"
-                )
+            refuse_fruitless(num_fruitless, len(waiting))
             waiting = unscored
 
         rows = [outcomes[index] for index in range(len(requests))]
@@ -391,6 +386,16 @@ class RewardScorer:
             f"scoring failed for at least {len(failed)} of {len(requests)} samples, more than "
             f"reward.max_error_rate={self._max_error_rate:g} allows:\n{shown}\n"
             f"Fix the {' or '.join(sources)}, or raise reward.max_error_rate to score such samples as 0"
+        )
+
+
+def refuse_fruitless(num_fruitless: int, num_waiting: int) -> None:
+    """Raise RewardError if the pool broke too often before it scored one of the samples that wait."""
+    if num_fruitless == MAX_POOL_RESTARTS:
+        raise RewardError(
+            f"the reward processes died {num_fruitless} times before they scored a sample, and left "
+            f"{counted(num_waiting, 'sample')}. Find out what kills them: the kernel's log shows processes "
+            "that ran out of memory"
         )
 
 

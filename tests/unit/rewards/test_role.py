@@ -21,6 +21,7 @@ from megarl.rewards.judge_servers import JudgeServers
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
+from megarl.rewards.scorer import BegunScore, RewardError
 from tests.integration.tiny_run import SYMBOLS, save_policy
 from tests.judge_server import serve_judge
 from tests.unit.data.chats import character_tokenizer
@@ -110,6 +111,25 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
 
     # a group that was begun counts once
     assert reward.finish(batch).get().non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
+
+
+def test_begun_groups_whose_processes_die_again_and_again_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_policy(tmp_path / "policy")
+    (tmp_path / "reward.py").write_text("import time\ndef compute_score(**kwargs): time.sleep(1000)")
+    functions = [RewardFunctionConfig(path=str(tmp_path / "reward.py"))]
+    config = RewardConfig(functions=functions, num_processes=1, time_limit_s=900.0)
+    worker = RewardWorker(config, str(tmp_path / "policy"), False)
+    try:
+        worker.begin(two_answers()[[0]])
+        monkeypatch.setattr(BegunScore, "is_lost", True)
+        assert worker.scored(wait_s=0.0) == {}
+        assert worker.scored(wait_s=0.0) == {}
+        with pytest.raises(RewardError, match="died 3 times before they scored a sample, and left 1 sample"):
+            worker.scored(wait_s=0.0)
+    finally:
+        worker.close()
 
 
 @pytest.mark.parametrize("begun", [[], ["a"], ["b"], ["a", "b"]])
