@@ -17,14 +17,14 @@ import contextlib
 import itertools
 import os
 import queue
+import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import psutil
-
+from megarl.machine.reaper import children_of_all, name_of
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.tracked_run import Logger, TrackedRun
 
@@ -184,10 +184,10 @@ def end_wandb_process() -> None:
 
     Data that it has not sent is in `wandb/`; upload it with `wandb sync`.
     """
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if _WANDB_PROCESS in " ".join(child.cmdline()):
-                child.kill()
+    for child in children_of_all().get(os.getpid(), []):
+        if name_of(child) == _WANDB_PROCESS:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 class SwanLabService(Logger):
