@@ -145,6 +145,7 @@ def run(program: list[str], kind: str, unbuffered: bool, node: str) -> int:
         "files": files,
         "ignored": ignored,
         "client": os.getpid(),
+        "parent": os.getppid(),
         "unbuffered": unbuffered,
         "node": node,
     }

@@ -40,6 +40,7 @@ class Request:
     files: list[int]  # their numbers in the client
     ignored: list[int]  # signals
     client: int  # its process id
+    parent: int  # that of the client's parent, which is the raylet of a Ray worker
     unbuffered: bool  # its output
     node: str  # of a Ray worker: the possible address of its node's server; otherwise empty
 

@@ -133,10 +133,9 @@ def _import_for_a_node(request: Request) -> None:
     from ray import _raylet
 
     _raylet.getproctitle()
-    is_driver = Path(request.node).name.startswith(DRIVER)
 
     for name in (
-        *(("megarl.cli.main", "megarl.cli.run.train") if is_driver else ()),
+        *(("megarl.cli.main", "megarl.cli.run.train") if is_of_drivers(request) else ()),
         "megarl.controller.host",
         "pyarrow.json",
         "ray._common.pydantic_compat",
@@ -149,6 +148,11 @@ def _import_for_a_node(request: Request) -> None:
         "uvloop",
     ):
         importlib.import_module(name)
+
+
+def is_of_drivers(request: Request) -> bool:
+    """Return whether the node of a request stands for the settings that several commands have."""
+    return Path(request.node).name.startswith(DRIVER)
 
 
 KINDS: Mapping[str, Callable[[], None]] = {
@@ -269,6 +273,8 @@ class Server:
         # by the forked process; None: it has ended
         self._clients: dict[int, socket.socket | None] = {}
         self._nodes = set[str]()  # addresses of the servers for Ray's workers
+        self._raylet: int | None = None  # the descriptor of the process after which a node's server ends
+        self._has_raylet_ended = False
 
         # Ray reads the environment of a worker when it is imported; a forked process would lack a thread.
         assert kind in (DAEMON, _NODE) or "ray" not in sys.modules
@@ -291,8 +297,13 @@ class Server:
             elif key.fileobj == self._woken:
                 os.read(self._woken, 1024)
                 self._tell_of_the_ended()
+                self._end_without_use()
             elif key.fileobj is sys.stdin:
                 self._end()
+            elif key.fileobj == self._raylet:
+                self._selector.unregister(key.fileobj)
+                self._has_raylet_ended = True
+                self._end_without_use()
             elif (
                 isinstance(key.fileobj, socket.socket)
                 and (request := self._hear(key.fileobj, key.data)) is not None
@@ -303,6 +314,20 @@ class Server:
         for pid in self._clients:
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
+
+    def end_after(self, raylet: int) -> None:
+        """End once a raylet and its workers have ended. A session has hundreds of nodes, each with a server."""
+        try:
+            self._raylet = os.pidfd_open(raylet)
+        except ProcessLookupError:
+            self._has_raylet_ended = True
+        else:
+            self._selector.register(self._raylet, selectors.EVENT_READ)
+
+    def _end_without_use(self) -> None:
+        if self._has_raylet_ended and not self._clients:
+            os.unlink(self._listener.getsockname())
+            os._exit(0)
 
     def _hear(self, client: socket.socket, pid: int | None) -> Request | None:
         """Receive a program to run, from a client that has no process yet. Returns the request in the new
@@ -359,7 +384,11 @@ class Server:
             self._leave_all()
             _import_for_a_node(request)
             server = Server(listener, _NODE)
-            return request if server.start(request, files, client) else server.serve()
+            if server.start(request, files, client):
+                return request
+            if not is_of_drivers(request):
+                server.end_after(request.parent)
+            return server.serve()
 
         for file in files:
             os.close(file)
@@ -373,8 +402,9 @@ class Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _forget(self._selector)
-        os.close(self._woken)
-        os.close(self._wake)
+        for file in (self._woken, self._wake, self._raylet):
+            if file is not None:
+                os.close(file)
 
     def _tell_of_the_ended(self) -> None:
         while self._clients and (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -11,6 +11,7 @@ import ray
 
 from megarl.controller.cluster import start_ray
 from megarl.machine.ray_address import cluster_address
+from megarl.machine.reaper import has_ended, hold
 from tests import fork_server
 from tests.failure_pages import check_documented
 
@@ -107,10 +108,13 @@ def test_local_is_a_ray_of_its_own(value: str | None, monkeypatch: pytest.Monkey
 
 
 def test_a_run_with_local_has_the_processors_it_asks_for(forked_processes: None) -> None:
-    """Ray's default for such a cluster is the number of CPUs of the machine."""
+    """Ray's default for such a cluster is the number of CPUs of the machine.
+
+    After the node, no process is left that keeps the memory of its workers.
+    """
     program = (
-        "import ray; from megarl.controller.cluster import *; start_ray(num_cpus=37); "
-        "print(ray.cluster_resources()['CPU']); shutdown()"
+        "import os, ray; from megarl.controller.cluster import *; start_ray(num_cpus=37); "
+        "print(ray.cluster_resources()['CPU'], ray.get(ray.remote(lambda: os.getppid()).remote())); shutdown()"
     )
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     done = subprocess.run(
@@ -121,7 +125,11 @@ def test_a_run_with_local_has_the_processors_it_asks_for(forked_processes: None)
         timeout=280,
         check=False,
     )
-    assert done.stdout.strip() == "37.0", done.stderr
+    num_cpus, server = done.stdout.split()
+    assert num_cpus == "37.0", done.stderr
+    for descriptor in hold([int(server)]):
+        assert has_ended(descriptor, wait_s=60.0)
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(
