@@ -31,6 +31,8 @@ DEVICES_DIR = CONFIGS_DIR / "devices"
 _SUFFIX = ".yaml"
 # The share of a device that a plan may use. CUDA graphs, NCCL and fragmentation need the rest.
 _USABLE = 0.9
+# The devices that a run without a device profile may be planned for, by their memory.
+_ASSUMED = ("h100_80gb", "h200", "b200", "b300")
 # Keys without a measured or published value.
 _WITHOUT_SOURCE = ("name", "is_host", "sources")
 
@@ -134,12 +136,21 @@ def profile_of(config: RunConfig) -> DeviceProfile | None:
 
 
 def assumed_profile(config: RunConfig) -> DeviceProfile:
-    """Return the kind of device that a run names, otherwise an H100, or a CPU if it runs on one.
+    """Return the kind of device that a run names.
+
+    If it names none: a CPU if it runs on one, otherwise the smallest GPU from the H100 on with its budget.
 
     Raises:
         ConfigError: There is no such device, or its file has errors.
     """
-    return profile_of(config) or load_device("cpu" if config.device is Device.cpu else "h100_80gb")
+    if (named := profile_of(config)) is not None:
+        return named
+    if config.device is Device.cpu:
+        return load_device("cpu")
+
+    budget_gb = config.placement.device_memory_gb or 0.0
+    devices = [load_device(name) for name in _ASSUMED]
+    return next((device for device in devices if device.memory_gb >= budget_gb), devices[-1])
 
 
 def with_budget[Run: RunConfig](config: Run, device: DeviceProfile) -> Run:

@@ -24,6 +24,7 @@ from megarl.plan.placement.memory import DeviceMemory, plan_memory, pushed_bytes
 from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport
+from megarl.plan.step_time.device import assumed_profile
 from megarl.weights.sync.forecast import forecast_weights
 
 ROOT = Path(__file__).parents[3]
@@ -414,8 +415,22 @@ def test_the_page_of_runs_has_a_row_for_each() -> None:
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     said = {name.strip(" `").removesuffix(".yaml"): [cell.strip() for cell in cells] for name, *cells in rows}
     heads = {run: (CONFIGS_DIR.parent / path_of(run)).read_text() for run in RUNS}
-    memory = {
-        run: head.partition("# Memory, GiB of the fullest device: ")[2].partition(".\n")[0]
-        for run, head in heads.items()
+    expected = {}
+    for run, cluster in RUNS.items():
+        memory = heads[run].partition("# Memory, GiB of the fullest device: ")[2].partition(".\n")[0]
+        expected[run] = [str(cluster.nodes), cluster.strategy, f"{memory} of {cluster.memory_gb}"]
+    assert {
+        run: [nodes, strategy, used] for run, (_, nodes, _, strategy, used, _) in said.items()
+    } == expected
+
+
+def test_a_run_is_predicted_for_a_gpu_that_has_its_memory() -> None:
+    names = {run: assumed_profile(load_for_plan(PPOConfig, path_of(run)).config).name for run in RUNS}
+    larger = {run: name for run, name in names.items() if not name.startswith("H100 80 GB")}
+    assert larger == {
+        "glm4.5_grpo": "H200 141 GB SXM",
+        "deepseek_v3_671b_grpo": "B300 288 GB SXM",
+        "kimi_k2_1t_grpo": "B300 288 GB SXM",
     }
-    assert said == {run: [str(cluster.nodes), cluster.strategy, memory[run]] for run, cluster in RUNS.items()}
+    config = load_for_plan(PPOConfig, path_of("glm4.5_grpo"), ["placement.device_profile=b200"]).config
+    assert assumed_profile(config).name.startswith("B200")
