@@ -17,7 +17,7 @@ from megarl.models.architecture import (
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.models.family import Family
-from megarl.models.unsupported import UNSUPPORTED
+from megarl.models.unsupported import MISSING
 
 _HEAD = """# Model families
 
@@ -51,7 +51,7 @@ missing field has the default of transformers' class for that `model_type`, or i
 
 _REFUSED = """## Refused by name
 
-For these families, the error names what is missing. For any other `model_type`, it lists the supported families.
+Every other type for which transformers has a language model is refused with what is missing:
 """
 
 _NEXT = """
@@ -78,7 +78,10 @@ def models_page() -> str:
         ("model", "`model_type`", "parameters", "active", "layers", "hidden size", "tokens", "RoPE"),
         _published(),
     )
-    refused = _table(("`model_type`", "what is missing"), ((f"`{n}`", why) for n, why in UNSUPPORTED.items()))
+    refused = _table(
+        ("what is missing", "`model_type`"),
+        ((missing, ", ".join(f"`{name}`" for name in names)) for missing, names in MISSING.items()),
+    )
     sizes = "## Published models\n\nTheir files are in `configs/models`, so you can plan a run without them."
 
     return "\n".join(

@@ -18,12 +18,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture, Experts, Llama3Scaling
 from megarl.models.counts import num_active_parameters, num_parameters
-from megarl.models.families import family_of, read_architecture
-from megarl.models.unsupported import UNSUPPORTED
+from megarl.models.families import FAMILIES, family_of, read_architecture
+from megarl.models.unsupported import MISSING, UNSUPPORTED
 
 SIZES = {
     "hidden_size": 48,
@@ -307,7 +311,7 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         (
             LLAMA31_V4,
             {"model_type": "mamba"},
-            "'model_type' is 'mamba'; the supported families are llama, qwen2, qwen3, mistral, mixtral",
+            "'model_type' is 'mamba'; megarl does not support Mamba layers; the supported families are llama, qwen2",
         ),
         (
             LLAMA31_V4,
@@ -411,6 +415,20 @@ def test_folder_without_a_readable_config(tmp_path: Path) -> None:
         read_architecture(str(tmp_path))
 
 
-def test_unsupported_families_exist_and_are_not_supported() -> None:
+def test_every_type_of_transformers_is_trained_or_refused_with_what_is_missing() -> None:
     assert UNSUPPORTED.keys() <= CONFIG_MAPPING_NAMES.keys()
     assert [name for name in UNSUPPORTED if family_of(name) is not None] == []
+    assert sum(map(len, MISSING.values())) == len(UNSUPPORTED)
+    of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    assert sorted(of_text - FAMILIES.keys() - UNSUPPORTED.keys()) == []
+
+
+def test_a_refused_type_says_what_is_missing(tmp_path: Path) -> None:
+    for model_type, said in (
+        ("granite", "megarl does not support factors of embeddings, residuals and logits; the supported"),
+        ("bert", "megarl does not support encoders: it trains models that write from left to right; the"),
+        ("own_model", "is 'own_model'; the supported families are llama"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(ConfigError, match=said):
+            read_architecture(str(tmp_path))
