@@ -44,6 +44,7 @@ _MAX_FILES = 253  # the kernel's limit for one message
 _HUGE_PAGE_BYTES = 2**21
 _MADV_COLLAPSE = 25  # since Linux 6.1
 _NODE = "node"  # kind: workers of one node and one job of Ray
+_PARTIAL = ".partial"  # ends the address of a server that does not listen yet
 
 
 def _import_for_training() -> None:
@@ -326,7 +327,7 @@ class Server:
 
     def _end_without_use(self) -> None:
         if self._has_raylet_ended and not self._clients:
-            os.unlink(self._listener.getsockname())
+            os.unlink(self._listener.getsockname().removesuffix(_PARTIAL))
             os._exit(0)
 
     def _hear(self, client: socket.socket, pid: int | None) -> Request | None:
@@ -374,10 +375,10 @@ class Server:
         """Start the server for a node's workers, which serves this client first. Returns like serve in each
         process of that server, and None in this one."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"{request.node}.partial")
+        listener.bind(request.node + _PARTIAL)
         listener.listen(128)
         # From now on it can be found: the next workers wait until Ray has been imported.
-        os.rename(f"{request.node}.partial", request.node)
+        os.rename(request.node + _PARTIAL, request.node)
         self._selector.unregister(client)
 
         if os.fork() == 0:
