@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
             program,
             kind,
             unbuffered,
-            _node_address("node" if of_ray else DRIVER) if of_ray or _is_driver(program) else "",
+            node_address("node" if of_ray else DRIVER) if of_ray or _is_driver(program) else "",
         )
     )
 
@@ -90,7 +90,7 @@ def _is_driver(program: list[str]) -> bool:
     return program[:2] == ["-m", "megarl"] and "RAY_ADDRESS" not in os.environ
 
 
-def _node_address(name: str) -> str:
+def node_address(name: str) -> str:
     """Return the address of the server for processes with the same settings, which may exist."""
     import zlib
 
