@@ -136,7 +136,7 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
         (
             _SCHEDULE,
             """overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
-            overlap_dispatch_backward_with_experts_wgrad""",
+            overlap_dispatch_backward_with_experts_wgrad high_priority_a2a_comm_stream""",
         ),
         (_FP8_WEIGHTS, "fp8_param fp4_param"),
         (
@@ -158,8 +158,11 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
             _NO_EFFECT,
             """barrier_with_L1_time qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit test_mode
             memory_efficient_layer_norm attention_softmax_in_fp32 config_logger_dir
-            use_fused_weighted_squared_relu""",
+            use_fused_weighted_squared_relu batch_invariant_mode use_kitchen use_kitchen_attention
+            kitchen_attention_backend use_grouped_gemm_for_dense_mlp pipeline_model_parallel_comm_backend""",
         ),
+        ("needs activations that are not fused with their biases; leave it out", "use_te_activation_func"),
+        ("needs a PyTorch with ring exchange, which no release has; leave it out", "use_ring_exchange_p2p"),
         (
             _NO_FILE,
             """timers finalize_model_grads_func grad_scale_func moe_grad_scale_func mtp_grad_scale_func
@@ -266,26 +269,24 @@ _PASSED_ON: Mapping[str, Mapping[Requirement, str]] = {
         Requirement.nothing: """batch_p2p_sync overlap_p2p_comm_warmup_flush deallocate_pipeline_outputs
             mlp_chunks_for_training clone_scatter_output_in_embedding moe_token_dispatcher_type
             moe_shared_expert_overlap fp32_residual_connection""",
-        Requirement.cuda: """pipeline_model_parallel_comm_backend deterministic_mode use_ring_exchange_p2p
-            disable_bf16_reduced_precision_matmul activation_func_fp8_input_store
-            high_priority_a2a_comm_stream moe_enable_deepep moe_flex_dispatcher_backend
+        Requirement.cuda: """deterministic_mode disable_bf16_reduced_precision_matmul
+            activation_func_fp8_input_store moe_enable_deepep moe_flex_dispatcher_backend
             moe_permute_fusion_into_hybridep moe_hybridep_pad_uneven_dispatch_inputs
             moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms
             moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
             moe_hybridep_num_sms_preprocessing moe_ncclep_zero_copy fine_grained_activation_offloading
             offload_modules min_offloaded_tensor_size delta_offload_bytes_across_pp_ranks
             activation_offload_fraction fine_grained_offloading_max_inflight_offloads""",
-        Requirement.transformer_engine: """attention_backend flash_attention_version batch_invariant_mode
-            fused_residual_rmsnorm use_transformer_engine_op_fuser use_te_activation_func
-            disable_parameter_transpose_cache moe_permute_fusion moe_router_fusion
-            use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert
+        Requirement.transformer_engine: """attention_backend flash_attention_version
+            fused_residual_rmsnorm use_transformer_engine_op_fuser disable_parameter_transpose_cache
+            moe_permute_fusion moe_router_fusion use_grouped_gemm_for_shared_expert
             moe_router_padding_for_quantization moe_router_padding_for_fp8 cpu_offloading
             cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
             cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers fp8 fp8_recipe
             fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
             fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
-            first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 use_kitchen
-            use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe fp4_quantizer_factory""",
+            first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4
+            fp4_recipe fp4_quantizer_factory""",
     },
     "ddp": {
         Requirement.nothing: """grad_reduce_in_fp32 check_for_nan_in_grad check_for_large_grads bucket_size

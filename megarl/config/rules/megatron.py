@@ -52,6 +52,10 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, str, tuple[object, ...]]] = {
     ),
     **dict.fromkeys(("fp4_recipe", "fp4_quantizer_factory"), ("transformer", "fp4", ("e2m1",))),
 }
+# Attention in FP8, for which Transformer Engine has no kernel of packed rows.
+_FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
+# Besides those whose names say so, options that only layers with experts read.
+_OF_EXPERTS = ("use_transformer_engine_op_fuser",)
 
 
 def options(config: RunConfig, role: ModelRole) -> Findings:
@@ -99,6 +103,11 @@ def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Fin
         yield Finding((key,), f"is {option.value}, but moments are stored in float32 or bfloat16; use one")
         return
 
+    if option.name in _FP8_ATTENTION and option.value and config.engine.packing:
+        message = f"{option.name} has no kernel for packed rows; remove it, or set engine.packing=false"
+        yield Finding((key, "engine.packing"), message)
+        return
+
     may_be_on_cuda = config.device is not Device.cpu
     layers = config.engine.layers
     if layers is Layers.auto and config.model.dtype is DType.float32:
@@ -114,7 +123,8 @@ def fit_model(_: RunConfig, role: ModelRole, architecture: Architecture) -> Find
     if routes_tokens(architecture):
         return
     for option in options_of(role.megatron):
-        if option.section == "transformer" and option.name.startswith("moe_"):
+        is_of_experts = option.name.startswith("moe_") or option.name in _OF_EXPERTS
+        if option.section == "transformer" and is_of_experts:
             yield Finding(
                 (f"{role.megatron_key}.{option.section}.{option.name}",),
                 f"is for mixture-of-experts models, but {role.path} is dense; remove it",

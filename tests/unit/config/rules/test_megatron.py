@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -11,7 +12,7 @@ import pytest
 
 from megarl.config.layers import find_transformer_engine
 from megarl.config.load import load_config, plain_values, read_config
-from megarl.config.megatron_fields import DTYPES, SECTIONS, megatron_fields
+from megarl.config.megatron_fields import DTYPES, SECTIONS, find_megatron, megatron_fields
 from megarl.config.megatron_options import (
     element_bytes,
     owned_fields,
@@ -81,6 +82,42 @@ def test_every_field_of_megatron_is_in_one_table(section: str) -> None:
     assert owned | passed_on == set(megatron_fields(section))
 
 
+# Fields that Megatron's configuration classes replace by others, or that set a flag of PyTorch.
+_READ_AT_ONCE = {
+    "disable_bf16_reduced_precision_matmul",
+    "moe_deepep_num_sms",
+    "moe_enable_deepep",
+    "moe_hybridep_num_sms",
+    "moe_router_padding_for_fp8",
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")
+def test_every_field_that_is_passed_on_has_a_reader() -> None:
+    """Megatron also has arguments of its spec builders, which megarl does not call with the configuration."""
+    read = set[str]()
+    assert (folder := find_megatron()) is not None
+    for file in folder.rglob("*.py"):
+        if not file.name.endswith(("_config.py", "layer_specs.py", "variant_module_specs.py")):
+            read |= attributes_read(file.read_text(encoding="utf-8"))
+    assert len(read) > 5_000
+    passed_on = {name for section in SECTIONS for name in requirements(section)}
+    assert sorted(passed_on - read) == sorted(_READ_AT_ONCE)
+
+
+def attributes_read(source: str) -> set[str]:
+    """Return the names that a source reads as attributes, also by `getattr`."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    asked = (n.args for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "getattr")
+    return found | {args[1].value for args in asked if isinstance(args[1], ast.Constant)}
+
+
+def test_a_reader_is_found() -> None:
+    source = "config.read = getattr(config, 'asked', 0) + self.config.loaded\nsetattr(config, 'written', 1)"
+    assert attributes_read(source) == {"asked", "config", "loaded"}
+
+
 def test_reasons_name_keys_that_exist() -> None:
     known = {key.partition(".")[2] for key in _keys("actor")} | {"parallel", "optim"}
     for section in SECTIONS:
@@ -141,6 +178,11 @@ def test_values_by_type() -> None:
         (f"{_D}.bucket_size=large", "must be an integer"),
         (f"{_O}.exp_avg_dtype=bf16", "has no effect unless use_precision_aware_optimizer is true"),
         (f"{_T}.fp8_recipe=blockwise", "has no effect unless fp8"),
+        (f"{_T}.batch_invariant_mode=true", "has no effect, because megarl does not call that part"),
+        (
+            f"{_T}={{fp8: e4m3, fp8_recipe: tensorwise, fp8_dot_product_attention: true}}",
+            "fp8_dot_product_attention has no kernel for packed rows; remove it, or set engine.packing=false",
+        ),
         ("reference.megatron.transformer={hidden_size: 3}", "reference.megatron.transformer.hidden_size"),
         (
             f"{_O}={{use_precision_aware_optimizer: true, exp_avg_dtype: fp8}}",
@@ -226,6 +268,8 @@ def test_the_multiple_is_transformer_engines() -> None:
 
 def test_experts_options_of_a_dense_model_are_refused(ppo: str) -> None:
     (found,) = violations(ppo, *_ON_CUDA, "critic.megatron.transformer.moe_permute_fusion=true")
+    assert "dense" in found
+    (found,) = violations(ppo, *_ON_CUDA, "critic.megatron.transformer.use_transformer_engine_op_fuser=true")
     assert "dense" in found
     assert violations(ppo, *_ON_CUDA, f"{_T}.moe_permute_fusion=true") == []
 
