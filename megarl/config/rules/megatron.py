@@ -18,7 +18,7 @@ from megarl.config.megatron_options import (
 )
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, RunConfig
-from megarl.machine.errors import written
+from megarl.machine.errors import counted, written
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 from megarl.models.architecture import Architecture
@@ -52,6 +52,8 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, str, tuple[object, ...]]] = {
     ),
     **dict.fromkeys(("fp4_recipe", "fp4_quantizer_factory"), ("transformer", "fp4", ("e2m1",))),
 }
+# The numbers of ranks for which DeepEP has buffer sizes (`deep_ep.Buffer.get_dispatch_config`).
+_DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 # Attention in FP8, for which Transformer Engine has no kernel of packed rows.
 _FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 # Besides those whose names say so, options that only layers with experts read.
@@ -119,8 +121,9 @@ def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Fin
 
 
 def fit_model(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
-    """Check that a dense model has no options for experts, which Megatron would ignore."""
+    """Check that a dense model has no options for experts, and that DeepEP has buffers for others."""
     if routes_tokens(architecture):
+        yield from _deepep_ranks(role)
         return
     for option in options_of(role.megatron):
         is_of_experts = option.name.startswith("moe_") or option.name in _OF_EXPERTS
@@ -129,6 +132,22 @@ def fit_model(_: RunConfig, role: ModelRole, architecture: Architecture) -> Find
                 (f"{role.megatron_key}.{option.section}.{option.name}",),
                 f"is for mixture-of-experts models, but {role.path} is dense; remove it",
             )
+
+
+def _deepep_ranks(role: ModelRole) -> Findings:
+    transformer = role.megatron.transformer
+    backend = transformer.get("moe_flex_dispatcher_backend", "deepep")
+    if (transformer.get("moe_token_dispatcher_type"), backend) != ("flex", "deepep"):
+        return
+    ranks = role.parallel.expert_parallel_size * role.parallel.expert_tensor_parallel_size
+    if ranks not in _DEEPEP_RANKS:
+        key = f"{role.parallel_key}.expert_parallel_size"
+        other = f"{role.megatron_key}.transformer.moe_token_dispatcher_type"
+        yield Finding(
+            (key, other),
+            f"the experts of a layer are on {counted(ranks, 'rank')}, but DeepEP has buffers for "
+            f"{', '.join(map(str, _DEEPEP_RANKS))}; change {key}, or set {other}=alltoall",
+        )
 
 
 def requirements_here(config: RunConfig) -> Findings:

@@ -10,6 +10,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.doctor.checks import load_for_plan
+from megarl.machine.errors import ConfigError
 from megarl.models.counts import num_parameters
 from megarl.plan.placement.model_state import model_state
 
@@ -39,6 +40,13 @@ def test_every_preset_has_a_run() -> None:
 def test_presets_fit_a_shipped_run(preset: str) -> None:
     checked = load_for_plan(PPOConfig, RUN_OF[preset], [f"actor.megatron={preset}"])
     assert checked.config.actor.megatron.transformer or preset in ("precise_optimizer", "bf16_gradients")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 12])
+def test_deepep_is_refused_for_ranks_that_it_has_no_buffers_for(num_ranks: int) -> None:
+    sizes = [f"{role}.parallel.expert_parallel_size={num_ranks}" for role in ("actor", "reference")]
+    with pytest.raises(ConfigError, match="but DeepEP has buffers for 2, 4, 8, 16, 24, 32, 48, 64, 96, 128,"):
+        load_for_plan(PPOConfig, EXPERTS, ["actor.megatron=deepep", *sizes])
 
 
 def test_the_plan_counts_moments_and_gradients() -> None:

@@ -45,6 +45,7 @@ _T = "actor.megatron.transformer"
 _O = "actor.megatron.optimizer"
 _D = "actor.megatron.ddp"
 _ON_CUDA = ("device=cuda", "model.dtype=bfloat16")
+_TWO_EXPERT_RANKS = "actor.parallel.expert_parallel_size=2"
 PRESETS = sorted(file.stem for file in (CONFIGS_DIR / "megatron").glob("*.yaml"))
 
 
@@ -279,7 +280,7 @@ def test_experts_options_of_a_dense_model_are_refused(ppo: str) -> None:
     [f"{_T}.moe_permute_fusion=true", f"{_T}.fp8=e4m3", f"{_T}.moe_token_dispatcher_type=flex"],
 )
 def test_on_a_cpu_options_for_cuda_are_refused(ppo: str, option: str) -> None:
-    (found,) = violations(ppo, "device=cpu", option)
+    (found,) = violations(ppo, "device=cpu", _TWO_EXPERT_RANKS, option)
     assert "requires CUDA" in found
 
 
@@ -300,7 +301,7 @@ def test_what_works_on_a_cpu_is_accepted(ppo: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_accepted_on_cuda(ppo: str, preset: str) -> None:
-    assert violations(ppo, *_ON_CUDA, f"actor.megatron={preset}") == []
+    assert violations(ppo, *_ON_CUDA, _TWO_EXPERT_RANKS, f"actor.megatron={preset}") == []
 
 
 def test_presets_are_combined_and_changed(ppo: str) -> None:
