@@ -16,6 +16,7 @@ from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, Proce
 from megarl.plan.placement.requests import (
     GroupRequest,
     PoolRequest,
+    attention_problems,
     base_roles,
     engine_problems,
     group_requests,
@@ -35,12 +36,14 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
 
     Raises:
         ConfigError: There are too few devices, a tensor-parallel group does not fit on a node, an engine does
-            not divide over its nodes, or a custom pool is invalid.
+            not divide over its nodes, a custom pool is invalid, or roles in one process differ in attention.
     """
     placement = config.placement
     if problems := engine_problems(config) or custom_problems(config):
         raise ConfigError("placement", problems)
     pools = pool_requests(config)
+    if problems := attention_problems(config, pools):
+        raise ConfigError("placement", problems)
 
     # Without a configured size, use the smallest nodes that all groups fit on.
     for devices_per_node in _node_sizes(config, pools):

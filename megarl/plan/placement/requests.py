@@ -5,11 +5,15 @@ A strategy is a table from roles to pools.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.roles import ENVIRONMENT, WITHOUT_DEVICES, judge_roles, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
 from megarl.machine.errors import counted
+
+# Megatron's options of attention that it writes into the environment, with their defaults.
+_ATTENTION = {"attention_backend": "auto", "flash_attention_version": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +184,28 @@ def engine_problems(config: RunConfig) -> list[str]:
         f"{most} spans {num_nodes} nodes, and must have equally many devices on each; use "
         f"tensor_parallel_size {less} or {more}"
     ]
+
+
+def attention_problems(config: RunConfig, pools: Sequence[PoolRequest]) -> list[str]:
+    """Return the problems of roles in one process whose attention differs.
+
+    Megatron writes it into the environment of the process, where a second model must find its own.
+    """
+    roles = {role.name: role for role in model_roles(config)}
+    fused = [group.roles for pool in pools for group in pool.groups if len(group.roles) > 1]
+    problems = []
+    for option, default in _ATTENTION.items():
+        for first, *others in fused:
+            given = roles[first].megatron.transformer.get(option, default)
+            problems += [
+                f"{roles[first].megatron_key}.transformer.{option}, {roles[other].megatron_key}.transformer."
+                f"{option}: are {given} and {own}, but {first} and {other} share their processes, which have "
+                f"one {option}; set both alike, or give the roles different layouts"
+                for other in others
+                if (own := roles[other].megatron.transformer.get(option, default)) != given
+            ]
+
+    return problems
 
 
 def _stage_problems(config: PPOConfig, num_nodes: int) -> list[str]:

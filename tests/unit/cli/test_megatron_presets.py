@@ -13,6 +13,7 @@ from megarl.doctor.checks import load_for_plan
 from megarl.machine.errors import ConfigError
 from megarl.models.counts import num_parameters
 from megarl.plan.placement.model_state import model_state
+from megarl.plan.placement.plan import plan_placement
 
 DENSE = "configs/qwen2.5_7b_grpo.yaml"
 EXPERTS = "configs/qwen3_30b_a3b_grpo.yaml"
@@ -47,6 +48,52 @@ def test_deepep_is_refused_for_ranks_that_it_has_no_buffers_for(num_ranks: int) 
     sizes = [f"{role}.parallel.expert_parallel_size={num_ranks}" for role in ("actor", "reference")]
     with pytest.raises(ConfigError, match="but DeepEP has buffers for 2, 4, 8, 16, 24, 32, 48, 64, 96, 128,"):
         load_for_plan(PPOConfig, EXPERTS, ["actor.megatron=deepep", *sizes])
+
+
+ATTENTION = "actor.megatron.transformer.attention_backend=flash"
+OWN_OPTIONS = "reference.megatron.transformer={}"  # instead of the actor's
+PPO = "configs/qwen2.5_7b_ppo.yaml"
+
+
+@pytest.mark.parametrize(
+    ("run", "overrides", "said"),
+    [
+        (
+            DENSE,
+            (ATTENTION, OWN_OPTIONS),
+            "are flash and auto, but actor and reference share their processes",
+        ),
+        (
+            DENSE,
+            ("actor.megatron.transformer.flash_attention_version=3", OWN_OPTIONS),
+            "are 3 and None, but actor and reference share",
+        ),
+        (
+            PPO,
+            (ATTENTION, "placement.strategy=fully_collocate"),
+            "but actor and critic share their processes",
+        ),
+    ],
+)
+def test_roles_in_one_process_have_one_kind_of_attention(
+    run: str, overrides: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan_placement(load_for_plan(PPOConfig, run, overrides).config)
+
+
+@pytest.mark.parametrize(
+    ("run", "overrides"),
+    [
+        (DENSE, (ATTENTION,)),
+        (DENSE, ("actor.megatron.transformer.attention_backend=auto", OWN_OPTIONS)),
+        (PPO, (ATTENTION,)),
+    ],
+)
+def test_the_reference_has_the_attention_of_the_actor_and_a_critic_its_own(
+    run: str, overrides: tuple[str, ...]
+) -> None:
+    assert plan_placement(load_for_plan(PPOConfig, run, overrides).config).num_devices == 8
 
 
 def test_the_plan_counts_moments_and_gradients() -> None:
