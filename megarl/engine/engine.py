@@ -28,7 +28,7 @@ from megarl.engine import platform
 from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.layer_specs import ends_with_predictors, layers_for
+from megarl.engine.layer_specs import drop_quantized_weights, ends_with_predictors, layers_for
 from megarl.engine.lora import AdapterSwitch, freeze_base
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
@@ -202,6 +202,8 @@ class MegatronEngine:
         """Offload parts of the state (see offload.py) and return the freed bytes. Gradients are lost."""
         if StatePart.gradients in parts:
             self._gradients_are_made = False
+        if StatePart.parameters in parts:
+            drop_quantized_weights(self.models)
 
         # A gather in progress would write into memory that has been released.
         await_parameters(self._wrapped)

@@ -275,6 +275,16 @@ def _and_forget(
     return run
 
 
+def drop_quantized_weights(models: Iterable[torch.nn.Module]) -> None:
+    """Drop the copies of weights in FP8 or FP4 that Transformer Engine keeps between micro-batches.
+
+    The first micro-batch of the next pass makes them again.
+    """
+    for model in models:
+        for module in model.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
+
+
 def fuse_gradient_accumulation(model: torch.nn.Module) -> None:
     """Let Transformer Engine's layers add weight gradients to Megatron's buffer with their own kernels.
 

@@ -82,7 +82,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def stubs_in_fp8(seen: list[int]) -> Generator[None]:
-    """Make the stubs multiply in FP8. Add the number of tokens of each product to `seen`."""
+    """Make the stubs multiply in FP8, and keep the weights in FP8 as Transformer Engine does.
+
+    Add the number of tokens of each product to `seen`.
+    """
     from megatron.core.tensor_parallel import layers
 
     from tests.unit.engine.transformer_engine_stubs import StubColumn, StubNormColumn, StubRow
@@ -103,6 +106,7 @@ def stubs_in_fp8(seen: list[int]) -> Generator[None]:
 
     def in_fp8(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: Any, *arguments: Any, **options: Any) -> Any:
+            vars(module).setdefault("_fp8_workspaces", {})["weight"] = cast_weight(module.weight.detach())
             with mock.patch.object(layers, name, product):
                 return forward(module, *arguments, **options)
 

@@ -45,6 +45,7 @@ class Trained(NamedTuple):
     outputs: torch.Tensor
     gradients: Tensors
     tokens: list[int]
+    kept: tuple[int, ...] = ()  # weights in FP8, after the passes and after the weights have been offloaded
 
 
 def batch_with_weights() -> Tensors:
@@ -68,6 +69,7 @@ def train(folder: Path, parallel: ParallelConfig) -> Trained:
     """Run in a rank."""
     groups = start(parallel)
     from megarl.engine import engine as engine_module
+    from megarl.engine.offload import StatePart
     from tests.unit.engine import transformer_engine_stubs
 
     seen: list[int] = []
@@ -83,7 +85,18 @@ def train(folder: Path, parallel: ParallelConfig) -> Trained:
         transformer_engine_stubs.install(False)
 
     padded = torch.empty(0) if outputs is None else outputs["log_probs"].padded().detach()
-    return Trained(padded, hf_gradients(engine), seen)
+    gradients = hf_gradients(engine)
+    kept = num_kept(engine)
+    engine.offload(StatePart.optimizer)
+    assert num_kept(engine) == kept
+    engine.offload(StatePart.parameters)
+    return Trained(padded, gradients, seen, (kept, num_kept(engine)))
+
+
+def num_kept(engine: Any) -> int:
+    return sum(
+        len(getattr(each, "_fp8_workspaces", ())) for model in engine.models for each in model.modules()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +135,11 @@ def test_outputs_and_gradients_are_those_of_transformers_in_fp8(
     }
     assert max(shares.values()) < SHARE_OF_EFFECT, shares
 
+    for rank in ranks:
+        before, after = rank.kept
+        assert before > 0
+        assert after == 0
+
     # Every product has a multiple of the tokens that the recipe scales together.
     tokens = [count for rank in ranks for count in rank.tokens]
     assert tokens
@@ -131,6 +149,11 @@ def test_outputs_and_gradients_are_those_of_transformers_in_fp8(
 def source_of(package: str, file: str) -> str:
     (folder,) = find_spec(package).submodule_search_locations  # pyrefly: ignore[missing-attribute]
     return (Path(folder) / file).read_text()
+
+
+def test_transformer_engine_keeps_weights_under_the_name_that_is_dropped() -> None:
+    modules = (find_transformer_engine() / "pytorch" / "module" / "base.py").read_text()
+    assert "self._fp8_workspaces: Dict[str, QuantizedTensor] = {}" in modules
 
 
 def test_megatron_pads_the_tokens_of_experts_without_an_option() -> None:
