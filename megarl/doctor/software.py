@@ -213,6 +213,15 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
             "(docs/install.md), or uninstall transformer-engine",
         )
 
+    has_delta_nets = any(each.delta_net is not None for each in subject.architectures.values())
+    if subject.use_gpu and has_delta_nets and find_spec("fla") is None:
+        yield doubtful(
+            "layers",
+            "flash-linear-attention is not installed, so gated delta nets are a loop of small kernels, and "
+            "a training step takes several times longer",
+            "pip install flash-linear-attention",
+        )
+
     asked = config.engine.flash_attention
     missing = missing_flash_attention(asked) if subject.use_gpu else None
     if choice.layers is Layers.transformer_engine and not installed:

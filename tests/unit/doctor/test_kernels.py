@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from unittest import mock
 
 import pytest
@@ -19,6 +21,7 @@ from megarl.config.schema import (
 )
 from megarl.doctor import software
 from megarl.doctor.run_inputs import ExaminedRun
+from tests.families import example_architecture
 
 
 def subject(engine: EngineConfig, device: Device) -> ExaminedRun:
@@ -46,3 +49,29 @@ def test_kernels_that_are_not_installed(engine: EngineConfig, named: str) -> Non
     assert named in found.message
     assert found.hint
     assert other.status is Status.ok
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "installed", "is_said"),
+    [
+        ("qwen3_next", Device.cuda, False, True),
+        ("qwen3_5_moe", Device.cuda, False, True),
+        ("qwen3_next", Device.cuda, True, False),
+        ("qwen3_next", Device.cpu, False, False),
+        ("qwen3", Device.cuda, False, False),
+    ],
+)
+def test_gated_delta_nets_without_their_kernels(
+    family: str, device: Device, installed: bool, is_said: bool
+) -> None:
+    run = replace(subject(EngineConfig(), device), architectures={"actor": example_architecture(family)})
+    packages = {"fla": ModuleSpec("fla", None)} if installed else {}
+    with (
+        mock.patch.object(software, "find_spec", packages.get),
+        mock.patch.object(software, "has_transformer_engine", return_value=False),
+    ):
+        found = list(software.layers(run))
+    said = [each for each in found if "flash-linear-attention is not installed" in each.message]
+    assert len(said) == is_said
+    assert all(each.status is Status.warning for each in said)
+    assert found[-1].status is Status.ok
