@@ -11,7 +11,7 @@ import torch
 
 from megarl.controller.worker import register
 from megarl.roles.megatron_worker import MegatronWorker
-from megarl.weights.p2p import P2PAddress, P2PGroup, PendingMessages
+from megarl.weights.p2p import P2PAddress, P2PGroup, PendingMessages, reserve_port
 
 
 def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) -> float:
@@ -78,11 +78,14 @@ def _all(function: Callable[[int, memoryview], int], descriptor: int, rest: memo
 
 class MeasuredTrainer(MegatronWorker):
     @register()
+    def reserve(self, limit_s: float) -> P2PAddress:
+        self._listener = reserve_port(self.node)
+        return P2PAddress("limit", self.node, self._listener.getsockname()[1], 2, "gloo", limit_s)
+
+    @register()
     def messages_seconds(self, address: P2PAddress, nbytes: int, message_bytes: int) -> float:
-        """Rank 0 of a group of two, at the port that `reserve_weight_group` has taken."""
-        listener = self._listener
-        self._listener = None
-        p2p = P2PGroup.join(address, 0, torch.device("cpu"), listener)
+        """Rank 0 of a group of two, at the port that `reserve` has taken."""
+        p2p = P2PGroup.join(address, 0, torch.device("cpu"), self._listener)
 
         try:
             return messages_seconds(p2p, 0, nbytes, message_bytes)

@@ -176,7 +176,7 @@ def measure_limits(
     limits = {"copy": copy_s, "own": own_s}
 
     if transport is Transport.group:
-        address = source.group.call_rank(0, MeasuredTrainer.reserve_weight_group, "limit", 2, 60.0).get()
+        address = source.group.call_rank(0, MeasuredTrainer.reserve, 60.0).get()
         own = source.group.call_rank(
             0, MeasuredTrainer.messages_seconds, address, nbytes, source.bucket_bytes
         )

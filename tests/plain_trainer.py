@@ -6,24 +6,28 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from megarl.config.schema import Transport
 from megarl.models.adapters import is_adapter
 from megarl.rollout.interface import RolloutEngine
-from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import RankLocation, plan_repeated, plan_transfer, whole_slices
 from megarl.weights.tensors import Manifest, Part, TensorMeta
 from megarl.weights.transfer import Transfer
-from megarl.weights.transports.interface import EngineLink, Sender
-from megarl.weights.transports.messages import DeviceSender, GroupSender, group_transfers
+from megarl.weights.transports.interface import EngineLink, Sender, SendingRank, sides_of
 
 LIMIT_S = 60.0
 BACKEND_OF = {"cpu": "gloo", "cuda": "nccl"}
 Weights = Mapping[str, torch.Tensor]
+
+
+def no_trainers() -> Any:
+    """Stub for the group of the trainers, of which there is one."""
 
 
 def manifest_of(weights: Weights) -> Manifest:
@@ -68,47 +72,30 @@ class PlainTrainer:
         self._dtype = shards.dtype
         self._device = shards.device
         self.ends: list[Sender] = []
-        self.links = self._by_ipc() if transport == "device" else self._by_group()
-        if transport == "device":
-            engine.join_weights(self.links)
+        self.links: list[EngineLink] = []
+        self._join(EngineLink(Transport(transport), "plain", self._dtype, LIMIT_S), len(targets))
         self._pending: list[Transfer] = []
 
-    def _by_ipc(self) -> list[EngineLink]:
-        links = []
-        for rank in range(len({target for _, target in self.plan.schedules})):
-            # type: ignore[arg-type]  # it sends nothing
-            end = DeviceSender(None, 0)
-            schedules = self.plan.of_target(rank)
-            address = end.serve(0, f"device-{rank}", schedules, self._dtype, self._device)
-            links.append(EngineLink(schedules, self._dtype, address, device=f"device-{rank}"))
-            self.ends.append(end)
-
-        return links
-
-    def _by_group(self) -> list[EngineLink]:
-        sends, receives = group_transfers(self.plan, sorted({target for _, target in self.plan.schedules}))
-        listener = reserve_port("127.0.0.1")
-        address = P2PAddress(
-            "plain",
-            "127.0.0.1",
-            listener.getsockname()[1],
-            len(sends) + len(receives),
-            BACKEND_OF[self._device.type],
-            LIMIT_S,
-        )
-        links = [
-            EngineLink(schedules, self._dtype, address, rank=1 + rank)
-            for rank, schedules in enumerate(receives)
+    def _join(self, link: EngineLink, num_targets: int) -> None:
+        """Join the engine: in a group, or as if a trainer rank were on the device of each of its ranks."""
+        by_device = link.transport is Transport.device
+        devices = [f"device-{rank}" for rank in range(num_targets)]
+        sides = sides_of(link.transport)
+        routes = sides.route(self.plan, devices if by_device else ["device"], dict(enumerate(devices)), link)
+        backend = BACKEND_OF[self._device.type]
+        own = SendingRank(0, "127.0.0.1", backend, self._device, no_trainers)
+        self.ends = [sides.sender(link, own) for _ in routes.listeners]
+        addresses = [
+            end.listen(0, each) for end, each in zip(self.ends, routes.listeners.values(), strict=True)
         ]
+        self.links = [replace(each, addresses=addresses) for each in routes.receivers]
 
         with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(P2PGroup.join, address, 0, self._device, listener)
-            self._engine.join_weights(links)
-            end = GroupSender()
-            end.join(0, joining.result(LIMIT_S), sends[0])
-
-        self.ends.append(end)
-        return links
+            sender = replace(routes.senders[0], addresses=addresses)
+            joining = None if by_device else pool.submit(self.ends[0].join, 0, sender)
+            self._engine.join_weights(self.links)
+            if joining is not None:
+                joining.result(LIMIT_S)
 
     def begin(self, weights: Weights, first_round: int = 0) -> None:
         """Begin to send these weights by calls of `go_on`."""

@@ -17,33 +17,32 @@ import signal
 import socket
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
+from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, Transport
 from megarl.machine.usage import PeakMemory
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.weights.checksum import checksum
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import (
+    NUM_IPC_BUFFERS,
     RankLocation,
     TensorSlices,
-    TransferPlan,
     plan_transfer,
     whole_slices,
 )
 from megarl.weights.tensors import Manifest, Part, WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.interface import EngineLink, Sender
-from megarl.weights.transports.messages import NUM_IPC_BUFFERS, DeviceSender, GroupSender, group_transfers
+from megarl.weights.transports.interface import EngineLink, Sender, SendingRank, sides_of
 from tests.mortal_ranks import MortalRank, Place
 from tests.nccl_semantics import NcclSemantics
-from tests.plain_trainer import PlainShards, manifest_of
+from tests.plain_trainer import PlainShards, manifest_of, no_trainers
 
 DTYPE = torch.bfloat16
 LIMIT_S = 60.0  # of a weight sync, and for a group to connect
@@ -167,33 +166,35 @@ class _Obeying:
 class TrainerProcess(_Obeying):
     def __init__(self, spec: SharedSpec, place: Place) -> None:
         super().__init__(spec, place, spec.devices[0])
-        # type: ignore[arg-type]  # it sends nothing
-        self._group = GroupSender()
-        self._device = DeviceSender(None, 0)
-        self._end: Sender = self._device
-        self._weights = weights(spec.folder, 0, self.device)
+        self._device = self._sender(Transport.device, "")
+        self._end = self._device
+        self._weights = weights(self.spec.folder, 0, self.device)
 
-    def _plan(self, needed: TensorSlices, device_name: str) -> TransferPlan:
+    def _sender(self, transport: Transport, backend: str) -> Sender:
+        own = SendingRank(0, "127.0.0.1", backend, self.device, no_trainers)
+        return sides_of(transport).sender(EngineLink(transport, "", DTYPE, LIMIT_S), own)
+
+    def _link(self, transport: Transport, replica: int, needed: TensorSlices, device_name: str) -> str:
+        """Return the serialized link of the engine."""
         shapes = {name: meta.shape for name, meta in manifest(self.spec.folder).items()}
         source = (RankLocation("node", NAME), whole_slices(shapes))
         target = (RankLocation("node", device_name), needed)
-        return plan_transfer(shapes, [source], [target], self.spec.buffer_bytes // DTYPE.itemsize)
+        plan = plan_transfer(shapes, [source], [target], self.spec.buffer_bytes // DTYPE.itemsize)
+        link = EngineLink(transport, f"replica-{replica}", DTYPE, LIMIT_S)
+        routes = sides_of(transport).route(plan, [NAME], {0: device_name}, link)
+        addresses = [self._end.listen(replica, routes.listeners[0])]
+        self._own_link = replace(routes.senders[0], addresses=addresses)
+        return json.dumps(replace(routes.receivers[0], addresses=addresses).encode())
 
     def serve(self, replica: int, needed: TensorSlices) -> str:
-        """Return a serialized link."""
-        schedules = self._plan(needed, NAME).of_target(0)
-        address = self._device.serve(replica, NAME, schedules, DTYPE, self.device)
-        return json.dumps(EngineLink(schedules, DTYPE, address, device=NAME).encode())
+        return self._link(Transport.device, replica, needed, NAME)
 
-    def join_group(self, replica: int, address: P2PAddress, needed: TensorSlices) -> None:
-        self.meet(address, 0)
-        self._end = self._group
-        sends, _ = group_transfers(self._plan(needed, "another"), [0])
-        self._group.join(replica, self.p2p, sends[0])
+    def group_link(self, replica: int, backend: str, needed: TensorSlices) -> str:
+        self._end = self._sender(Transport.group, backend)
+        return self._link(Transport.group, replica, needed, "another")
 
-    def group_link(self, address: P2PAddress, needed: TensorSlices) -> str:
-        _, (schedules,) = group_transfers(self._plan(needed, "another"), [0])
-        return json.dumps(EngineLink(schedules, DTYPE, address, rank=1).encode())
+    def join_group(self, replica: int) -> None:
+        self._end.join(replica, self._own_link)
 
     def change(self, seed: int) -> None:
         """Use the weights of this seed from now on."""
@@ -234,7 +235,7 @@ class TrainerProcess(_Obeying):
 
     def close(self) -> None:
         self._device.close()
-        self._group.close()
+        self._end.close()
 
 
 class _MortalEngine(HFEngine):

@@ -229,6 +229,41 @@ class RolloutEngineKind(Kind):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerNeeds:
+    """The state of an optimizer, in addition to float32 master weights, and its settings.
+
+    Attributes:
+        title: The name in messages.
+        moments: What it keeps for each element, by the names in the state of Megatron's optimizer, with
+            Megatron's option for the dtype. The empty option: always float32.
+        settings: Megatron's fields, with the key of `optim` that has the value, and its position if the key
+            is a list.
+        step_copies: Float32 tensors of the size of a rank's share that its step in torch allocates on CUDA.
+    """
+
+    title: str
+    moments: Mapping[str, str]
+    settings: Mapping[str, tuple[str, int | None]]
+    step_copies: int
+
+
+class OptimizerKind(Kind):
+    """The optimizers, by Megatron's names. Each part of Megatron's optimizer has its own row."""
+
+    needs: OptimizerNeeds
+
+    adam = (
+        "adam",
+        OptimizerNeeds(
+            title="AdamW",
+            moments={"exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"},
+            settings={"adam_beta1": ("betas", 0), "adam_beta2": ("betas", 1), "adam_eps": ("eps", None)},
+            step_copies=1,  # the square roots of all second moments
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransportNeeds:
     """The devices that a transport of weights connects, and its costs.
 

@@ -11,10 +11,11 @@ from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
+from megarl.config.kinds import OptimizerKind
 from megarl.config.megatron_fields import DTYPES
 from megarl.config.schema import DType, Layers, MegatronConfig
 
-MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
+MOMENT_DTYPES = tuple(option for kind in OptimizerKind for option in kind.needs.moments.values() if option)
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -32,7 +33,10 @@ _DTYPE = "use model.dtype"
 _LOADED = "has no effect, because all weights are loaded; use model.path"
 _INFERENCE = "is for generation by Megatron, but SGLang generates; use rollout.sglang.server_args"
 _NO_EFFECT = "has no effect, because megarl does not call that part of Megatron"
-_ADAM = "the optimizer is AdamW with float32 or bfloat16 weights, which needs no such value; use {role}.optim"
+_OPTIMIZER = (
+    f"the optimizer is {' or '.join(kind.needs.title for kind in OptimizerKind)} with float32 or bfloat16 "
+    "weights, which needs no such value; use {role}.optim"
+)
 _FSDP = "is for Megatron's FSDP, but megarl always shards the optimizer (ZeRO 1); use {role}.parallel"
 _SHARDS = "would lay weights out in a way that weight sync and checkpoints do not read; use {role}.parallel"
 _STAGES = "all pipeline stages have equally many layers; use {role}.parallel.pipeline_parallel_size"
@@ -227,8 +231,6 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("use {role}.optim.lr", "lr"),
         ("use {role}.optim.min_lr", "min_lr"),
         ("use {role}.optim.weight_decay", "weight_decay"),
-        ("use {role}.optim.betas", "adam_beta1 adam_beta2"),
-        ("use {role}.optim.eps", "adam_eps"),
         ("use {role}.optim.clip_grad", "clip_grad grad_norm_skip_threshold"),
         (_DTYPE, "fp16 bf16 params_dtype"),
         ("follows from {role}.megatron.transformer.fp8_recipe; leave it out", "fp8_recipe"),
@@ -244,7 +246,7 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
             "store_param_remainders main_params_dtype",
         ),
         (
-            _ADAM,
+            _OPTIMIZER,
             """optimizer loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
             sgd_momentum muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
             muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
@@ -262,6 +264,11 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
             "log_num_zeros_in_grad barrier_with_L1_time config_logger_dir optimizer_cuda_graph",
         ),
         (_NO_FILE, "timers"),
+        *(
+            (f"use {{role}}.optim.{key}", field)
+            for kind in OptimizerKind
+            for field, (key, _) in kind.needs.settings.items()
+        ),
     ),
 }
 _PASSED_ON: Mapping[str, Mapping[Requirement, str]] = {
@@ -379,7 +386,7 @@ class ElementBytes(NamedTuple):
     Attributes:
         gradient: In the buffers, which every rank has whole.
         master: The float32 master copy; 0 if the weights are float32.
-        moments: Both of Adam's moments.
+        moments: All moments of the optimizer.
         stepped: Float32 copies of the gradient and of a moment during the optimizer step, sharded as the
             optimizer state.
     """
@@ -390,7 +397,7 @@ class ElementBytes(NamedTuple):
     stepped: int
 
 
-def element_bytes(dtype: DType, config: MegatronConfig) -> ElementBytes:
+def element_bytes(dtype: DType, config: MegatronConfig, optimizer: OptimizerKind) -> ElementBytes:
     """Return the bytes of a parameter's gradient and optimizer state, under the options of its model."""
     is_float32 = dtype is DType.float32
     options = config.optimizer
@@ -400,7 +407,10 @@ def element_bytes(dtype: DType, config: MegatronConfig) -> ElementBytes:
     # With the scaled recipes, Megatron has the masters itself, and copies gradients to float32.
     recipe = config.transformer.get("fp8_recipe", "delayed") if config.transformer.get("fp8") else "delayed"
 
-    moments = [DTYPES[options.get(name, "float32")] if is_precise else "float32" for name in MOMENT_DTYPES]
+    moments = [
+        DTYPES[options.get(option, "float32")] if is_precise else "float32"
+        for option in optimizer.needs.moments.values()
+    ]
     copies_gradient = not (in_float32 or (is_precise and recipe == "delayed"))
 
     return ElementBytes(

@@ -15,9 +15,9 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     """Return the bytes of weights, gradients and optimizer state on a rank.
 
     Weights are in `dtype`. A trained model also has gradients and, sharded over the ranks with the same
-    parameters (ZeRO 1), two Adam moments and a float32 master copy of bfloat16 weights. Gradients and moments
-    are float32, unless the options of Megatron say otherwise. A role that is another one's model without its
-    adapters has no state.
+    parameters (ZeRO 1), the optimizer's moments and a float32 master copy of bfloat16 weights. Gradients and
+    moments are float32, unless the options of Megatron say otherwise. A role that is another one's model
+    without its adapters has no state.
     """
     if role.base_of is not None:
         return 0
@@ -27,7 +27,6 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
         parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
     )
     weight_bytes = 4 if dtype is DType.float32 else 2
-    of_element = element_bytes(dtype, role.megatron)
 
     # Experts are sharded over other ranks than the rest.
     dense, of_experts = _counts(role, architecture, trained_only=False)
@@ -44,6 +43,7 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
 
     # They also have fewer copies for ZeRO 1. Frozen parameters have neither gradients nor state.
     dense, of_experts = _counts(role, architecture, trained_only=architecture.lora is not None)
+    of_element = element_bytes(dtype, role.megatron, role.optim.kind)
     state = of_element.moments + of_element.master
     for parameters, copies in (
         (-(-dense // dense_cut), parallel.num_copies),
@@ -73,7 +73,7 @@ def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
 def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture]) -> int:
     """Return the bytes of one checkpoint, without small files and tensors that are kept.
 
-    A checkpoint contains the weights, float32 master weights and two moments of each trained model; with
+    A checkpoint contains the weights, float32 master weights and moments of each trained model; with
     adapters, those of the adapters. With `save_hf` it also contains the policy as a Hugging Face folder.
     """
     weight_bytes = 4 if config.model.dtype is DType.float32 else 2
@@ -85,7 +85,7 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
             has_adapters = architecture.lora is not None
             parameters = num_parameters(architecture, role.with_value_head, trained_only=has_adapters)
             # Four bytes for the float32 master, in addition to the moments.
-            moments = element_bytes(config.model.dtype, role.megatron).moments
+            moments = element_bytes(config.model.dtype, role.megatron, role.optim.kind).moments
             total += parameters * (weight_bytes + 4 + moments)
             exported = num_parameters(architecture.base, role.with_value_head)
             total += exported * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)

@@ -287,7 +287,7 @@ def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: in
             )
         if stored.dtype != shard.tensor.dtype:
             # Moments have dtypes of their own with Transformer Engine's Adam.
-            is_moment = any(name in shard.key for name in MOMENTS)
+            is_moment = shard.key.startswith(tuple(f"optimizer.state.{name}." for name in MOMENTS))
             keys = (
                 "the dtypes of moments in megatron.optimizer, or model.dtype" if is_moment else "model.dtype"
             )

@@ -1,4 +1,4 @@
-"""AdamW on Megatron's distributed optimizer, with global-norm clipping and a learning-rate schedule."""
+"""Megatron's distributed optimizer, with global-norm clipping and a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megarl.config.kinds import OptimizerKind
 from megarl.config.schema import OnNonFinite, OptimConfig
 from megarl.engine import platform
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.machine.errors import NonFiniteUpdateError, RunError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # per element, by the names of Adam and Megatron
+MOMENTS = tuple(name for kind in OptimizerKind for name in kind.needs.moments)
 _MASTER = "master_param"  # the float32 masters in the state of Transformer Engine's Adam
 _DECOUPLED = "decoupled_grad"
 
@@ -41,8 +42,8 @@ class OptimizerSlice(NamedTuple):
     Attributes:
         start: The first element.
         stop: The end of the elements.
-        tensors: `param` (the float32 master, or the parameter's own memory), `exp_avg` and `exp_avg_sq`, each
-            (stop - start,) float32. Moments may be bfloat16 with Transformer Engine's Adam.
+        tensors: `param` (the float32 master, or the parameter's own memory) and the moments, such as
+            `exp_avg`, each (stop - start,) float32. Moments may be bfloat16 with Transformer Engine's Adam.
     """
 
     parameter: torch.nn.Parameter
@@ -81,13 +82,11 @@ class Optimizer:
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
         own = dict(
-            optimizer="adam",
+            optimizer=config.kind.value,
             lr=config.lr,
             min_lr=config.min_lr,
             weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
+            **_settings(config),
             clip_grad=config.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
@@ -144,6 +143,7 @@ class Optimizer:
         """Return the slices of this rank. Every element of every parameter is in one slice of one rank."""
         slices = []
         for optimizer in self._parts():
+            moments = _moments_of(optimizer)
             for ranges in (
                 ranges
                 for buffer in optimizer.gbuf_ranges
@@ -158,7 +158,7 @@ class Optimizer:
                     held = parameter_ranges["param"]
                     # Transformer Engine's Adam may step bfloat16 weights, with the masters in its state.
                     master = state.get(_MASTER, stepped)
-                    tensors = {"param": master.detach(), **{name: state[name] for name in MOMENTS}}
+                    tensors = {"param": master.detach(), **{name: state[name] for name in moments}}
                     slices.append(OptimizerSlice(parameter, held.start, held.end, tensors))
 
         return slices
@@ -170,8 +170,8 @@ class Optimizer:
     def counts(self) -> dict[str, int]:
         """Return the number of updates so far, as checkpoints store it.
 
-        `adam` is the count for Adam's bias correction, and `schedule` the position in the learning-rate
-        schedule.
+        `adam` is the count for Adam's bias correction (0 with an optimizer that does not count), and
+        `schedule` the position in the learning-rate schedule.
         """
         counts = set()
 
@@ -181,7 +181,7 @@ class Optimizer:
             counts |= {int(group["step"]) for group in optimizer.param_groups if "step" in group}
 
         assert len(counts) <= 1, (
-            f"Adam has taken {sorted(counts)} steps: the number must be the same for each parameter"
+            f"the optimizer has taken {sorted(counts)} steps: the number must be the same for each parameter"
         )
         return {"adam": max(counts, default=0), "schedule": self._schedule.num_steps}
 
@@ -192,7 +192,7 @@ class Optimizer:
                 if "step" in state:
                     state["step"].fill_(adam)
             # Transformer Engine and Apex count per parameter group.
-            if not isinstance(optimizer, torch.optim.Adam):
+            if not _counts_by_tensor(optimizer):
                 for group in optimizer.param_groups:
                     group["step"] = adam
 
@@ -299,6 +299,25 @@ class Optimizer:
         }
 
 
+def _settings(config: OptimConfig) -> dict[str, Any]:
+    """Return the values of Megatron's fields that belong to the kind of the optimizer."""
+    settings = {}
+    for field, (key, position) in config.kind.needs.settings.items():
+        value = getattr(config, key)
+        settings[field] = value if position is None else value[position]
+    return settings
+
+
+def _moments_of(part: Any) -> Mapping[str, str]:
+    """Return the moments of one of Megatron's optimizers, whose parameters may be those of another kind."""
+    return OptimizerKind(part.config.optimizer).needs.moments
+
+
+def _counts_by_tensor(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the state of each tensor has a count, as in torch and unlike in fused optimizers."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def _gradient_attribute(part: Any) -> str:
     """Return where one of Megatron's optimizers has its gradients.
 
@@ -321,15 +340,14 @@ def _make_moments(part: Any) -> None:
                 optimizer.initialize_state(parameter, store_param_remainders=False)
         return
 
-    counts_by_tensor = isinstance(optimizer, torch.optim.Adam)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            if counts_by_tensor:
+            if _counts_by_tensor(optimizer):
                 # torch keeps the step count on the host unless the whole update runs on the device.
-                device = parameter.device if group["capturable"] or group["fused"] else "cpu"
+                device = parameter.device if group.get("capturable") or group["fused"] else "cpu"
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
+            state.update({name: torch.zeros_like(parameter) for name in _moments_of(part)})
 
 
 def _construction() -> contextlib.AbstractContextManager[None]:

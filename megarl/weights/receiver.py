@@ -8,15 +8,11 @@ from pathlib import Path
 
 import torch
 
-from megarl.weights.ipc import IPCAddress, IPCReader
 from megarl.weights.message_words import Places, places_in_words, slices_in_words
-from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import TensorSlices
 from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transfer import Transfer
-from megarl.weights.transports.delta import PatchFiles, PatchReceives
-from megarl.weights.transports.interface import DestinationViews, EngineLink
-from megarl.weights.transports.messages import IPCReads, receive_from_group
+from megarl.weights.transports.interface import DestinationViews, EngineLink, Receiver, sides_of
 
 
 class WeightReceiver:
@@ -31,8 +27,7 @@ class WeightReceiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._link: EngineLink | None = None
-        self._connection: IPCReader | P2PGroup | None = None  # None: the trainers write files
+        self._connection: Receiver | None = None
         self._destinations: DestinationViews | None = None
         self._transfer: Transfer | None = None  # of the update that is under way
 
@@ -50,11 +45,7 @@ class WeightReceiver:
             link.dtype,
             places_in_words(places, link.words, link.dtype),
         )
-        if isinstance(link.address, IPCAddress):
-            self._connection = IPCReader(link.address, self._device, link.device)
-        elif link.address is not None:
-            self._connection = P2PGroup.join(link.address, link.rank, self._device)
-        self._link = link
+        self._connection = sides_of(link.transport).receiver(link, self._device)
 
     def begin(self, has_moved: bool = False, first_round: int = 0, folder: str | None = None) -> None:
         """Prepare for the first `receive` of an update.
@@ -67,7 +58,7 @@ class WeightReceiver:
         Raises:
             WeightTransferError: No trainer was joined, or the previous update was aborted halfway.
         """
-        if self._link is None or self._destinations is None:
+        if self._connection is None or self._destinations is None:
             raise WeightTransferError("the engine has joined no trainer")
         if self._transfer is not None:
             raise WeightTransferError(
@@ -77,18 +68,7 @@ class WeightReceiver:
         if has_moved:
             self._destinations.forget()
         self._destinations.begin(first_round)
-        self._transfer = self._open(self._link, self._destinations, folder)
-
-    def _open(self, link: EngineLink, destinations: DestinationViews, folder: str | None) -> Transfer:
-        if isinstance(self._connection, IPCReader):
-            return IPCReads(self._connection, destinations, self._device)
-        if self._connection is None:
-            assert folder is not None
-            files = PatchFiles(Path(folder), link.rank)
-            return PatchReceives(files, destinations, self._device, torch.device("cpu"))
-        if link.sends_changes:
-            return PatchReceives(self._connection, destinations, self._device, self._device)
-        return receive_from_group(self._connection, destinations, self._device)
+        self._transfer = self._connection.open(self._destinations, folder)
 
     def receive(self) -> bool:
         """Return whether everything has arrived. After False, call the method again to continue."""
@@ -104,11 +84,9 @@ class WeightReceiver:
 
     def leave(self) -> None:
         """Disconnect from the trainers, even if a pass is under way."""
-        if isinstance(self._connection, P2PGroup) and self._transfer is not None:
-            self._connection.abort()  # messages may be in flight
-        elif self._connection is not None:
-            self._connection.close()
-        self._link = self._connection = self._destinations = self._transfer = None
+        if self._connection is not None:
+            self._connection.close(in_pass=self._transfer is not None)
+        self._connection = self._destinations = self._transfer = None
 
 
 class ReceivingEngine(ABC):

@@ -1,4 +1,4 @@
-"""docs/extending.md says for twelve changes which files one touches; those of its changes that are shown as
+"""docs/extending.md says for thirteen changes which files one touches; those of its changes that are shown as
 code are made, and work.
 
 A change is shown as blocks of Python, each behind a line that says where it goes: "New file `F`:", "At the
@@ -33,7 +33,8 @@ MOST_FILES = {
     "A rollout engine": 7,
     "A role": 5,
     "A model family": 3,  # the third one is generated
-    "A weight transport": 12,
+    "A weight transport": 3,  # one only defines the sides; the reference is generated
+    "An optimizer": 3,
     "A layer that computes something new": 16,
 }
 OTHERS = {"A placement", "A logger"}
@@ -44,6 +45,7 @@ SHOWN = (
     "A metric",
     "A command",
     "A model family",
+    "An optimizer",
 )
 _BLOCK = re.compile(
     r"(New file|At the end of|In `(?P<name>\w+)` of|Before `(?P<line>[^`]+)` in) `(?P<file>[\w./]+)`:"
@@ -146,8 +148,11 @@ from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.machine.errors import ConfigError
+from megarl.config.kinds import OptimizerKind
 from megarl.config.load import load_config
-from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, PolicyLossConfig, PolicyLossKind, PPOConfig
+from megarl.config.megatron_options import element_bytes, owned_fields
+from megarl.config.schema import AdvantageConfig, AdvantageEstimator, AlgorithmConfig, DType, MegatronConfig
+from megarl.config.schema import PolicyLossConfig, PolicyLossKind, PPOConfig
 from megarl.config.validate import validate
 from megarl.cli.main import main
 
@@ -169,6 +174,8 @@ print("key", PPOConfig().data.min_prompt_length)
 wrong = [str(violation) for violation in validate(load_config(PPOConfig, "configs/quickstart.yaml", ["data.min_prompt_length=-1"]))]
 print("range", [text for text in wrong if "min_prompt_length" in text])
 print("command", main(["hello", "you"]))
+print("bytes", *element_bytes(DType.bfloat16, MegatronConfig(), OptimizerKind("sgd")))
+print("momentum", owned_fields("optimizer")["sgd_momentum"])
 """
 
 
@@ -189,6 +196,8 @@ def test_what_the_page_shows_works(with_additions: Path) -> None:
     assert "-1" in said["range"]
     assert said["hello,"] == "you"
     assert said["command"] == "0"
+    assert said["bytes"] == "4 4 4 0"  # one moment
+    assert said["momentum"] == "use {role}.optim.betas"
 
 
 # The tests that docs/extending.md names for a family, with the cases of the added one.

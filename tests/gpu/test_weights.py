@@ -173,9 +173,8 @@ def test_a_group_carries_weights_to_another_device(
         engine,
     ):
         needed = ask(engine, "start")
-        address = P2PAddress("replica-0", "127.0.0.1", ask(trainer, "reserve"), 2, backend, LIMIT_S)
-        engine.tell(("join", ask(trainer, "group_link", address, needed)))
-        ask(trainer, "join_group", 0, address, needed)
+        engine.tell(("join", ask(trainer, "group_link", 0, backend, needed)))
+        ask(trainer, "join_group", 0)
         answer(engine)
         for seed in (1, 2):
             report, engine_bytes = push(trainer, engine, seed)

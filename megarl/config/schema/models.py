@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from megarl.config.kinds import OptimizerKind
 from megarl.config.schema.keys import MISSING, PathKind, Reader, matters, names, numbers, only_with, ranged
 from megarl.models.architecture import LoRA
 
@@ -191,6 +192,7 @@ class OnNonFinite(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
+    kind: ClassVar[OptimizerKind] = OptimizerKind.adam
     # learning rate after the warm-up
     lr: float = matters(
         ranged(1e-6, above=0, at_most=1),

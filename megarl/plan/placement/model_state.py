@@ -60,7 +60,7 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     """Return the parameters, gradients and optimizer state of one rank of a pipeline stage.
 
     Weights are in `dtype`. A model that trains also has gradients and, sharded over the ranks with equal
-    weights (ZeRO 1; fewer ranks for experts), two moments and, for bfloat16, a float32 master copy. Gradients
+    weights (ZeRO 1; fewer ranks for experts), moments and, for bfloat16, a float32 master copy. Gradients
     and moments are float32, unless the options of Megatron say otherwise.
     """
     parallel = model.parallel
@@ -74,7 +74,7 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
 
     # Frozen parameters have neither gradients nor optimizer state.
     trained = trained_parameters(model, architecture, stage)
-    of_element = element_bytes(dtype, model.megatron)
+    of_element = element_bytes(dtype, model.megatron, model.optim.kind)
     return Usage(
         parameters=parameters,
         gradients=trained.total * of_element.gradient,
@@ -99,16 +99,18 @@ def step_memory(
     After the last micro-batch, Megatron sums a copy of some gradients over tensor-parallel ranks. The step
     has float32 copies of gradients of another dtype. Experts have a separate optimizer.
     """
+    assert model.optim is not None
+    optimizer = model.optim.kind
     trained = trained_parameters(model, architecture, stage)
     dense, of_experts = _sharded(trained, model.parallel, 1)
-    of_element = element_bytes(config.model.dtype, model.megatron)
+    of_element = element_bytes(config.model.dtype, model.megatron, optimizer)
     # With sequence parallelism, each rank has the gradients of its own tokens.
     reduced = trained.replicated * of_element.gradient * model.parallel.sequence_parallel
     stepped = of_element.stepped * (dense + of_experts)
-    # Torch's Adam materializes the square roots of all second moments of an optimizer at once on CUDA.
-    # Transformer Engine's does not.
+    # Torch materializes the temporary tensors of all parameters of an optimizer at once on CUDA. Transformer
+    # Engine does not.
     if kernels_of(config) is not Kernels.cpu and layer_kind(config) is not Layers.transformer_engine:
-        stepped += _FLOAT32 * max(dense, of_experts)
+        stepped += optimizer.needs.step_copies * _FLOAT32 * max(dense, of_experts)
     return reduced, stepped
 
 

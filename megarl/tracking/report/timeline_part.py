@@ -48,9 +48,7 @@ PHASE_NAMES = {
     "end_trace": "end trace",
     # The sending side of a weight sync.
     "weights_are_on_cuda": "plan weight sync",
-    "reserve_weight_group": "connect weight sync",
-    "join_weight_group": "connect weight sync",
-    "serve_weights": "prepare weights",
+    "publish_weight_address": "connect weight sync",
     "send_weights": "send weights",
     "continue_weights": "send weights",
     "write_weight_files": "write weights",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from megarl.config.schema import Transport
@@ -16,18 +17,12 @@ from megarl.controller.group import RoleGroup, is_dead_or_failed_start, results_
 from megarl.controller.messages import qualified_name
 from megarl.machine.errors import counted
 from megarl.models.tensor_table import trained_tensors
-from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import plan_in_words
-from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, message_bytes
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.worker import WeightExport, WeightImport
-from megarl.weights.tensors import PeerTransfers, WeightTransferError
-from megarl.weights.transports.interface import EngineLink
-from megarl.weights.transports.messages import device_transfers, group_transfers
-
-# The links of an engine's ranks, and the calls in which the trainer ranks join.
-type _Connection = tuple[list[EngineLink], Sequence[WorkerFuture[None]]]
+from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transports.interface import EngineLink, sides_of
 
 
 class TransferSession:
@@ -95,14 +90,13 @@ class TransferSession:
 
         # A name is used once, so that a replica that joined another session in the meantime is recognized.
         self.names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
-        connect = self._by_device if self._transport is Transport.device else self._by_messages
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, Sequence[WorkerFuture[None]]] = {}
 
         # Engines and trainers meet concurrently; trainers meet one engine after the other.
         for number, replica in new.items():
             assert self._plan is not None
-            links, meeting[number] = connect(self._plan, number)
+            links, meeting[number] = self._connect(self._plan, number)
             joining[number] = replica.call_rank(0, WeightImport.join_weights, links, self.names[number])
 
         # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
@@ -252,83 +246,41 @@ class TransferSession:
             repeated,
         )
 
-    # ---- joining
-
-    def _by_device(self, plan: TransferPlan, number: int) -> _Connection:
-        # Route the schedules: who shares a device with each engine rank, and who relays to it.
-        devices = [place.device for place in self._replica_places[number]]
-        targets = dict(zip(self._targets[number], devices, strict=True))
-        local_trainers, relays = device_transfers(
-            plan, [place.device for place in self._trainer_places], targets
+    def _connect(
+        self, plan: TransferPlan, number: int
+    ) -> tuple[list[EngineLink], Sequence[WorkerFuture[None]]]:
+        """Return the links of an engine's ranks, and the calls in which the trainer ranks join."""
+        call = self._source.group.call_rank
+        # All replicas read the same files, so the plan has the ranks of the first one.
+        planned = 0 if self._transport.needs.through_files else number
+        devices = [place.device for place in self._replica_places[planned]]
+        routes = sides_of(self._transport).route(
+            plan,
+            [place.device for place in self._trainer_places],
+            dict(zip(self._targets[planned], devices, strict=True)),
+            EngineLink(
+                self._transport,
+                self.names[number],
+                self._source.message_dtype,
+                self._limit_s,
+                self._sends_changes,
+            ),
         )
-        received = [plan.of_target(target) for target in targets]
-        served = dict(zip(local_trainers, zip(devices, received, strict=True), strict=True))
 
-        # The engine needs the addresses of the buffers, which exist once the calls have returned.
         addresses = gather(
             *(
-                self._source.group.call_rank(
-                    rank,
-                    WeightExport.serve_weights,
-                    number,
-                    relays.get(rank, PeerTransfers()),
-                    served.get(rank),
-                )
-                for rank in self._ranks
+                call(rank, WeightExport.publish_weight_address, number, link)
+                for rank, link in routes.listeners.items()
             )
         )
-        links = [
-            self._link(peers, addresses[trainer], device=device)
-            for trainer, (device, peers) in served.items()
-        ]
-        return links, []
-
-    def _by_messages(self, plan: TransferPlan, number: int) -> _Connection:
-        """Connect the engine and its trainer ranks by a process group, or by files, which need no address."""
-        call = self._source.group.call_rank
-        address = None
-        num_senders = 0
-
-        if self._transport.needs.through_files:
-            # All replicas read the same files, each of their ranks those of its number.
-            sends = {rank: plan.of_source(rank) for rank in self._ranks}
-            receives = [plan.of_target(rank) for rank in range(len(self._needed))]
-        else:
-            # The first sender is rank 0 of the process group and reserves the port where all members meet.
-            sends, receives = group_transfers(plan, self._targets[number])
-            num_senders = len(sends)
-            reserved = call(
-                next(iter(sends)),
-                WeightExport.reserve_weight_group,
-                self.names[number],
-                num_senders + len(receives),
-                self._limit_s,
-            )
-            address = reserved.get()
-
-        links = [self._link(peers, address, num_senders + own) for own, peers in enumerate(receives)]
-        # Do not wait here: joining blocks until all members have been called.
         # Trainer ranks need no numbers of words, which may be tens of thousands.
+        links = [replace(link, addresses=addresses, words=self._source.words) for link in routes.receivers]
+        # Do not wait here: joining blocks until all members have been called.
         calls = [
-            call(
-                rank,
-                WeightExport.join_weight_group,
-                number,
-                EngineLink(
-                    peers, self._source.message_dtype, address, own, sends_changes=self._sends_changes
-                ),
-            )
-            for own, (rank, peers) in enumerate(sends.items())
+            call(rank, WeightExport.join_weights, number, replace(link, addresses=addresses))
+            for rank, link in routes.senders.items()
         ]
         return links, calls
-
-    def _link(
-        self, peers: PeerTransfers, address: P2PAddress | IPCAddress | None, rank: int = 0, device: str = ""
-    ) -> EngineLink:
-        source = self._source
-        return EngineLink(
-            peers, source.message_dtype, address, rank, device, source.words, self._sends_changes
-        )
 
 
 def is_lost(error: WorkerError | PhaseTimeoutError) -> bool:

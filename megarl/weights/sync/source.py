@@ -21,6 +21,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import Head
 from megarl.weights.block_scaling import QuantizedShards
+from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.hf_folder import complete_hf_folder, save_hf_folder
 from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.manifest import manifest_of
@@ -31,7 +32,7 @@ from megarl.weights.shards import slices_by_rank
 from megarl.weights.sync.worker import WeightExport
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.folder import ExportPlan, folder_message_bytes, plan_export
+from megarl.weights.transports.folder import folder_message_bytes
 
 _log = logging.getLogger(__name__)
 LIMITS_S = 1.0  # interval for checking the time limits of calls

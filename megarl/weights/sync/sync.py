@@ -7,9 +7,8 @@ round.
     make, for new replicas
       needed_slices     -----------------------------------------> slices that they need
       plan_in_words
-      serve_weights, or -----> IPC buffers, or
-      reserve_...       -----> the port of a group
-      join_...          -----> Sender.join                 ------> WeightReceiver.join
+      publish_...       -----> Sender.listen
+      join_weights      -----> Sender.join                 ------> WeightReceiver.join
     push
       send_weights      -----> Sender.open, Transfer.run
       receive_weights   -----------------------------------------> WeightReceiver.begin, receive
@@ -120,11 +119,6 @@ class WeightSync:
         limit_s: float,
         sends_changes: bool = False,
     ) -> None:
-        if transport is Transport.auto:
-            raise ValueError("transport auto must be resolved from the placement before weights are sent")
-        if sends_changes and transport is Transport.device:
-            raise ValueError("with the transport device, weights do not leave their device")
-
         self._source = source
         self._trainer_places = trainer_places
         self._limit_s = limit_s

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megarl.controller.dispatch import Dispatch
@@ -15,18 +13,23 @@ from megarl.controller.worker import Worker, register
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.checksum import shard_checksums
-from megarl.weights.ipc import IPCAddress
+from megarl.weights.export_plan import ExportPlan
 from megarl.weights.manifest import manifest_of_folder
-from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
+from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import ReceivingEngine
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import Manifest, PeerTransfers, WeightTransferError
+from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transfer import SendReport, Transfer
-from megarl.weights.transports.delta import DeltaSender
-from megarl.weights.transports.folder import ExportPlan, FolderTransfer
-from megarl.weights.transports.interface import EngineLink, Sender, SentShards
-from megarl.weights.transports.messages import DeviceSender, GroupSender
+from megarl.weights.transports.folder import FolderTransfer
+from megarl.weights.transports.interface import (
+    Address,
+    EngineLink,
+    Sender,
+    SendingRank,
+    SentShards,
+    sides_of,
+)
 
 
 class WeightExport(Worker):
@@ -37,7 +40,6 @@ class WeightExport(Worker):
 
     _sender: Sender | None = None
     _transfer: Transfer | None = None
-    _listener: socket.socket | None = None
     _trainers: P2PGroup | None = None
     _quantized: QuantizedShards | None = None  # what the last transfer sends
 
@@ -62,14 +64,16 @@ class WeightExport(Worker):
         self._quantized = QuantizedShards(shards, maximum_over_ranks)
         return self._quantized
 
-    @property
-    def _sent_dtype(self) -> torch.dtype:
-        return QuantizedShards.dtype if self._quantizes else self._shards().dtype
-
     def _trainers_p2p(self) -> P2PGroup:
         """Return the P2P group of the trainers. It is created once, since it owns a thread with gloo."""
         self._trainers = self._trainers or P2PGroup.of_default_group(self._shards().device)
         return self._trainers
+
+    @property
+    def _sending_rank(self) -> SendingRank:
+        return SendingRank(
+            dist.get_rank(), self.node, dist.get_backend(), self._shards().device, self._trainers_p2p
+        )
 
     # ---- transfers
 
@@ -87,7 +91,7 @@ class WeightExport(Worker):
             See `continue_weights`, whose errors are raised as well.
         """
         # Without a sender, every replica gets this rank's weights from a nearer copy.
-        sender = self._sender or GroupSender()
+        sender = self._sender or Sender(self._sending_rank)
         path = None if folder is None else Path(folder)
         self._transfer = sender.open(self._sent_shards(), replicas, first_round, path)
         return self.continue_weights(())
@@ -183,75 +187,23 @@ class WeightExport(Worker):
     # ---- joining replicas
 
     @register(blocking=False)
-    def serve_weights(
-        self, replica: int, relayed: PeerTransfers, served: tuple[str, PeerTransfers] | None
-    ) -> IPCAddress | None:
-        """Serve the weights for the rank of `replica` on this rank's device, with the transport `device`.
-
-        Args:
-            relayed: What this rank sends to the ranks of `replica` on other devices, by the trainer ranks on
-                those.
-            served: The name of this rank's device, and what its engine rank receives, by trainer rank. None:
-                there is none.
-
-        Returns:
-            The address of the IPC buffers for the engine rank.
-        """
-        if self._sender is None:
-            self._sender = DeviceSender(self._trainers_p2p(), dist.get_rank())
-        assert isinstance(self._sender, DeviceSender)
-        self._sender.relay(replica, relayed)
-        if served is None:
-            return None
-        return self._sender.serve(replica, *served, self._sent_dtype, self._shards().device)
+    def publish_weight_address(self, replica: int, link: EngineLink) -> Address:
+        """Prepare to send to a replica, and return the address that its other ranks need to join."""
+        return self._sender_of(link).listen(replica, link)
 
     @register(blocking=False)
-    def reserve_weight_group(self, name: str, size: int, limit_s: float) -> P2PAddress:
-        """Reserve an address at which this rank will be rank 0 of the next group.
+    def join_weights(self, replica: int, link: EngineLink) -> None:
+        """Connect to a replica, and return when the ranks that meet have met."""
+        self._sender_of(link).join(replica, link)
 
-        Args:
-            name: The name of the group in error messages.
-            size: The number of its ranks.
-            limit_s: The time limit for all ranks to join, and for each message.
-        """
-        # An unused reservation remains if joining failed before.
-        if self._listener is not None:
-            self._listener.close()
-        self._listener = reserve_port(self.node)
-        port = self._listener.getsockname()[1]
-        return P2PAddress(name, self.node, port, size, dist.get_backend(), limit_s)
-
-    @register(blocking=False)
-    def join_weight_group(self, replica: int, link: EngineLink) -> None:
-        """Join the group of a replica, and return when all members have joined.
-
-        A link without an address leads to files, which `send_weights` writes.
-        """
-        if self._sender is None:
-            self._sender = (
-                DeltaSender(dist.get_rank(), self._sent_dtype) if link.sends_changes else GroupSender()
-            )
-        assert isinstance(self._sender, GroupSender)
-        # A restarted replica has the number of the old one, whose group is unusable.
-        self._sender.leave(replica)
-        p2p = None
-
-        if link.address is not None:
-            assert isinstance(link.address, P2PAddress)
-            listener = None
-            # The group takes over the listener, and owns the port from now on.
-            if link.rank == 0:
-                listener = self._listener
-                self._listener = None
-            p2p = P2PGroup.join(link.address, link.rank, self._shards().device, listener)
-
-        self._sender.join(replica, p2p, link.peers)
+    def _sender_of(self, link: EngineLink) -> Sender:
+        self._sender = self._sender or sides_of(link.transport).sender(link, self._sending_rank)
+        return self._sender
 
     @register(blocking=False)
     def forget_acknowledged_weights(self, replica: int) -> None:
         """Send everything to the replica in the next transfer, not only what changed."""
         if self._sender is not None:
-            assert isinstance(self._sender, DeltaSender)
             self._sender.forget_weights(replica)
 
 

@@ -26,8 +26,7 @@ from megarl.weights.patch import (
 )
 from megarl.weights.tensors import PeerTransfers, ScheduleKey, WeightTransferError
 from megarl.weights.transfer import Channel, Transfer
-from megarl.weights.transports.interface import DestinationViews, SentShards
-from megarl.weights.transports.messages import GroupSender
+from megarl.weights.transports.interface import DestinationViews, EngineLink, Sender, SendingRank, SentShards
 
 _HEADER_BYTES = 16
 _CHECKSUM = struct.Struct("<I")  # CRC-32 of the message that follows in a file
@@ -93,32 +92,26 @@ class PatchFiles(P2PGroup):
             raise WeightTransferError(f"{path}: has more than the patches of {num_chunks} chunks")
 
 
-class DeltaSender(GroupSender):
+class DeltaSender(Sender):
     """Sends patches to replicas that acknowledged earlier weights, and everything to others.
 
     Equal schedules share their acknowledged weights.
-
-    Args:
-        rank: The trainer rank.
-        dtype: The dtype of the weights that are sent.
     """
 
-    def __init__(self, rank: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._rank = rank
-        self._dtype = dtype
+    def __init__(self, own: SendingRank) -> None:
+        super().__init__(own)
         self._keys: dict[int, dict[int, ScheduleKey]] = {}  # by replica and peer
         self._acknowledged: dict[ScheduleKey, AcknowledgedWeights] = {}
 
-    def join(self, replica: int, p2p: P2PGroup | None, sends: PeerTransfers) -> None:
-        super().join(replica, p2p, sends)
-        self._keys[replica] = {peer: schedule.key for peer, schedule in sends.schedules.items()}
-        for schedule in sends.schedules.values():
+    def join(self, replica: int, link: EngineLink) -> None:
+        super().join(replica, link)
+        schedules = link.peers.schedules
+        self._keys[replica] = {peer: schedule.key for peer, schedule in schedules.items()}
+        for schedule in schedules.values():
             if schedule.key not in self._acknowledged:
-                self._acknowledged[schedule.key] = AcknowledgedWeights(schedule, self._dtype)
+                self._acknowledged[schedule.key] = AcknowledgedWeights(schedule, link.dtype)
 
     def forget_weights(self, replica: int) -> None:
-        """Send everything to the replica the next time, since it no longer has what it acknowledged."""
         for key in self._keys.get(replica, {}).values():
             self._acknowledged[key].forget(replica)
 
@@ -146,7 +139,7 @@ class DeltaSender(GroupSender):
         channels = self._channels
         if folder is not None:
             first = min(replicas)
-            channels = {first: Channel(PatchFiles(folder, self._rank), PeerTransfers(), replica=first)}
+            channels = {first: Channel(PatchFiles(folder, self._own.rank), PeerTransfers(), replica=first)}
         peers = {
             channel: {peer: sent[key] for peer, key in self._keys[replica].items()}
             for replica, channel in sorted(channels.items())

@@ -1,27 +1,34 @@
-"""The interface of a transport: the sender of a trainer rank, and where an engine rank puts what it receives.
+"""The interface of a transport, which is one module of this package with the name of its `Transport`.
 
-Both sides open each pass (see receiver.py for the engine's), and run a `Transfer` until it is complete. A
-pass consists of rounds. A receiver knows where its model stores each part, and checks that everything
-arrives.
+    driver                         trainer ranks             engine ranks
+    route, a pure function
+      links of the listeners -->   Sender.listen
+      their addresses        -->   Sender.join               a new Receiver
+    in each pass             -->   Sender.open               Receiver.open
+
+Both sides run the `Transfer` of a pass until it is complete. A pass consists of rounds.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from megarl.config.schema import Transport
 from megarl.machine.errors import counted
+from megarl.machine.usage import PeakMemory
 from megarl.weights.block_scaling import QuantizedShards
-from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import Places, WordCounts
-from megarl.weights.p2p import P2PAddress
+from megarl.weights.p2p import P2PGroup
 from megarl.weights.patch import Change, apply_change
+from megarl.weights.plan import TransferPlan
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import (
     Part,
@@ -31,11 +38,12 @@ from megarl.weights.tensors import (
     WeightTransferError,
     tiling_fault,
 )
-from megarl.weights.transfer import Transfer, copy_tensors
+from megarl.weights.transfer import Channel, PipelinedTransfer, Transfer, copy_tensors
 
 _MAX_NAMED = 8
 
 SentShards = Shards | QuantizedShards
+Address = tuple[Any, ...]  # JSON values, which only the transport reads
 
 
 @dataclass(frozen=True)
@@ -45,23 +53,29 @@ class EngineLink:
     It is sent as JSON to the ranks of engines in other processes than their worker.
 
     Attributes:
-        peers: What the rank sends or receives, by the numbers of its peers.
+        name: The name of the connection in error messages.
         dtype: The dtype of the messages.
-        address: The group of the engine, or the IPC buffers of its rank. None: there are files.
-        rank: The number of the rank in the group, in which the trainer ranks come first; of an engine rank
-            that reads files, its number within the engine.
-        device: The name of an engine rank's device in the plan, if it reads IPC buffers.
-        words: The numbers of words of tensors with a wider dtype (see message_words.py).
+        limit_s: The time limit for all ranks to join, and for each message.
         sends_changes: Whether only what changed since the engine's last weights is sent.
+        peers: What the rank sends or receives, by the numbers of its peers.
+        rank: The number of the rank, as its transport counts: in the group, or within the engine.
+        size: The number of all ranks, if they form a group.
+        device: The name of an engine rank's device in the plan, if its transport shares devices.
+        addresses: What the listeners have published, in their order.
+        words: The numbers of words of tensors with a wider dtype (see message_words.py).
     """
 
-    peers: PeerTransfers
+    transport: Transport
+    name: str
     dtype: torch.dtype
-    address: P2PAddress | IPCAddress | None = None
-    rank: int = 0
-    device: str = ""
-    words: WordCounts = field(default_factory=dict)
+    limit_s: float
     sends_changes: bool = False
+    peers: PeerTransfers = field(default_factory=PeerTransfers)
+    rank: int = 0
+    size: int = 0
+    device: str = ""
+    addresses: Sequence[Address] = ()
+    words: WordCounts = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         peers = [
@@ -84,12 +98,10 @@ class EngineLink:
         }
         fields: dict[str, Any] = {
             **encoded,
+            "transport": Transport(encoded["transport"]),
             "peers": PeerTransfers(schedules),
             "dtype": getattr(torch, encoded["dtype"]),
         }
-        if fields["address"] is not None:
-            address_type = IPCAddress if fields["device"] else P2PAddress
-            fields["address"] = address_type(*fields["address"])
         return cls(**fields)
 
 
@@ -102,17 +114,44 @@ def decode_slice(corners: Sequence[Sequence[int]]) -> TensorSlice:
     return TensorSlice(tuple(starts), tuple(stops))
 
 
-class Sender(ABC):
+class SendingRank(NamedTuple):
+    """A trainer rank.
+
+    Attributes:
+        node: The address of its node.
+        backend: A key of `p2p.BACKENDS`.
+        device: The device of its weights.
+        trainers: Returns the group of all trainer ranks. All of them make the first call together.
+    """
+
+    rank: int
+    node: str
+    backend: str
+    device: torch.device
+    trainers: Callable[[], P2PGroup]
+
+
+class Sender:
     """The trainer-rank side of a transport, for all replicas (by number) that the rank sends to.
 
+    This base class sends all weights in messages of planned sizes through the channels that `join` has made.
     Two messages are packed into buffers that are kept between passes, because allocating them takes longer
     than packing a message.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: SendingRank) -> None:
+        self._own = own
         self._buffers = torch.empty(2, 0)
+        self._channels: dict[int, Channel] = {}
 
-    @abstractmethod
+    def listen(self, replica: int, link: EngineLink) -> Address:
+        """Prepare for a replica, and return the address that the other ranks need to join."""
+        raise NotImplementedError
+
+    def join(self, replica: int, link: EngineLink) -> None:
+        """Connect to a replica. A restarted one has the number of the old one, which is forgotten."""
+        self.leave(replica)
+
     def open(
         self,
         shards: SentShards,
@@ -126,14 +165,39 @@ class Sender(ABC):
             first_round: The round to start with.
             folder: An empty folder for the pass, if it goes through files.
         """
+        peak = PeakMemory(shards.device)
+        channels = [
+            channel._replace(sends=channel.sends.after(first_round))
+            for replica, channel in sorted(self._channels.items())
+            if replica in replicas
+        ]
+        num_rounds = max((channel.sends.num_rounds for channel in channels), default=0)
 
-    @abstractmethod
+        # Messages of a round to all replicas share one pack buffer.
+        largest = max(
+            (sum(channel.sends.length(number) for channel in channels) for number in range(num_rounds)),
+            default=0,
+        )
+        buffers = self._pack_buffers(largest, shards)
+        return PipelinedTransfer(
+            channels, buffers, shards.regions, are_computed=shards.are_computed, peak=peak
+        )
+
+    def forget_weights(self, replica: int) -> None:
+        """Send everything to the replica the next time, since it no longer has what it acknowledged."""
+
     def leave(self, replica: int) -> None:
         """Forget a replica, even in the middle of a pass. Does nothing if it is unknown."""
+        # Abort instead of closing, since messages to the replica may still be in flight.
+        if (channel := self._channels.pop(replica, None)) is not None:
+            channel.p2p.abort()
 
-    @abstractmethod
     def close(self) -> None:
         """Release everything."""
+        self.release()
+        for channel in self._channels.values():
+            channel.p2p.close()
+        self._channels = {}
 
     def release(self) -> None:
         """Release memory between two passes."""
@@ -146,6 +210,59 @@ class Sender(ABC):
             self._buffers = torch.empty(2, 0)  # freed before the new ones are allocated
             self._buffers = torch.empty(2, numel, dtype=dtype, device=device)
         return self._buffers
+
+
+class Receiver(ABC):
+    """The engine-rank side of a transport: a connection with the trainers, from a link with their addresses.
+
+    Raises:
+        WeightTransferError: The trainers cannot be reached.
+    """
+
+    def __init__(self, link: EngineLink, device: torch.device) -> None:
+        self._link = link
+        self._device = device
+
+    @abstractmethod
+    def open(self, destinations: DestinationViews, folder: str | None) -> Transfer:
+        """Start a pass. With files, `folder` has those of this pass."""
+
+    @abstractmethod
+    def close(self, in_pass: bool) -> None:
+        """Disconnect, even in the middle of a pass."""
+
+
+class Routes(NamedTuple):
+    """The links of one engine, each of which also gets the addresses of the listeners.
+
+    Attributes:
+        listeners: By trainer rank, those that publish an address, before anyone joins.
+        senders: By trainer rank, those that join.
+        receivers: By engine rank.
+    """
+
+    listeners: Mapping[int, EngineLink]
+    senders: Mapping[int, EngineLink]
+    receivers: Sequence[EngineLink]
+
+
+class TransportSides(NamedTuple):
+    """A transport.
+
+    Attributes:
+        route: Makes the links of one engine, from the whole plan, the device of each trainer rank, the device
+            of each rank of the engine by its number in the plan, and a link with what all of them share.
+        sender: Makes the side of a trainer rank, which serves all engines with such links.
+        receiver: Makes the side of an engine rank on its device.
+    """
+
+    route: Callable[[TransferPlan, Sequence[str], Mapping[int, str], EngineLink], Routes]
+    sender: Callable[[EngineLink, SendingRank], Sender]
+    receiver: Callable[[EngineLink, torch.device], Receiver]
+
+
+def sides_of(transport: Transport) -> TransportSides:
+    return import_module(f"megarl.weights.transports.{transport.value}").SIDES
 
 
 class DestinationViews:

@@ -11,7 +11,6 @@ import pytest
 
 from megarl.rollout.lifecycle import EngineStateError
 from megarl.weights.checksum import checksum
-from megarl.weights.ipc import IPCAddress
 from megarl.weights.tensors import Part, PeerTransfers, TransferSchedule, WeightTransferError
 from megarl.weights.transports.interface import EngineLink
 from tests.plain_trainer import PlainTrainer, joined
@@ -108,11 +107,7 @@ def with_another_name(trainer: PlainTrainer) -> list[EngineLink]:
 
 
 def on_another_device(trainer: PlainTrainer) -> list[EngineLink]:
-    links = []
-    for link in trainer.links:
-        assert isinstance(link.address, IPCAddress)
-        links.append(replace(link, device="device-9"))
-    return links
+    return [replace(link, device="device-9") for link in trainer.links]
 
 
 @pytest.mark.parametrize(

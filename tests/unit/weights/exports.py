@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head
+from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.shards import Shards
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.folder import ExportPlan, FolderTransfer, plan_export
+from megarl.weights.transports.folder import FolderTransfer
 from tests.unit.weights.models import HIDDEN, architecture_of, random_model, shards_of, stored_state
 from tests.unit.weights.transfers import Cut
 

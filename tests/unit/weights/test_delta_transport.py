@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.delta import DeltaSender
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
 from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank, join, numel_of, trainers_group
@@ -49,15 +48,14 @@ def transfer(case: Case, steps: tuple[Step, ...]) -> Result:
     for step in steps:
         for replica in step.joins_again:
             if isinstance(own, TrainerRank):
-                own.group.leave(replica)
+                own.end.leave(replica)
             elif own_replica(case, rank - num_trainers) == replica:
                 own.close()
                 own = EngineRank(case, rank - num_trainers)
             join(case, plan, own, replica)
         if isinstance(own, TrainerRank):
-            assert isinstance(own.group, DeltaSender)
             for replica in step.forgotten:
-                own.group.forget_weights(replica)
+                own.end.forget_weights(replica)
             result.reports.append(own.send(step.seed, step.replicas))
         elif own_replica(case, rank - num_trainers) in step.replicas:
             result.received.append(own.receive())

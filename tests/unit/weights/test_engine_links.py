@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.schema import Transport
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.tensors import Part, PeerTransfers, TensorSlice, TransferSchedule
@@ -24,18 +25,26 @@ SCHEDULES = {3: TransferSchedule([MATRIX, VECTOR], 4), 11: TransferSchedule([VEC
 @pytest.mark.parametrize(
     "place",
     [
-        {"address": P2P, "rank": 5},
-        {"address": P2P, "rank": 5, "sends_changes": True},
-        {"address": IPC, "device": "node:1"},
-        {"rank": 2, "sends_changes": True},
+        {"transport": Transport.group, "addresses": [P2P], "rank": 5, "size": 6},
+        {"transport": Transport.group, "addresses": [P2P], "rank": 5, "size": 6, "sends_changes": True},
+        {"transport": Transport.device, "addresses": [IPC, IPC], "rank": 1, "device": "node:1"},
+        {"transport": Transport.folder, "rank": 2, "sends_changes": True},
     ],
     ids=["group", "changes", "device", "files"],
 )
 @pytest.mark.parametrize("schedules", [SCHEDULES, {}], ids=["two", "none"])
 def test_a_link_survives_json(place: dict[str, Any], schedules: dict[int, TransferSchedule]) -> None:
-    link = EngineLink(peers=PeerTransfers(schedules), dtype=torch.bfloat16, words={"vector": 2}, **place)
+    link = EngineLink(
+        name="replica-0",
+        dtype=torch.bfloat16,
+        limit_s=45.5,
+        peers=PeerTransfers(schedules),
+        words={"vector": 2},
+        **place,
+    )
     found = EngineLink.decode(json.loads(json.dumps(link.encode())))
-    assert repr(replace(found, peers=link.peers)) == repr(link)  # the type of the address, too
+    assert [type(link.addresses[0])(*each) for each in found.addresses] == list(link.addresses)
+    assert repr(replace(found, peers=link.peers, addresses=link.addresses)) == repr(link)
     assert {source: schedule.key for source, schedule in found.peers.schedules.items()} == {
         source: schedule.key for source, schedule in schedules.items()
     }

@@ -8,11 +8,11 @@ from math import prod
 import pytest
 import torch
 
+from megarl.weights.export_plan import ExportPlan, windows_of
 from megarl.weights.hf_folder import FilePlan
 from megarl.weights.plan import RankLocation, one_after_another, plan_transfer, whole_slices
 from megarl.weights.shards import held_slices
 from megarl.weights.tensors import Part, TensorMeta, TensorSlice, range_slices, tiling_fault
-from megarl.weights.transports.folder import ExportPlan, windows_of
 from tests.unit.weights.exports import Export
 from tests.unit.weights.test_folder_transport import LAYOUTS, exports_of
 from tests.unit.weights.transfers import Cut

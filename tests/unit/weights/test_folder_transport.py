@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megarl.machine.usage import trim_heap
+from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import save_hf_folder
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.shard_layout import model_layouts, shard_shapes
@@ -21,7 +22,7 @@ from megarl.weights.shards import Shards
 from megarl.weights.tensors import Part
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports import folder as folder_transport
-from megarl.weights.transports.folder import NUM_BUFFERS, FolderTransfer, folder_message_bytes, plan_export
+from megarl.weights.transports.folder import NUM_BUFFERS, FolderTransfer, folder_message_bytes
 from tests.unit.weights.exports import CPU, Export, Written, differing, small_files_only, write, write_all
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save
 from tests.unit.weights.test_transports import TRAINERS

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 
 from megarl.models.families import FAMILIES, REWARD_CLASS
 from megarl.models.tensor_table import Head
+from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import FilePlan, copy_companions, has_bias, model_class, save_hf_folder
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
@@ -26,7 +27,7 @@ from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import Manifest, WeightTransferError
-from megarl.weights.transports.folder import FolderTransfer, plan_export
+from megarl.weights.transports.folder import FolderTransfer
 from tests.unit.weights.exports import small_files_only
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, config_of, random_model, save
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from megarl.models.architecture import Architecture
 from megarl.weights.checksum import checksum, shard_checksums
+from megarl.weights.export_plan import plan_export
 from megarl.weights.manifest import manifest_of
 from megarl.weights.message_words import (
     places_in_words,
@@ -21,7 +22,7 @@ from megarl.weights.plan import RankLocation, plan_transfer, whole_slices
 from megarl.weights.shard_layout import whole_layout
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import Part, WeightTransferError
-from megarl.weights.transports.folder import FolderTransfer, plan_export
+from megarl.weights.transports.folder import FolderTransfer
 from megarl.weights.transports.interface import DestinationViews
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, shards_of, stored_state
 

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.config.schema import Transport
 from megarl.weights.plan import TransferPlan
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.delta import DeltaSender, patch_file
-from megarl.weights.transports.interface import EngineLink
+from megarl.weights.transports.delta import patch_file
+from megarl.weights.transports.interface import EngineLink, SendingRank, sides_of
+from tests.plain_trainer import no_trainers
 from tests.unit.weights.models import architecture_of
-from tests.unit.weights.transfers import Case, Cut, EngineRank, TrainerRank, numel_of
+from tests.unit.weights.transfers import CPU, Case, Cut, EngineRank, TrainerRank, numel_of
 
 # From two ranks to an engine of two, which is planned for all replicas.
 CASE = Case(
@@ -34,15 +36,21 @@ class Ranks:
     def __init__(self, replicas: int) -> None:
         self.plan: TransferPlan = CASE.plan()
         self.trainers = [TrainerRank(CASE, self.plan, rank, None) for rank in range(2)]
-        self.senders = [DeltaSender(rank, torch.float32) for rank in range(2)]
+        link = EngineLink(Transport.folder, "files", torch.float32, 60.0, sends_changes=True)
+        sides = sides_of(Transport.folder)
+        self.routes = sides.route(self.plan, ["a", "b"], {0: "c", 1: "d"}, link)
+        assert self.routes.listeners == {}
+        self.senders = [
+            sides.sender(link, SendingRank(rank, "", "", CPU, no_trainers)) for rank in self.routes.senders
+        ]
         for rank, sender in enumerate(self.senders):
             for replica in range(replicas):
-                sender.join(replica, None, self.plan.of_source(rank))
+                sender.join(replica, self.routes.senders[rank])
         self.engines = [[self.new_engine(rank) for rank in range(2)] for _ in range(replicas)]
 
     def new_engine(self, rank: int) -> EngineRank:
         engine = EngineRank(CASE, rank)
-        engine.link(EngineLink(self.plan.of_target(rank), torch.float32, rank=rank, sends_changes=True))
+        engine.link(self.routes.receivers[rank])
         return engine
 
     def write(self, folder: Path, seed: int, *replicas: int) -> list[SendReport]:

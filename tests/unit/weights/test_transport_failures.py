@@ -10,19 +10,18 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.tensors import Part, PeerTransfers, WeightTransferError
+from megarl.weights.tensors import Part, WeightTransferError
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.interface import EngineLink
-from megarl.weights.transports.messages import device_transfers, group_transfers
+from megarl.weights.transports.interface import Address, EngineLink, Routes
 from tests.mortal_ranks import MortalRank, Place, mortal_ranks
 from tests.nccl_communicator import num_live_communicators
 from tests.unit.weights.models import architecture_of
@@ -65,21 +64,15 @@ class ObeyingTrainer(Obeying):
         p2p = None if address is None else self.p2p(address, self.place.rank)
         self.own = TrainerRank(self.case, self.case.plan(), self.place.rank, p2p)
 
-    def join_group(self, replica: int, address: P2PAddress, number: int) -> None:
-        sends, _ = group_transfers(self.own.plan, self.case.engine_ranks[replica])
-        self.own.group.join(replica, self.p2p(address, number), sends[self.place.rank])
+    def listen(self, replica: int) -> Address:
+        return self.own.end.listen(replica, self.routes(replica).listeners[self.place.rank])
 
-    def join_buffers(self, replica: int) -> Any:
-        local_trainers, relays = buffers_route(self.case, replica)
-        self.own.device.relay(replica, relays.get(self.place.rank, PeerTransfers()))
+    def join(self, replica: int, addresses: list[Address]) -> None:
+        link = self.routes(replica).senders[self.place.rank]
+        self.own.end.join(replica, replace(link, addresses=addresses))
 
-        if self.place.rank in local_trainers:
-            target = self.case.engine_ranks[replica][local_trainers.index(self.place.rank)]
-            return self.own.device.serve(
-                replica, f"device-{self.place.rank}", self.own.plan.of_target(target), torch.float32, CPU
-            )
-
-        return None
+    def routes(self, replica: int) -> Routes:
+        return self.case.routes(self.own.plan, replica, LIMIT_S)
 
     def send(self, seed: int, replicas: list[int]) -> SendReport | None:
         self.sending = self.own.end.open(self.own.shards(seed), replicas)
@@ -133,13 +126,6 @@ class ObeyingEngine(Obeying):
         return num_live_communicators()
 
 
-def buffers_route(case: Case, replica: int) -> Any:
-    devices = [f"device-{rank}" for rank in range(case.trainer.num_ranks)]
-    return device_transfers(
-        case.plan(), devices, {target: case.device(target) for target in case.engine_ranks[replica]}
-    )
-
-
 def serve_trainer(case: Case, place: Place) -> None:
     ObeyingTrainer(case, place).serve()
 
@@ -161,29 +147,13 @@ class World(NamedTuple):
         return rank.hear()
 
     def join(self, replica: int) -> None:
-        case = self.case
+        routes = self.case.routes(self.case.plan(), replica, LIMIT_S)
         engine = self.engines[replica]
-        plan = case.plan()
-        targets = case.engine_ranks[replica]
-
-        if case.transport == "group":
-            sends, receives = group_transfers(plan, targets)
-            port = self.ask(self.trainers[next(iter(sends))], "reserve")
-            size = len(sends) + len(receives)
-            address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, size, case.backend, LIMIT_S)
-            for number, sender in enumerate(sends):
-                self.trainers[sender].tell(("join_group", replica, address, number))
-            link = EngineLink(receives[0], torch.float32, address, rank=len(sends))
-            engine.tell(("link", link))
-            assert [self.trainers[sender].hear() for sender in sends] == [None] * len(sends)
-        else:
-            local_trainers, _ = buffers_route(case, replica)
-            addresses = [self.ask(trainer, "join_buffers", replica) for trainer in self.trainers]
-            address = addresses[local_trainers[0]]
-            peers = plan.of_target(targets[0])
-            device = case.device(targets[0])
-            engine.tell(("link", EngineLink(peers, torch.float32, address, device=device)))
-
+        addresses = [self.ask(self.trainers[listener], "listen", replica) for listener in routes.listeners]
+        for sender in routes.senders:
+            self.trainers[sender].tell(("join", replica, addresses))
+        engine.tell(("link", replace(routes.receivers[0], addresses=addresses)))
+        assert [self.trainers[sender].hear() for sender in routes.senders] == [None] * len(routes.senders)
         assert engine.hear() is None
 
     def push(self, seed: int, replicas: list[int], doomed: int | None = None) -> list[SendReport]:

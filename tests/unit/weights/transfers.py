@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig, Transport
 from megarl.models.architecture import Architecture
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
@@ -20,11 +20,9 @@ from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, plan_t
 from megarl.weights.receiver import WeightReceiver
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
-from megarl.weights.tensors import Part, PeerTransfers, TensorSlice
+from megarl.weights.tensors import Part, TensorSlice
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.delta import DeltaSender
-from megarl.weights.transports.interface import EngineLink
-from megarl.weights.transports.messages import DeviceSender, GroupSender, device_transfers, group_transfers
+from megarl.weights.transports.interface import EngineLink, Routes, SendingRank, sides_of
 from tests.nccl_semantics import NcclSemantics
 from tests.ranks import gather
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
@@ -128,6 +126,19 @@ class Case(NamedTuple):
 
         return plan_transfer(shapes, sources, targets, self.message_numel)
 
+    def link(self, replica: int, limit_s: float = 30.0) -> EngineLink:
+        """Return what all links of an engine share."""
+        transport = Transport.device if self.transport == "device" else Transport.group
+        return EngineLink(
+            transport, f"replica-{replica}", torch.float32, limit_s, sends_changes=self.transport == "delta"
+        )
+
+    def routes(self, plan: TransferPlan, replica: int, limit_s: float = 30.0) -> Routes:
+        devices = [f"device-{trainer}" for trainer in range(self.trainer.num_ranks)]
+        targets = {target: self.device(target) for target in self.engine_ranks[replica]}
+        link = self.link(replica, limit_s)
+        return sides_of(link.transport).route(plan, devices, targets, link)
+
     def needed(self, target: int) -> dict[str, tuple[TensorSlice, ...]]:
         layouts = [
             layout
@@ -157,12 +168,10 @@ class TrainerRank:
         self.case = case
         self.rank = rank
         self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
-
-        # type: ignore[arg-type]
-        self.group = DeltaSender(rank, torch.float32) if case.transport == "delta" else GroupSender()
-        self.device = DeviceSender(p2p, rank)
         self.p2p = p2p
-        self.end = self.device if case.transport == "device" else self.group
+        link = case.link(0)
+        own = SendingRank(rank, "127.0.0.1", case.backend, CPU, lambda: p2p)  # type: ignore[arg-type]
+        self.end = sides_of(link.transport).sender(link, own)
         self.plan = plan
 
     def shards(self, seed: int) -> Shards:
@@ -245,46 +254,20 @@ def trainers_group(case: Case) -> P2PGroup | None:
 def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica: int) -> None:
     """Connect one engine, as the driver does. Called by every rank."""
     rank = dist.get_rank()
-    num_trainers = case.trainer.num_ranks
-    targets = case.engine_ranks[replica]
+    routes = case.routes(plan, replica)
+    address = None
+    if isinstance(own, TrainerRank) and rank in routes.listeners:
+        address = own.end.listen(replica, routes.listeners[rank])
+    published = gather(address)
+    addresses = [published[listener] for listener in routes.listeners]
 
-    if case.transport != "device":
-        sends, receives = group_transfers(plan, targets)
-        first = next(iter(sends))
-        listener = reserve_port("127.0.0.1") if rank == first else None
-        port = gather(listener and listener.getsockname()[1])[first]
-        size = len(sends) + len(receives)
-        address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, size, case.backend, 30.0)
-        for number, (sender, schedules) in enumerate(sends.items()):
-            if rank == sender:
-                assert isinstance(own, TrainerRank)
-                own.group.join(replica, P2PGroup.join(address, number, CPU, listener), schedules)
-        for number, target in enumerate(targets):
-            if rank == num_trainers + target:
-                assert isinstance(own, EngineRank)
-                peers = receives[number]
-                sends_changes = case.transport == "delta"
-                link = EngineLink(
-                    peers, torch.float32, address, len(sends) + number, sends_changes=sends_changes
-                )
-                own.link(link)
+    if isinstance(own, TrainerRank):
+        if rank in routes.senders:
+            own.end.join(replica, replace(routes.senders[rank], addresses=addresses))
     else:
-        devices = [f"device-{trainer}" for trainer in range(num_trainers)]
-        local_trainers, relays = device_transfers(
-            plan, devices, {target: case.device(target) for target in targets}
-        )
-        address = None
-        if isinstance(own, TrainerRank):
-            own.device.relay(replica, relays.get(rank, PeerTransfers()))
-            if rank in local_trainers:
-                sources = plan.of_target(targets[local_trainers.index(rank)])
-                address = own.device.serve(replica, f"device-{rank}", sources, torch.float32, CPU)
-        addresses = gather(address)
-        for number, target in enumerate(targets):
-            if rank == num_trainers + target:
-                assert isinstance(own, EngineRank)
-                address = addresses[local_trainers[number]]
-                peers = plan.of_target(target)
-                own.link(EngineLink(peers, torch.float32, address, device=case.device(target)))
+        links = dict(zip(case.engine_ranks[replica], routes.receivers, strict=True))
+        target = rank - case.trainer.num_ranks
+        if target in links:
+            own.link(replace(links[target], addresses=addresses))
 
     dist.barrier()

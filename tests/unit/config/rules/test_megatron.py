@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.kinds import OptimizerKind
 from megarl.config.layers import find_transformer_engine
 from megarl.config.load import load_config, plain_values, read_config
 from megarl.config.megatron_fields import DTYPES, SECTIONS, find_megatron, megatron_fields
@@ -369,16 +370,26 @@ def test_the_reference_computes_as_the_actor(ppo: str) -> None:
 
 def test_bytes_of_a_parameter() -> None:
     """Twelve bytes of state, eight with bfloat16 moments; gradients of four bytes or two."""
-    assert element_bytes(DType.bfloat16, MegatronConfig()) == (4, 4, 8, 0)
-    assert element_bytes(DType.float32, MegatronConfig()) == (4, 0, 8, 0)
+    assert element_bytes(DType.bfloat16, MegatronConfig(), OptimizerKind.adam) == (4, 4, 8, 0)
+    assert element_bytes(DType.float32, MegatronConfig(), OptimizerKind.adam) == (4, 0, 8, 0)
     precise = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bfloat16"}
-    assert element_bytes(DType.bfloat16, MegatronConfig(optimizer=precise)) == (4, 4, 4, 0)
+    assert element_bytes(DType.bfloat16, MegatronConfig(optimizer=precise), OptimizerKind.adam) == (
+        4,
+        4,
+        4,
+        0,
+    )
     one = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
-    assert element_bytes(DType.bfloat16, MegatronConfig(optimizer=one)) == (4, 4, 6, 4)
+    assert element_bytes(DType.bfloat16, MegatronConfig(optimizer=one), OptimizerKind.adam) == (4, 4, 6, 4)
     half = {"grad_reduce_in_fp32": False}
-    assert element_bytes(DType.bfloat16, MegatronConfig(ddp=half)) == (2, 4, 8, 4)
-    assert element_bytes(DType.bfloat16, MegatronConfig(ddp=half, optimizer=precise)) == (2, 4, 4, 0)
-    assert element_bytes(DType.float32, MegatronConfig(ddp=half)) == (4, 0, 8, 0)
+    assert element_bytes(DType.bfloat16, MegatronConfig(ddp=half), OptimizerKind.adam) == (2, 4, 8, 4)
+    assert element_bytes(DType.bfloat16, MegatronConfig(ddp=half, optimizer=precise), OptimizerKind.adam) == (
+        2,
+        4,
+        4,
+        0,
+    )
+    assert element_bytes(DType.float32, MegatronConfig(ddp=half), OptimizerKind.adam) == (4, 0, 8, 0)
 
 
 def test_multiples_of_tokens() -> None:

@@ -28,7 +28,9 @@ from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import PUSHED_FOLDERS, WeightSync
 from megarl.weights.sync.worker import WeightExport
 from megarl.weights.transports.delta import DeltaSender, PatchFiles
+from megarl.weights.transports.interface import SendingRank
 from tests.fake_engine import FakeEngine, FakeSpec
+from tests.plain_trainer import no_trainers
 from tests.unit.weights.models import architecture_of
 
 POLICY = architecture_of("llama", tied=False)
@@ -46,7 +48,7 @@ class LocalTrainer(WeightExport):
             for name, shape in shard_shapes(POLICY, layout).items()
         }
         self._own = Shards(parameters=parameters, architecture=POLICY, layout=layout)
-        self._sender = DeltaSender(rank, torch.float32)
+        self._sender = DeltaSender(SendingRank(rank, "", "", torch.device("cpu"), no_trainers))
 
     def _shards(self) -> Shards:
         return self._own

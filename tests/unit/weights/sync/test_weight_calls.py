@@ -15,7 +15,6 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.controller.futures import DerivedFuture
 from megarl.models.families import read_architecture
 from megarl.roles.megatron_worker import megatron_mesh
-from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import RankLocation, TensorSlices
 from megarl.weights.sync.forecast import engine_slices
@@ -29,8 +28,7 @@ SMALL_BYTES = 1_000
 LARGE_BYTES = 20_000
 ENGINE_SIZE = 8
 ANSWERS: dict[str, Any] = {
-    "reserve_weight_group": P2PAddress("weights", "node", 1, 40, "gloo", 60.0),
-    "serve_weights": IPCAddress("device-0", True, "", 1, 4, "", ""),
+    "publish_weight_address": P2PAddress("weights", "node", 1, 40, "gloo", 60.0),
     "send_weights": SendReport(
         packing_s=0.0,
         waiting_s=0.0,
