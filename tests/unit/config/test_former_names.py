@@ -68,6 +68,7 @@ def test_the_old_run_covers_the_table() -> None:
         "actor.lora",
         "critic.lora",
         "agent.harness",
+        "rollout.sglang",
         *of_lists,
         *(OF_OLD.keys() - {"actor", "critic"}),
     }
@@ -128,6 +129,17 @@ def test_fields_of_a_judges_request_move_there(
         "reward.judges[0].seed: is now reward.judges[0].request.seed; write that",
         "reward.judges[0].max_tokens: is now reward.judges[0].request.max_tokens; write that",
     ]
+
+
+def test_deterministic_kernels_are_an_argument_of_the_engine(
+    values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_yaml(tmp_path / "run.yaml", values)
+    config = load_config(PPOConfig, path, ["rollout.sglang.deterministic=true"])
+    assert config.rollout.sglang.server_args == {"enable_deterministic_inference": True}
+    [said] = caplog.messages
+    new = "rollout.sglang.server_args.enable_deterministic_inference"
+    assert said.startswith(f"rollout.sglang.deterministic: is now {new}; write that")
 
 
 def test_a_path_and_a_name_become_one(

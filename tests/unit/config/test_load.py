@@ -255,7 +255,10 @@ def test_a_name_that_yaml_reads_as_a_number_stays_as_it_is_written(
         f"base: base.yaml\nalgorithm: named\nmodel: {{path: m}}\ndata:\n  train_files:\n  - {text}\n"
         f"tracking:\n  run_name: {text}  # of the day\nplacement: {{roles: {{actor: {text}}}}}\n"
     )
-    overrides = [f"trainer.output_dir={text}", f"reward.functions=[{{path: {text}}}]"]
+    overrides = [
+        f"trainer.output_dir={text}",
+        f"reward.judges=[{{name: {text}, prompt: {tmp_path}/a.jinja}}]",
+    ]
     config = load_config(PPOConfig, tmp_path / "run.yaml", overrides)
     assert (config.tracking.project, config.data.columns.prompt) == (text, text)
     assert config.agent.harness.command == ["sleep", text, text]
@@ -264,7 +267,7 @@ def test_a_name_that_yaml_reads_as_a_number_stays_as_it_is_written(
     assert config.tracking.run_name == text
     assert config.placement.roles == {"actor": text}
     assert config.trainer.output_dir == text
-    assert config.reward.functions[0].path == text
+    assert config.reward.judges[0].name == text
 
     # The file of a run says the same, and a later value takes precedence.
     dump_config(config, tmp_path / "config.yaml")

@@ -188,7 +188,6 @@ WARNED = {
     "algorithm.dynamic_sampling.max_generations=9": "algorithm.dynamic_sampling.enabled=false",
     "algorithm.rollout_correction.high=3": "algorithm.rollout_correction.level=none",
     "algorithm.rollout_correction.rejection.high=3": "algorithm.rollout_correction.rejection.estimator=none",
-    "rollout.sglang.deterministic=true": "rollout.engine=hf; set rollout.engine=sglang",
     "rollout.sglang.mode=server": "rollout.engine=hf; set rollout.engine=sglang",
     "profile.ranks=[1]": "profile.steps=[]",
     "tracking.prometheus_port=1234": "tracking.loggers=[console, jsonl, tensorboard]",
