@@ -433,4 +433,6 @@ def _reference(value: Any, usual: str | None) -> Any:
     name = value.get("name", usual)
     if path is None:
         return name if usual is None else None
-    return path if path == MISSING or name is None else f"{path}:{name}"
+    if not isinstance(path, str) or not isinstance(name, str):
+        return value
+    return path if path == MISSING else f"{path}:{name}"

@@ -61,6 +61,13 @@ def test_a_value_comes_from_the_last_source(tmp_path: Path, capsys: pytest.Captu
     [
         ("data.max_image_mb", "was a key of an earlier version; a file has at most 32 MiB"),
         ("reward.judges[0].seed", "was a key of an earlier version; it is now reward.judges[].request.seed"),
+        ("agent.environment.path", "it is one text now: agent.environment=FILE.py:NAME"),
+        ("agent.tools[0].name", "a tool is one text now: agent.tools=[FILE.py:NAME]"),
+        ("reward.functions[].name", "it is part of the path now: FILE.py:NAME"),
+        (
+            "rollout.sglang.deterministic",
+            "it is now rollout.sglang.server_args.enable_deterministic_inference",
+        ),
     ],
 )
 def test_a_key_of_an_earlier_version_says_what_to_do(

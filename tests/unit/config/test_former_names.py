@@ -27,7 +27,7 @@ OF_OLD = {
     "critic": {"lora": {"dropout": 0.0}},
     "data": {"max_image_mb": 32},
     "recovery": {"window_steps": 10},
-    "rollout": {"restart_window_s": 86400.0, "top_p": 1.0, "top_k": -1},
+    "rollout": {"restart_window_s": 86400.0, "top_p": 1.0, "top_k": -1, "sglang": {"deterministic": False}},
     "tracking": {"samples_max_gb": 4.0},
 }
 
@@ -61,7 +61,7 @@ def test_the_old_run_covers_the_table() -> None:
     current, found = with_current_keys(OF_OLD)
     assert found == []
     of_agent = {"environment": None, "harness": {"function": None}}
-    assert all(values in ({}, {"lora": {}}, of_agent) for values in current.values())
+    assert all(values in ({}, {"lora": {}}, {"sglang": {}}, of_agent) for values in current.values())
     gone = {section for (section, _), former in former_keys().items() if "values" not in former}
     of_lists = {"reward.judges[]", "reward.judges[].parse", "reward.functions[]"}
     assert gone == {
