@@ -602,8 +602,8 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         (
             None,
             "abacus",
-            "there is no built-in tool 'abacus', only calculator, python, python_session; write FILE.py:NAME for a tool of your "
-            "own, set its path",
+            "there is no built-in tool 'abacus', only calculator, python, python_session; write FILE.py:NAME "
+            "for a tool of your own",
         ),
     ):
         with pytest.raises(ValueError, match=said) as found:

@@ -572,8 +572,7 @@ def test_overrides_that_are_none(minimal: str) -> None:
         ),
         (
             "reward.functions={path: x}",
-            "reward.functions: is {'path': 'x'}, but must be a list of objects with the keys path, name, "
-            "weight",
+            "reward.functions: is {'path': 'x'}, but must be a list of objects with the keys path, weight",
         ),
         ("data.val_files=[{}]", "data.val_files: is [{}], but must be a list, each item a string"),
         ("checkpoint.dir=None", "checkpoint.dir: is the string 'None'; write null"),
