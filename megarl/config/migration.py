@@ -407,9 +407,9 @@ def _make_reference(inside: dict[str, Any], key: str, name: str, usual: str | No
     """
     value = inside[name]
     items = value if isinstance(value, list) else [value]
-    if isinstance(value, dict) and usual is not None and not value.keys() - {"name"}:
+    if isinstance(value, dict) and usual is not None and value.keys() == {"name"}:
         # The path may be in a file of lower precedence, where it has a name of its own now.
-        if value not in ({}, {"name": usual}):
+        if value["name"] != usual:
             yield f"{key}.name", f"is now part of the path; write {key}=FILE.py:{value['name']}", True
         del inside[name]
         return

@@ -186,7 +186,6 @@ def test_a_path_and_a_name_become_one(
         ("agent.environment.path=???", None),
         ("agent.environment=null", None),
         ("agent.environment={path: null}", None),
-        ("agent.environment={}", "/e.py:Game"),
         ("agent.environment.name=Environment", "/e.py:Game"),
     ],
 )
