@@ -99,13 +99,11 @@ def _no_file(key: str, path: str) -> Finding:
 def code_files(config: RunConfig) -> Findings:
     """Check the Python files of reward functions, tools, environments, estimators, losses and samplers."""
     for leaf in leaves(config):
-        named = {leaf.key: leaf.value}
-        # Of a list of functions, those that are built in have no file.
+        named = {leaf.key: leaf.value} if isinstance(leaf.value, str) else {}
+        # Built-in functions in a list have no file.
         if leaf.path is PathKind.function and isinstance(leaf.value, list):
             named = {f"{leaf.key}[{i}]": each for i, each in enumerate(leaf.value) if names_code(each)}
-        for key, reference in named.items():
-            if leaf.path not in (PathKind.code, PathKind.function) or not isinstance(reference, str):
-                continue
+        for key, reference in named.items() if leaf.path in (PathKind.code, PathKind.function) else ():
             path, _ = split_code(reference)
             if os.path.isdir(path):
                 yield Finding((key,), f"{path!r} is a folder; give the file in it")

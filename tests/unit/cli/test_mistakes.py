@@ -323,7 +323,7 @@ MISTAKES: dict[str, Mistake] = {
         prepare=text("own.py", "def my_loss(a, b): ...\n"),
     ),
     "a reward of another name": Mistake(
-        "set reward.functions' name", prepare=text("reward.py", REWARD.replace("compute", "my"))
+        "set reward.functions' path", prepare=text("reward.py", REWARD.replace("compute", "my"))
     ),
     "a reward that gives nothing": Mistake(
         "and nothing else scores the sample", prepare=reward("return None")
