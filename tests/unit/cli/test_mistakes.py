@@ -174,7 +174,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no reward at all": override("reward.functions=[]", said="give a list such as [{path: reward.py"),
     "a reward as a text": override(
-        "reward.functions=reward.py", said="must be a list of objects with the keys path, name, weight"
+        "reward.functions=reward.py", said="must be a list of objects with the keys path, weight"
     ),
     "a reward file that is not there": override(
         "reward.functions=[{path: mine.py}]", said="there is no file", command="train"
