@@ -1,11 +1,11 @@
 """Use an environment of the package `verifiers` (MultiTurnEnv, version 0.1.8) in a run.
 
-    class WordGame(VerifiersEnvironment):          # in a file of your own, which agent.environment.path names
+    class WordGame(VerifiersEnvironment):          # in a file of your own, which agent.environment names
         make = staticmethod(lambda: verifiers.load_environment("word-game"))
 
     python -c "import my_file, examples.verifiers_environment as v; v.write_rows(my_file.WordGame.make(), 'train.jsonl')"
 
-    agent: {environment: {path: my_file.py, name: WordGame}, max_turns: 8}
+    agent: {environment: my_file.py:WordGame, max_turns: 8}
     data: {train_files: [train.jsonl]}
     reward: {functions: [{path: examples/verifiers_environment.py}]}     # adds 0 to the rubric's score
 

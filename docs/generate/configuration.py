@@ -20,12 +20,13 @@ from docs.generate.papers import link_papers
 from megarl.config import schema
 from megarl.config.json_schema import explanation, section_explanation
 from megarl.config.readers import needs_in_words
-from megarl.config.schema.keys import Range, range_of, when_to_change
+from megarl.config.schema.keys import Range, leaves, range_of, when_to_change
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH
 from megarl.config.values import item_section, key_types
 
 _PRESETS = CONFIGS_DIR / "algorithm"
+_TOP_LEVEL = "top-level keys"
 
 
 def reference() -> str:
@@ -85,14 +86,18 @@ def _marked(section: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
             yield from _marked(default, f"{prefix}{entry.name}.")
 
 
-# The sections that the page has described, by their type: their keys and default values.
-_Seen = dict[type, tuple[str, Any]]
+# What the page has described, with its heading and default value: sections by their type, and single keys by the
+# class that declares them and their name. Classes that inherit them have the same keys.
+_Seen = dict[type | tuple[type, str], tuple[str, Any]]
+# Keys that have their rows elsewhere: each with its default, the heading of its row, and the default there.
+_Elsewhere = list[tuple[str, Any, str, Any]]
 
 
 def _sections(
     root: type, seen: _Seen, prefix: str = "", leave_out: typing.Sequence[str] = ()
 ) -> Iterator[str]:
     plain = []
+    elsewhere: _Elsewhere = []
     for entry in fields(root):
         kind = key_types(root)[entry.name]
         default = _default(entry)
@@ -103,10 +108,10 @@ def _sections(
         else:
             plain.append(_row(root, entry, entry.name, default))
             if (item := item_section(kind)) is not None:
-                plain += _rows_of_item(item(), f"{entry.name}[]", seen)
+                plain += _rows_of_item(item(), f"{entry.name}[]", _TOP_LEVEL, seen, elsewhere)
 
     if plain:
-        yield from ["### top-level keys\n", *_table(plain)]
+        yield from [f"### {_TOP_LEVEL}\n", *_table(plain), *_references(elsewhere)]
 
 
 def _section(
@@ -114,63 +119,89 @@ def _section(
 ) -> Iterator[str]:
     """Yield a heading, the description of the section, its own keys, and its nested sections.
 
-    A section of a type that the page has described refers to it.
+    A section of a type that the page has described refers to it, and so does an inherited key.
     """
-    yield f"### {prefix}{key}\n"
+    heading = f"{prefix}{key}"
+    yield f"### {heading}\n"
+    elsewhere: _Elsewhere = []
     if section in seen:
-        yield f"{_same_as(value, *seen[section])}\n"
+        elsewhere += _same_keys(value, key, *seen[section])
+        yield from _references(elsewhere)
     elif about := section_explanation(section):
         yield about + "\n"
     for line in needs_in_words(declared) if declared is not None else []:
         yield f"This section has an effect {line}.\n"
     if section in seen:
         return
-    seen[section] = (f"{prefix}{key}", value)
-    inner = []
-    rows = []
 
+    seen[section] = (heading, value)
+    if rows := [*_rows(value, key, heading, seen, elsewhere)]:
+        yield from _table(rows)
+    yield from _references(elsewhere)
+    for entry in fields(section):
+        inner = getattr(value, entry.name)
+        if is_dataclass(inner):
+            yield from _section(type(inner), inner, f"{key}.{entry.name}", seen, prefix, entry)
+
+
+def _rows(value: Any, key: str, heading: str, seen: _Seen, elsewhere: _Elsewhere) -> Iterator[str]:
+    """Yield the rows of a section's own keys, and add those that the page has described to `elsewhere`."""
+    section = type(value)
     for entry in fields(section):
         kind = key_types(section)[entry.name]
+        name = f"{key}.{entry.name}"
         default = getattr(value, entry.name)
+        declared = (_declaring(section, entry), entry.name)
         if is_dataclass(kind):
-            inner.append((typing.cast(type, kind), default, f"{key}.{entry.name}", entry))
-        else:
-            rows.append(_row(section, entry, f"{key}.{entry.name}", default))
-            if (item := item_section(kind)) is not None:
-                rows += _rows_of_item(item(), f"{key}.{entry.name}[]", seen)
-
-    if rows:
-        yield from _table(rows)
-    for kind, default, inner_key, entry in inner:
-        yield from _section(kind, default, inner_key, seen, prefix, entry)
+            continue
+        if declared in seen:
+            elsewhere.append((name, default, *seen[declared]))
+            continue
+        seen[declared] = (heading, default)
+        yield _row(section, entry, name, default)
+        if (item := item_section(kind)) is not None:
+            yield from _rows_of_item(item(), f"{name}[]", heading, seen, elsewhere)
 
 
-def _same_as(value: Any, key: str, described: Any) -> str:
-    """Return a reference to a section with the same keys, and the defaults that are different here."""
-    differing = [
-        f"`{entry.name}` {_shown(getattr(value, entry.name))}"
-        for entry in fields(value)
-        if getattr(value, entry.name) != getattr(described, entry.name)
-    ]
-    others = f", with the default {' and '.join(differing)}" if differing else ""
-    return f"The keys of [`{key}`](#{_anchor(key)}){others}."
+def _rows_of_item(value: Any, key: str, heading: str, seen: _Seen, elsewhere: _Elsewhere) -> Iterator[str]:
+    """Yield the rows of a section that is an item of a list, with those of its nested sections."""
+    yield from _rows(value, key, heading, seen, elsewhere)
+    for entry in fields(value):
+        inner = getattr(value, entry.name)
+        if is_dataclass(inner) and type(inner) in seen:
+            elsewhere += _same_keys(inner, f"{key}.{entry.name}", *seen[type(inner)])
+        elif is_dataclass(inner):
+            yield from _rows_of_item(inner, f"{key}.{entry.name}", heading, seen, elsewhere)
+
+
+def _declaring(section: type, entry: Field[Any]) -> type:
+    """Return the class that declares and describes a key of a section. A subclass may change its default."""
+    text = explanation(section, entry.name)
+    declaring = [each for each in section.__mro__ if entry.name in getattr(each, "__dataclass_fields__", ())]
+    return next(each for each in reversed(declaring) if explanation(each, entry.name) == text)
+
+
+def _same_keys(value: Any, key: str, heading: str, described: Any) -> _Elsewhere:
+    """Return the keys of a section that has the same keys as a described one."""
+    pairs = zip(leaves(value, f"{key}."), leaves(described), strict=True)
+    return [(here.key, here.value, heading, there.value) for here, there in pairs]
+
+
+def _references(elsewhere: _Elsewhere) -> Iterator[str]:
+    """Yield a line for each section that has the rows of these keys, and the defaults that are different here."""
+    for heading in dict.fromkeys(heading for _, _, heading, _ in elsewhere):
+        keys = [each for each in elsewhere if each[2] == heading]
+        names = ", ".join(f"`{key}`" for key, *_ in keys)
+        differing = [
+            f" The default of `{key}` is {_shown(default)}."
+            for key, default, _, usual in keys
+            if default != usual
+        ]
+        yield f"As in [`{heading}`](#{_anchor(heading)}): {names}.{''.join(differing)}\n"
 
 
 def _anchor(heading: str) -> str:
     return re.sub(r"[.:]", "", heading).replace(" ", "-")
-
-
-def _rows_of_item(value: Any, key: str, seen: _Seen) -> Iterator[str]:
-    """Yield the rows of a section that is an item of a list, with those of its nested sections."""
-    section = type(value)
-    for entry in fields(section):
-        default = getattr(value, entry.name)
-        if is_dataclass(default) and type(default) in seen:
-            yield f"| `{key}.{entry.name}` | section | | {_same_as(default, *seen[type(default)])} |"
-        elif is_dataclass(default):
-            yield from _rows_of_item(default, f"{key}.{entry.name}", seen)
-        else:
-            yield _row(section, entry, f"{key}.{entry.name}", default)
 
 
 def _table(rows: list[str]) -> list[str]:

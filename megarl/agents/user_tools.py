@@ -18,7 +18,7 @@ from megarl.agents.strict_calls import parse_calls
 from megarl.agents.tool_environment import Toolbox, ToolEnvironment
 from megarl.agents.tools.calculator import calculator
 from megarl.agents.tools.python import PythonSessions, PythonTool
-from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
+from megarl.config.schema import AgentConfig
 from megarl.machine.sandbox_levels import SandboxError
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_name
 
@@ -42,8 +42,8 @@ def load_agent(agent: AgentConfig) -> tuple[Callable[[], Environment], Sequence[
     Raises:
         ValueError: A tool or the environment cannot be loaded; the message names it.
     """
-    if agent.environment.path is not None:
-        return _environment(agent.environment.path, agent.environment), None
+    if agent.environment is not None:
+        return _environment(agent.environment), None
 
     toolbox = Toolbox([_tool(tool) for tool in agent.tools])
 
@@ -55,27 +55,26 @@ def load_agent(agent: AgentConfig) -> tuple[Callable[[], Environment], Sequence[
     return make, toolbox.schemas
 
 
-def _tool(tool: ToolConfig) -> Tool | SessionTool:
-    if tool.path is None:
-        if tool.name not in SHIPPED:
+def _tool(reference: str) -> Tool | SessionTool:
+    path, _, name = reference.rpartition(":")
+    if not path:
+        if name not in SHIPPED:
             there = ", ".join(sorted(SHIPPED))
             raise UserFunctionError(
-                f"there is no built-in tool {tool.name!r}, only {there}; for a tool of your own, set its path"
+                f"there is no built-in tool {name!r}, only {there}; write FILE.py:NAME for a tool of your own"
             )
         try:
-            return SHIPPED[tool.name]()
+            return SHIPPED[name]()
         except SandboxError as error:
-            raise UserFunctionError(f"tool {tool.name!r}: {error}") from error
+            raise UserFunctionError(f"tool {name!r}: {error}") from error
 
     # The user's own tool: a function, or an object with sessions or with `call`.
-    found = load_name(
-        tool.path, tool.name, Expected("tool", "the tool's name", "def price(item: str) -> str:")
-    )
+    found = load_name(path, name, Expected("tool", "agent.tools", "def price(item: str) -> str:"))
     if inspect.isfunction(found):
         try:
             return FunctionTool(found)
         except ValueError as error:
-            raise UserFunctionError(f"tool {tool.name!r} in {tool.path!r}: {error}") from error
+            raise UserFunctionError(f"tool {name!r} in {path!r}: {error}") from error
 
     # isinstance alone would accept a class, whose methods cannot be called without an object.
     if not inspect.isclass(found) and isinstance(found, SessionTool):
@@ -89,28 +88,29 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
         return made
 
     raise UserFunctionError(
-        f"tool {tool.name!r} in {tool.path!r} is "
+        f"tool {name!r} in {path!r} is "
         f"{'a class' if inspect.isclass(found) else f'a {type(found).__name__}'}, expected a "
         "function, or an object with a schema and `async def call(self, arguments, task)`"
     )
 
 
-def _environment(path: str, config: EnvironmentConfig) -> Callable[[], Environment]:
+def _environment(reference: str) -> Callable[[], Environment]:
     """Load an environment class. One object of it is made, without arguments, for each episode."""
-    found = load_name(path, config.name, Expected("environment", "the environment's name", "class Game:"))
+    path, _, name = reference.rpartition(":")
+    found = load_name(path, name, Expected("environment", "agent.environment", "class Game:"))
     make: Callable[[], Environment] = found
-    missing = [name for name in _METHODS if not inspect.iscoroutinefunction(getattr(found, name, None))]
+    missing = [each for each in _METHODS if not inspect.iscoroutinefunction(getattr(found, each, None))]
 
     if not inspect.isclass(found) or missing:
-        methods = ", ".join(f"`async def {name}`" for name in missing or _METHODS)
-        raise UserFunctionError(f"environment {config.name!r} in {path!r} is not a class with {methods}")
+        methods = ", ".join(f"`async def {each}`" for each in missing or _METHODS)
+        raise UserFunctionError(f"environment {name!r} in {path!r} is not a class with {methods}")
 
     # An environment that needs arguments would otherwise fail in the first episode.
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         raise UserFunctionError(
-            f"environment {config.name!r} in {path!r} cannot be instantiated without arguments ({error})"
+            f"environment {name!r} in {path!r} cannot be instantiated without arguments ({error})"
         ) from error
 
     return make

@@ -165,7 +165,8 @@ def _complete(found: Migration, kind: RunKind) -> None:
     path = values.pop("reward.functions.path", None)
     name = values.pop("reward.functions.name", None)
     if path is not None:
-        values["reward.functions"] = [{"path": path, **({"name": name} if name else {})}]
+        is_usual = name in (None, "compute_score") or path == MISSING
+        values["reward.functions"] = [{"path": path if is_usual else f"{path}:{name}"}]
         found.origins["reward.functions"] = found.origins["reward.functions.path"]
     elif "reward.model.path" not in values:
         found.put("reward.functions", [{"path": MISSING}], "your Python file with compute_score", is_own=True)

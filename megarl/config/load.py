@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from megarl.config.review import Review
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
-from megarl.config.schema.keys import PathKind, naming
+from megarl.config.schema.keys import PathKind, names_code, naming
 from megarl.config.sources import GIVEN, Layer, is_hub_name, read_layers
 from megarl.config.values import contents_of, each_text, escaped, item_section, key_types
 from megarl.machine.errors import ConfigError
@@ -218,7 +218,11 @@ def with_paths[Section](section: Section, change: Callable[[PathKind, str], str]
         # A list of sections, such as reward.functions, contains paths too.
         elif isinstance(value, list) and item_section(key_types(type(section))[entry.name]):
             changes[entry.name] = [with_paths(item, change) for item in value]
-        elif (kind := entry.metadata.get(PathKind)) is not None:
+        elif (kind := entry.metadata.get(PathKind)) is PathKind.function:
+            changes[entry.name] = each_text(
+                value, lambda path: change(PathKind.function, path) if names_code(path) else path
+            )
+        elif kind is not None:
             changes[entry.name] = each_text(value, partial(change, kind))
         elif inputs := entry.metadata.get(naming):
             whole = partial(change, PathKind.data)

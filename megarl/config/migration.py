@@ -21,6 +21,7 @@ import yaml
 
 from megarl.config.dotted import flat
 from megarl.config.megatron_options import find_section, owned_fields
+from megarl.config.schema.keys import MISSING, names_code
 
 # Sections that only verl has. Their keys are verl's, also those that are in no table.
 _ONLY_VERLS = ("actor_rollout_ref", "reward_model", "custom_reward_function")
@@ -337,22 +338,25 @@ def with_current_keys(
     current = deepcopy(dict(values))
     found: list[Former] = []
     for (section, name), former in former_keys().items():
-        if known is None or section.removesuffix("[]") in known:
+        if known is None or section.partition("[]")[0] in known:
             for key, inside in _sections_at(current, section):
                 found += _make_current(inside, key, name, former)
     return current, found
 
 
-def _sections_at(values: Any, section: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sections_at(values: Any, section: str, prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the section with its key, if it is given; the items of a list one by one."""
-    key = section.removesuffix("[]")
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    named = {key: values}
-    if section != key:
-        items = values if isinstance(values, list) else []
-        named = {f"{key}[{index}]": item for index, item in enumerate(items)}
-    yield from ((each, inside) for each, inside in named.items() if isinstance(inside, dict))
+    name, _, rest = section.partition(".")
+    inside = values.get(name.removesuffix("[]")) if isinstance(values, dict) else None
+    named = {f"{prefix}{name}": inside}
+    if name.endswith("[]"):
+        key = prefix + name.removesuffix("[]")
+        named = {f"{key}[{i}]": item for i, item in enumerate(inside if isinstance(inside, list) else ())}
+    for key, each in named.items():
+        if rest:
+            yield from _sections_at(each, rest, f"{key}.")
+        elif isinstance(each, dict):
+            yield key, each
 
 
 def _make_current(
@@ -369,9 +373,18 @@ def _make_current(
             inside[name] = former["values"][value]
             yield key, f"{value} is now called {inside[name]}; write {key}={inside[name]}", False
         return
+    if "reference" in former:
+        yield from _make_reference(inside, key, name, former["reference"])
+        return
 
     del inside[name]
     if value == former["default"]:
+        return
+    if "suffix_of" in former:
+        path = inside.get(former["suffix_of"])
+        if isinstance(path, str) and path not in (MISSING, "") and not names_code(path):
+            inside[former["suffix_of"]] = f"{path}:{value}"
+            yield key, f"is now part of the path; write {section}.path={path}:{value}", False
         return
     if "ours" in former:
         # A section of a wrong type is reported where it is read.
@@ -384,3 +397,42 @@ def _make_current(
         yield key, f"is {value}: {former['note']}", True
     else:
         yield key, f"is {value}, but has no effect any more: {former['note']}", False
+
+
+def _make_reference(inside: dict[str, Any], key: str, name: str, usual: str | None) -> Iterator[Former]:
+    """Replace a section with a path and a name, or a list of such sections, by FILE.py:NAME.
+
+    Args:
+        usual: The former default of the name.
+    """
+    value = inside[name]
+    items = value if isinstance(value, list) else [value]
+    if isinstance(value, dict) and usual is not None and value.keys() == {"name"}:
+        # The path may be in a file of lower precedence, where it has a name of its own now.
+        if value["name"] != usual:
+            yield f"{key}.name", f"is now part of the path; write {key}=FILE.py:{value['name']}", True
+        del inside[name]
+        return
+
+    current = [_reference(item, usual) for item in items]
+    if current == items:
+        return
+    inside[name] = current if isinstance(value, list) else current[0]
+    if any(each is not None for each in current):
+        shown = f"[{', '.join(map(str, current))}]" if isinstance(value, list) else current[0]
+        yield key, f"is FILE.py:NAME now; write {key}={shown}", False
+
+
+def _reference(value: Any, usual: str | None) -> Any:
+    """Return FILE.py:NAME for a path and a name, and any other value as it is."""
+    if isinstance(value, str) and usual is not None and value.endswith(".py"):
+        return f"{value}:{usual}"
+    if not isinstance(value, dict) or not value or value.keys() - {"path", "name"}:
+        return value
+    path = value.get("path")
+    name = value.get("name", usual)
+    if path is None:
+        return name if usual is None else None
+    if not isinstance(path, str) or not isinstance(name, str):
+        return value
+    return path if path == MISSING else f"{path}:{name}"

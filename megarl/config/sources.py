@@ -28,8 +28,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from megarl.config.dotted import replaced
-from megarl.config.paths import split_code
-from megarl.config.schema.keys import MISSING, PathKind
+from megarl.config.schema.keys import MISSING, PathKind, names_code, split_code
 from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import YAML_ERRORS, yaml_problem
@@ -103,11 +102,13 @@ class Layer(NamedTuple):
             return _from_here(self.file.parent / path.removeprefix(f"{FILE_FOLDER}/"))
         if path in ("", MISSING) or path.startswith("${"):  # A reference is resolved at its own key.
             return path
+        if kind is PathKind.function and not names_code(path):
+            return path
         near = Path() if self.file is None else self.file.parent
         if kind is not PathKind.data:
-            file, name = split_code(path) if kind is PathKind.function else (path, "")
+            file, _ = split_code(path)
             if (shipped := find_code(near / file, file)) is not None:
-                return _from_here(shipped) + name
+                return _from_here(shipped) + path.removeprefix(file)
         if self.file is None or (kind is PathKind.data and is_shipped(self.file)):
             return path
         joined = near / path

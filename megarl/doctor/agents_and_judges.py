@@ -16,6 +16,7 @@ from megarl.agents.user_tools import ANSWER, try_agent
 from megarl.config.finding import DATA, Finding, doubtful, good, refused, wrong
 from megarl.config.roles import ModelRole, absent_teacher
 from megarl.config.schema import AgentConfig, DataConfig, JudgeConfig, PPOConfig
+from megarl.config.schema.keys import names_code, split_code
 from megarl.data.files import DataError
 from megarl.data.prompts import read_prompt, read_prompt_rows, read_reward_inputs, read_reward_rows
 from megarl.data.tables import chat_messages
@@ -67,8 +68,8 @@ def judge_agent(
     agent = config.agent
     if agent.harness.is_used:
         return _judge_harness(agent, tokenizer, limit_s), None
-    paths = [*(tool.path for tool in agent.tools), agent.environment.path]
-    files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "built-in tools"
+    references = [each for each in (*agent.tools, agent.environment) if each is not None and names_code(each)]
+    files = ", ".join(dict.fromkeys(split_code(each)[0] for each in references)) or "built-in tools"
     hint = f"fix {files}; test it with `megarl generate --{'tool' if agent.tools else 'environment'}`"
     task, place = (None, "") if agent.tools else _first_task(config, tokenizer, skipped)
     of_row = "" if task is None else f", with {place} and the answer {ANSWER!r}"
@@ -99,7 +100,7 @@ def judge_agent(
     what = (
         f"the tools {', '.join(names_of(list(tools)))}"
         if tools
-        else f"the environment {agent.environment.name}"
+        else f"the environment {split_code(agent.environment or '')[1]}"
     )
     does = "can be used" if task is None else f"answers a first turn about {place}"
     return good(
@@ -143,7 +144,7 @@ def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit
             AGENT, f"external agents play the episodes, at port {agent.harness.port}", files="external"
         )
     function = agent.harness.function
-    program = function.path or agent.harness.command[0]
+    program = agent.harness.command[0] if function is None else split_code(function)[0]
     hint = f"fix {program}"
 
     # Importing the program runs the user's code, which may hang or end the process.

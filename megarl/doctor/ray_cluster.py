@@ -87,7 +87,7 @@ def _files_of(subject: ExaminedRun) -> Generator[list[str]]:
 
     paths = [str(Path(role.path).absolute()) for role in model_roles(subject.config)]
     if isinstance(subject.config, PPOConfig):
-        paths += [str(Path(function.path).absolute()) for function in subject.config.reward.functions]
+        paths += [str(Path(function.file).absolute()) for function in subject.config.reward.functions]
         paths += [str(Path(judge.prompt).absolute()) for judge in subject.config.reward.judges]
         draft = draft_of(subject.config.rollout)
         paths += [] if draft is None else [str(Path(draft).absolute())]

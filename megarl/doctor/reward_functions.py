@@ -101,7 +101,7 @@ def judge_rewards(
     Without rows they are only loaded. Returns the results, and the additional keys of the functions by data
     source.
     """
-    files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
+    files = ", ".join(dict.fromkeys(function.file for function in reward.functions))
     hint = f"fix {files}; test it with `megarl eval CONFIG --rows` on a file of responses"
 
     try:
@@ -115,7 +115,7 @@ def judge_rewards(
         *_doubts(reward, trials, files),
     ]
     if not results:
-        names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
+        names = ", ".join(f"{function.name} in {function.file}" for function in reward.functions)
         results = [good(REWARDS, f"{names} loads{_scores(trials)}", files=files)]
 
     keys = keys_by_source(trials)

@@ -106,12 +106,11 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
     Raises:
         ValueError: The function cannot be loaded.
     """
-    path = config.function.path
     has_sandbox = config.sandbox.provider is not None
     if has_sandbox:
         check_provider(config.sandbox)
 
-    if path is None:
+    if config.function is None:
         if not has_sandbox and shutil.which(config.command[0]) is None:
             raise ValueError(
                 f"agent.harness.command starts {config.command[0]!r}, which is neither a program nor a file "
@@ -119,14 +118,14 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
             )
         return partial(_run_command, config.command, config.sandbox)
 
-    expected = Expected("harness", "agent.harness.function.name", _EXAMPLE)
-    function = load_name(path, config.function.name, expected)
+    path, _, name = config.function.rpartition(":")
+    function = load_name(path, name, Expected("harness", "agent.harness.function", _EXAMPLE))
 
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise UserFunctionError(
-            f"harness {config.function.name!r} in {path!r} cannot be called with a task and an endpoint "
+            f"harness {name!r} in {path!r} cannot be called with a task and an endpoint "
             f"({error}); write it as {_EXAMPLE}"
         ) from error
 

@@ -63,16 +63,16 @@ def load_judge(config: JudgeConfig) -> LoadedJudge:
     Raises:
         UserFunctionError: See load_function.
     """
-    if config.parse.path is None:
+    if config.parse.file is None:
         return config, None
     expected = Expected(
         "function of a judge",
-        "reward.judges' parse.name",
+        "reward.judges' parse.path",
         "def parse(reply):",
         ("reply",),
         optional=_ARGUMENTS,
     )
-    return config, load_function(config.parse.path, config.parse.name, expected)
+    return config, load_function(config.parse.file, config.parse.name, expected)
 
 
 def read_replies(

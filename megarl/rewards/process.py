@@ -60,7 +60,7 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
     Raises:
         RewardFunctionError: See load_function.
     """
-    what = "reward function", "reward.functions' name", EXAMPLE, ARGUMENTS
+    what = "reward function", "reward.functions' path", EXAMPLE, ARGUMENTS
     return load_function(path, name, Expected(*what, optional=(TURNS,), error=RewardFunctionError))
 
 
@@ -166,7 +166,7 @@ def start(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         _functions[:] = [
-            LoadedFunction(config, load_reward_function(config.path, config.name)) for config in configs
+            LoadedFunction(config, load_reward_function(config.file, config.name)) for config in configs
         ]
         _judges[:] = [load_judge(judge) for judge in judges]
     except UserFunctionError as error:
@@ -270,7 +270,7 @@ def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
     """
     if len(configs) == 1:
         return [configs[0].name]
-    labels = [f"{Path(config.path).stem}.{config.name}" for config in configs]
+    labels = [f"{Path(config.file).stem}.{config.name}" for config in configs]
     return [
         label if labels.count(label) == 1 else f"{label}.{position}" for position, label in enumerate(labels)
     ]

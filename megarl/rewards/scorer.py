@@ -103,7 +103,7 @@ class RewardScorer:
         scored_elsewhere: bool = False,
     ) -> None:
         if not functions and not judges:
-            raise RewardFunctionError("reward.functions is empty; give at least one {path, name}")
+            raise RewardFunctionError("reward.functions is empty; give at least one {path: FILE.py:NAME}")
         self._functions = list(functions)
         self._judges = list(judges)
         self._failed = Outcome(0.0, {}, parts=(0.0,) * (len(functions) + len(judges)))
@@ -223,8 +223,8 @@ class RewardScorer:
 
         problem: str | None
         if not self._is_done_in_time(loading):
-            parsers = [judge.parse.path for judge in self._judges if judge.parse.path is not None]
-            files = ", ".join([*(function.path for function in self._functions), *parsers])
+            parsers = [judge.parse.file for judge in self._judges if judge.parse.file is not None]
+            files = ", ".join([*(function.file for function in self._functions), *parsers])
             problem = (
                 f"loading the reward function file(s) {files} takes more than "
                 f"{self._start_time_limit_s:g} s; move slow work out of them"

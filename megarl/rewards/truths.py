@@ -132,7 +132,7 @@ def as_response(request: ScoreRequest) -> Response:
     form_of = None
 
     for position, (function, label) in enumerate(zip(functions, labels, strict=True)):
-        if (shown := companion(function.config.path, function.call, "answer_from_truth")) is None:
+        if (shown := companion(function.config.file, function.call, "answer_from_truth")) is None:
             continue
         try:
             derived = shown(truth)
@@ -156,7 +156,7 @@ def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
         )
 
     # A function that does not read the ground truth has no requirements for it.
-    if (check := companion(function.config.path, function.call, "check_truth")) is None or not reads_truth(
+    if (check := companion(function.config.file, function.call, "check_truth")) is None or not reads_truth(
         function.call
     ):
         return None

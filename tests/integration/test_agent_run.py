@@ -131,7 +131,7 @@ def test_a_model_with_a_tool_is_trained_on_what_it_wrote_and_no_episode_of_a_kil
                 f"{key}={inputs / name}"
                 for key, name in (("model.path", "policy"), ("trainer.output_dir", "run"))
             ),
-            f"agent.tools=[{{path: {inputs / 'tools.py'}, name: price}}]",
+            f"agent.tools=[{inputs / 'tools.py'}:price]",
             *(
                 "agent.num_workers=2",
                 "rollout.engine=hf",

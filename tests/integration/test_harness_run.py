@@ -64,7 +64,7 @@ def test_a_model_is_trained_through_the_endpoint(tmp_path: Path) -> None:
             f"data.val_files=[{tmp_path}/validation.jsonl]",
             f"model.path={tmp_path}/policy",
             f"trainer.output_dir={tmp_path}/run",
-            f"agent.harness.function.path={tmp_path}/agent.py",
+            f"agent.harness.function={tmp_path}/agent.py:run",
             f"agent.harness.sandbox={{provider: local, files: [{tmp_path}/file]}}",
             "agent.max_error_rate=0.5",
             "agent.max_turns=5",

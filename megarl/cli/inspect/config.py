@@ -127,7 +127,10 @@ def _type_of(path: _Path) -> Any:
 def _unknown(schema: type, key: str) -> ConfigError:
     """Return the error for an unknown key: how to replace a former one, or else the loader's hint."""
     section, _, name = re.sub(r"\[\d*\]", "[]", key).rpartition(".")
-    if (former := former_keys().get((section, name))) is not None:
+    outer, _, of_outer = section.removesuffix("[]").rpartition(".")
+    # A section that has become one text had keys in it.
+    former = former_keys().get((section, name)) or former_keys().get((outer, of_outer), {})
+    if "ours" in former or "note" in former:
         now = f"it is now {section}.{former['ours']}" if "ours" in former else former["note"]
         return ConfigError("explain", [f"{key}: was a key of an earlier version; {now}"])
     values = reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), typing.cast(Any, 0))

@@ -28,10 +28,10 @@ from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
 import megarl
 from megarl.config.load import read_config, with_paths
-from megarl.config.paths import is_url, split_code
+from megarl.config.paths import is_url
 from megarl.config.rules.machine import code_files
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, RunConfig
-from megarl.config.schema.keys import PathKind
+from megarl.config.schema.keys import PathKind, split_code
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
 from megarl.config.values import contents_of, escaped
@@ -337,11 +337,9 @@ def _moved[Run: RunConfig](config: Run, here: Path, take_along: Callable[[str], 
     def moved(kind: PathKind, path: str) -> str:
         if is_url(path):
             return path
-        if kind is PathKind.code:
-            return take_along(path)
-        if kind is PathKind.function:
-            file, name = split_code(path)
-            return f"{take_along(file)}{name}"
+        if kind in (PathKind.code, PathKind.function):
+            file, _ = split_code(path)
+            return take_along(file) + path.removeprefix(file)
         return path if kind is PathKind.data and _is_on_hub(path, here) else str(here / path)
 
     checkpoint = config.checkpoint

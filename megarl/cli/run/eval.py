@@ -172,12 +172,12 @@ def _announce(
 def scored_by(config: PPOConfig) -> list[str]:
     """Describe all that scores a sample, with its weight unless that is 1."""
     reward = config.reward
-    scorers = [(f"function {each.path}:{each.name}", each.weight) for each in reward.functions]
+    scorers = [(f"function {each.file}:{each.name}", each.weight) for each in reward.functions]
     scorers += [(f"judge {each.name} ({each.served_by})", each.weight) for each in reward.judges]
     if reward.model.path is not None:
         scorers.append((f"reward model {reward.model.path}", reward.model.weight))
     agent = config.agent
-    if agent.environment.path is not None or agent.harness.is_used:
+    if agent.environment is not None or agent.harness.is_used:
         scorers.append(("rewards of the episode's turns", 1.0))
 
     return [name if weight == 1 else f"{weight:g} x {name}" for name, weight in scorers]

@@ -95,8 +95,7 @@ def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:
         "model": {"path": str(model.source.companions)},
     }
     if options.reward is not None:
-        path, _, name = options.reward.rpartition(":")
-        given["reward"] = {"functions": [{"path": path, "name": name} if path else {"path": name}]}
+        given["reward"] = {"functions": [{"path": options.reward}]}
 
     return _said(given)
 

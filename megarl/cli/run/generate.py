@@ -28,12 +28,10 @@ from megarl.config.schema import (
     AgentConfig,
     Device,
     DType,
-    EnvironmentConfig,
     LossyText,
     ModelConfig,
     PPOConfig,
     RolloutConfig,
-    ToolConfig,
 )
 from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.turns import TurnTemplate
@@ -326,7 +324,7 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
 
     if parsed.agent is None:
         agent = AgentConfig(
-            tools=[ToolConfig(path=path, name=name) for path, name in map(_named, parsed.tool)],
+            tools=parsed.tool,
             environment=_environment(parsed.environment),
         )
     else:
@@ -349,19 +347,10 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
     return replace(agent, **changes)
 
 
-def _named(text: str) -> tuple[str | None, str]:
-    """Split `FILE.py:NAME` into path and name. A built-in tool has no path."""
-    path, colon, name = text.rpartition(":")
-    return (path if colon else None), name
-
-
-def _environment(text: str | None) -> EnvironmentConfig:
-    if text is None:
-        return EnvironmentConfig()
-    path, name = _named(text)
-    if path is None:
-        raise ValueError(f"there is no built-in environment {name!r}; write --environment FILE.py:NAME")
-    return EnvironmentConfig(path=path, name=name)
+def _environment(text: str | None) -> str | None:
+    if text is not None and ":" not in text:
+        raise ValueError(f"there is no built-in environment {text!r}; write --environment FILE.py:NAME")
+    return text
 
 
 async def _play(

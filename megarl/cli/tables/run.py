@@ -36,6 +36,7 @@ from megarl.config.schema import (
     PPOConfig,
     RunConfig,
 )
+from megarl.config.schema.keys import split_code
 from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import counted, written
@@ -245,17 +246,20 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
 
 def agent_line(agent: AgentConfig) -> str:
     """Describe who acts in episodes, and their limits."""
-    environment = f"{agent.environment.name} in {agent.environment.path}"
-    who = ", ".join(tool.name for tool in agent.tools) or environment
+    who = ", ".join(tool.rpartition(":")[2] for tool in agent.tools) or _function(agent.environment)
     if agent.harness.is_used:
-        function = agent.harness.function
-        who = " ".join(agent.harness.command) or f"{function.name} in {function.path}"
+        who = " ".join(agent.harness.command) or _function(agent.harness.function)
         if agent.harness.external:
             who = f"external, at {agent.harness.host}:{agent.harness.port}"
         elif (provider := agent.harness.sandbox.provider) is not None:
             who += f", in a sandbox ({provider.value})"
 
     return f"{who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}"
+
+
+def _function(reference: str | None) -> str:
+    file, name = split_code(reference or "")
+    return f"{name} in {file}"
 
 
 def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
@@ -269,7 +273,7 @@ def reward_lines(config: PPOConfig, architectures: Mapping[str, Architecture]) -
         f"{counted(config.reward.num_processes, 'process')}, {config.reward.time_limit_s:g} s per sample"
     )
     for function in config.reward.functions:
-        yield f"{function.weight:g} x {function.name} in {function.path}; {processes}"
+        yield f"{function.weight:g} x {function.name} in {function.file}; {processes}"
 
     for judge in config.reward.judges:
         yield (

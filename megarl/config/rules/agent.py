@@ -14,9 +14,9 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 
 def episodes(config: PPOConfig) -> Findings:
     agent = config.agent
-    if agent.tools and agent.environment.path is not None:
+    if agent.tools and agent.environment is not None:
         yield Finding(
-            ("agent.tools", "agent.environment.path"),
+            ("agent.tools", "agent.environment"),
             "both are set, but an environment answers the model itself, so tools would not be used; remove "
             "one of them",
         )
@@ -49,7 +49,7 @@ def _harness(config: PPOConfig) -> Findings:
     agent = config.agent
     kinds = {
         "agent.harness.command": bool(agent.harness.command),
-        "agent.harness.function.path": agent.harness.function.path is not None,
+        "agent.harness.function": agent.harness.function is not None,
         "agent.harness.external": agent.harness.external,
     }
 
@@ -69,9 +69,9 @@ def _harness(config: PPOConfig) -> Findings:
         )
 
     yield from _sandbox(agent.harness)
-    if agent.tools or agent.environment.path is not None:
+    if agent.tools or agent.environment is not None:
         yield Finding(
-            ("agent.harness", "agent.tools" if agent.tools else "agent.environment.path"),
+            ("agent.harness", "agent.tools" if agent.tools else "agent.environment"),
             "both are set, but the program of a harness brings its own tools; remove one of them",
         )
 

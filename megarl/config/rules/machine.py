@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from megarl.config.finding import Absence, Finding, Findings
-from megarl.config.paths import is_url, split_code
+from megarl.config.paths import is_url
 from megarl.config.roles import RoleKind, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
@@ -27,7 +27,7 @@ from megarl.config.schema import (
     RolloutEngineKind,
     RunConfig,
 )
-from megarl.config.schema.keys import PathKind, leaves
+from megarl.config.schema.keys import PathKind, leaves, names_code, split_code
 from megarl.config.sources import is_hub_name
 from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.machine.files import existing_folder, read_json_object
@@ -99,13 +99,16 @@ def _no_file(key: str, path: str) -> Finding:
 def code_files(config: RunConfig) -> Findings:
     """Check the Python files of reward functions, tools, environments, estimators, losses and samplers."""
     for leaf in leaves(config):
-        if leaf.path not in (PathKind.code, PathKind.function) or not isinstance(leaf.value, str):
-            continue
-        path = split_code(leaf.value)[0] if leaf.path is PathKind.function else leaf.value
-        if os.path.isdir(path):
-            yield Finding((leaf.key,), f"{path!r} is a folder; give the file in it")
-        elif not os.path.isfile(path):
-            yield _no_file(leaf.key, path)
+        named = {leaf.key: leaf.value} if isinstance(leaf.value, str) else {}
+        # Built-in functions in a list have no file.
+        if leaf.path is PathKind.function and isinstance(leaf.value, list):
+            named = {f"{leaf.key}[{i}]": each for i, each in enumerate(leaf.value) if names_code(each)}
+        for key, reference in named.items() if leaf.path in (PathKind.code, PathKind.function) else ():
+            path, _ = split_code(reference)
+            if os.path.isdir(path):
+                yield Finding((key,), f"{path!r} is a folder; give the file in it")
+            elif not os.path.isfile(path):
+                yield _no_file(key, path)
 
 
 def _model_files(config: RunConfig) -> Findings:

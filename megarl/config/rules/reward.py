@@ -33,7 +33,7 @@ def something_scores(config: PPOConfig) -> Findings:
         yield Finding(
             ("reward.functions", "reward.model.path"),
             "there are neither functions nor a model, so samples have no scores; give a list such as "
-            "[{path: reward.py, name: compute_score}], the folder of a reward model, or reward.judges",
+            "[{path: reward.py}], the folder of a reward model, or reward.judges",
         )
 
     if not has_scores(config) and not config.algorithm.reads_rewards and config.data.val_files:

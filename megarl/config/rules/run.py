@@ -14,7 +14,6 @@ from megarl.config.finding import (
     nearest_divisors,
     nearest_multiples,
 )
-from megarl.config.paths import names_code
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     CPCommType,
@@ -30,7 +29,7 @@ from megarl.config.schema import (
     RunConfig,
     SFTConfig,
 )
-from megarl.config.schema.keys import PathKind, leaves
+from megarl.config.schema.keys import PathKind, leaves, names_code
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.machine.errors import counted
 
@@ -57,7 +56,8 @@ def output_folders(config: RunConfig) -> Findings:
 def functions(config: RunConfig) -> Findings:
     """Check the form of references to functions and classes of the user."""
     for leaf in leaves(config):
-        if leaf.path is PathKind.function and leaf.value is not None and not names_code(leaf.value):
+        is_reference = leaf.path is PathKind.function and isinstance(leaf.value, str)
+        if is_reference and not names_code(leaf.value):
             yield Finding(
                 (leaf.key,),
                 f"{leaf.value!r} does not name a function or a class in a file; write it as FILE.py:NAME, "

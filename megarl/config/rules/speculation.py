@@ -29,6 +29,7 @@ from megarl.models.draft import read_draft
 
 _ALGORITHM = f"{SECTION}.{ALGORITHM}"
 _DRAFT = f"{SECTION}.{DRAFT}"
+_DETERMINISTIC = "enable_deterministic_inference"
 _FURTHER_TOKENS = (
     "the layers of model.path that predict further tokens are neither trained nor sent to engines; set "
     f"{ALGORITHM} to EAGLE, EAGLE3 or STANDALONE with a draft model in a folder of its own, or to NGRAM"
@@ -208,10 +209,10 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
             "remove it",
         ),
         (
-            ("rollout.sglang.deterministic",),
-            name == "NGRAM" and config.rollout.sglang.deterministic,
+            (f"{SECTION}.{_DETERMINISTIC}",),
+            name == "NGRAM" and bool(given.get(_DETERMINISTIC)),
             "whose drafts depend on what the engine generated before, and with them the random numbers of a "
-            "sample; use a draft model, or deterministic=false",
+            "sample; use a draft model, or remove it",
         ),
     )
     yield from conflicts(_ALGORITHM, f"is {name}, ", others)

@@ -21,12 +21,9 @@ from megarl.config.kinds import (
 from megarl.config.schema.agent import (
     AgentConfig,
     CallsInThinking,
-    EnvironmentConfig,
     HarnessConfig,
-    HarnessFunctionConfig,
     SandboxConfig,
     SandboxProvider,
-    ToolConfig,
 )
 from megarl.config.schema.algorithm import (
     AdvantageConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, PathKind, Reader, names, only_with, ranged
+from megarl.config.schema.keys import PathKind, Reader, names, only_with, ranged
 
 
 class CallsInThinking(str, Enum):
@@ -14,43 +14,16 @@ class CallsInThinking(str, Enum):
     execute = "execute"  # also execute calls inside the thinking that can be parsed
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToolConfig:
-    """An annotated function, or an object with a schema, in a Python file, or a built-in tool."""
-
-    # Python file; null: a built-in tool, such as calculator
-    path: str | None = field(default=None, metadata=names(PathKind.code))
-    name: str = MISSING  # name of the function or object
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
-    """A class whose instances answer the model's turns, one instance per episode, instead of tools."""
-
-    # Python file; null: no environment
-    path: str | None = field(default=None, metadata=names(PathKind.code))
-    name: str = only_with("Environment", Reader(".path", example="FILE.py"))  # name of the class in the file
-
-
-@dataclass(frozen=True, kw_only=True)
-class HarnessFunctionConfig:
-    """A function `run(task, endpoint)`, plain or async, that is called once per episode."""
-
-    # Python file; null: no function
-    path: str | None = field(default=None, metadata=names(PathKind.code))
-    name: str = only_with("run", Reader(".path", example="FILE.py"))  # name of the function in the file
-
-
 _EXAMPLES = {
     ".command": "[python, agent.py, '{prompt}']",
-    ".function.path": "FILE.py",
+    ".function": "FILE.py:NAME",
     ".external": "true",
 }
 _PROGRAMS = tuple(Reader(key, example=example) for key, example in _EXAMPLES.items())
 _HARNESS = tuple(reader._replace(key=f".harness{reader.key}") for reader in _PROGRAMS)
 _EPISODES = (
-    Reader(".tools", example="[{path: FILE.py, name: NAME}]"),
-    Reader(".environment.path", example="FILE.py"),
+    Reader(".tools", example="[FILE.py:NAME]"),
+    Reader(".environment", example="FILE.py:NAME"),
     *_HARNESS,
 )
 
@@ -102,7 +75,8 @@ class HarnessConfig:
 
     # command that is started once per episode; {prompt} becomes the text of the row's last message
     command: list[str] = field(default_factory=list)
-    function: HarnessFunctionConfig = field(default_factory=HarnessFunctionConfig)
+    # FILE.py:NAME of a function `run(task, endpoint)`, plain or async, that is called once per episode
+    function: str | None = field(default=None, metadata=names(PathKind.function))
     sandbox: SandboxConfig = only_with(field(default_factory=SandboxConfig), *_PROGRAMS)
     # let clients elsewhere claim and play the episodes, with the key in MEGARL_ENDPOINT_KEY
     external: bool = False
@@ -119,15 +93,19 @@ class HarnessConfig:
 
     @property
     def is_used(self) -> bool:
-        return bool(self.command) or self.function.path is not None or self.external
+        return bool(self.command) or self.function is not None or self.external
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
     """Multi-turn episodes. Without tools, an environment or a harness, this section has no effect."""
 
-    tools: list[ToolConfig] = field(default_factory=list)  # tools that the model may call; see Agents
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    # tools that the model may call: FILE.py:NAME of an annotated function or of an object with a schema, or a
+    # built-in tool, such as calculator; see Agents
+    tools: list[str] = field(default_factory=list, metadata=names(PathKind.function))
+    # FILE.py:NAME of a class whose instances answer the model's turns, one instance per episode, instead of
+    # tools
+    environment: str | None = field(default=None, metadata=names(PathKind.function))
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     # format of tool calls; null: <tool_call> JSON, as written by Qwen2.5, Qwen3 and Hermes; otherwise the
     # name of one of SGLang's parsers, such as llama3, mistral or pythonic
@@ -166,4 +144,4 @@ class AgentConfig:
 
     @property
     def is_used(self) -> bool:
-        return bool(self.tools) or self.environment.path is not None or self.harness.is_used
+        return bool(self.tools) or self.environment is not None or self.harness.is_used

@@ -98,34 +98,42 @@ class RatedPairColumnsConfig(PairColumnsConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    # files of prompts: .parquet, .jsonl, .csv, or a folder saved by `datasets`
+class FilesConfig:
+    """The keys of `data` that all kinds of run have. A row is a prompt, a conversation, or a pair."""
+
+    # files of rows: .parquet, .jsonl, .csv, or a folder saved by `datasets`
     train_files: list[str] = matters(
-        field(default=MISSING, metadata=names(PathKind.data)), "always: your prompts"
+        field(default=MISSING, metadata=names(PathKind.data)), "always: your prompts, conversations or pairs"
     )
     # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
-    # held-out prompts, for validation
+    # held-out rows, for validation
     val_files: list[str] = matters(
         field(default_factory=list, metadata=names(PathKind.data)),
-        "to measure the policy on prompts that it is not trained on; with `trainer.validate_every_steps`",
+        "to measure the policy on rows that it is not trained on; with `trainer.validate_every_steps`",
     )
-    columns: PromptColumnsConfig = field(default_factory=PromptColumnsConfig)
     system_prompt: str | None = prose(None)  # added to conversations that have no system message
+    # how to handle rows that exceed the limit of their tokens: max_prompt_length of prompts, otherwise
+    # max_length
+    overlong: Overlong = Overlong.refuse
+    lossy: LossyText = LossyText.refuse  # how to handle rows that do not round-trip through the tokenizer
+    shuffle: bool = True  # reshuffle the rows in each epoch
+    seed: int = ranged(0, at_least=0)  # seed of the shuffling, and of a curriculum
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(FilesConfig):
+    columns: PromptColumnsConfig = field(default_factory=PromptColumnsConfig)
     # maximum prompt tokens, including the chat template
     max_prompt_length: int = matters(ranged(1024, at_least=1), "to the length of your longest prompt")
     # maximum response tokens
     max_response_length: int = matters(
         ranged(1024, at_least=1), "if many responses are cut off; memory and time of a step grow with it"
     )
-    overlong: Overlong = Overlong.refuse  # how to handle prompts that exceed max_prompt_length
-    lossy: LossyText = LossyText.refuse  # how to handle prompts that do not round-trip through the tokenizer
     # maximum width times height of an image, so that a small file cannot occupy all memory once decoded. Its
     # file has at most as many bytes, or 32 MiB
     max_image_pixels: int = only_with(ranged(2**25, at_least=1), _IMAGES)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    shuffle: bool = True  # reshuffle the rows in each epoch
-    seed: int = ranged(0, at_least=0)  # seed of the shuffling, and of a curriculum
 
     @property
     def longest_row(self) -> int:
@@ -134,26 +142,14 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTDataConfig:
+class SFTDataConfig(FilesConfig):
     """Rows with `messages`: a conversation that ends with the assistant's answer.
 
     The loss covers the assistant's answers only.
     """
 
-    # files of conversations: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(PathKind.data))
-    # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
-    train_weights: list[float] = field(default_factory=list)
-    # held-out conversations, for the validation loss
-    val_files: list[str] = field(default_factory=list, metadata=names(PathKind.data))
     columns: ChatColumnsConfig = field(default_factory=ChatColumnsConfig)
-    system_prompt: str | None = prose(None)  # added to conversations that have no system message
     max_length: int = ranged(2048, at_least=1)  # maximum tokens of a whole conversation
-    overlong: Overlong = Overlong.refuse  # how to handle conversations that exceed max_length
-    # how to handle conversations that do not round-trip through the tokenizer
-    lossy: LossyText = LossyText.refuse
-    shuffle: bool = True  # reshuffle the rows in each epoch
-    seed: int = ranged(0, at_least=0)  # seed of the shuffling
 
     @property
     def longest_row(self) -> int:
@@ -162,25 +158,12 @@ class SFTDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceDataConfig:
+class PreferenceDataConfig(FilesConfig):
     """Rows with a prompt and two answers to it, of which `chosen` is preferred to `rejected`."""
 
-    # files of pairs: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(PathKind.data))
-    # sampling weight of each of train_files, as its share of the pairs; empty: each pair is used once per
-    # epoch
-    train_weights: list[float] = field(default_factory=list)
-    # held-out pairs, for the validation loss and accuracy
-    val_files: list[str] = field(default_factory=list, metadata=names(PathKind.data))
     columns: PairColumnsConfig = field(default_factory=PairColumnsConfig)
-    system_prompt: str | None = prose(None)  # added to conversations that have no system message
     # maximum tokens of a prompt with its longer answer; a reward model reads its score at one more token
     max_length: int = ranged(2048, at_least=2)
-    overlong: Overlong = Overlong.refuse  # how to handle pairs that exceed max_length
-    # how to handle conversations that do not round-trip through the tokenizer
-    lossy: LossyText = LossyText.refuse
-    shuffle: bool = True  # reshuffle the pairs in each epoch
-    seed: int = ranged(0, at_least=0)  # seed of the shuffling
 
     @property
     def longest_row(self) -> int:

@@ -172,9 +172,21 @@ class PathKind(Enum):
     """The kind of path that a key contains, which determines how it is resolved: see `Layer.place_of`."""
 
     data = "data"  # a model folder or data files of the user, or a name on the Hugging Face hub
-    code = "code"  # a file of code or of a prompt, which belongs to the configuration
-    function = "function"  # FILE.py:NAME, a function or class in such a file
+    # a file of code or of a prompt, which belongs to the configuration; FILE.py:NAME is a function in it
+    code = "code"
+    function = "function"  # FILE.py:NAME, a function or class in such a file; a built-in tool has no file
     output = "output"  # a folder that the run writes
+
+
+def split_code(reference: str) -> tuple[str, str]:
+    """Return the file and the name of FILE.py:NAME. A reference without a name is a file."""
+    file, colon, name = reference.rpartition(":")
+    return (file, name) if colon and file.endswith(".py") else (reference, "")
+
+
+def names_code(reference: str) -> bool:
+    """Return whether a reference has the form FILE.py:NAME."""
+    return split_code(reference)[1].isidentifier()
 
 
 def names(kind: PathKind) -> dict[Any, PathKind]:

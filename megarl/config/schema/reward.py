@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megarl.config.schema.keys import MISSING, PathKind, Reader, matters, names, only_with, ranged
+from megarl.config.schema.keys import MISSING, PathKind, Reader, matters, names, only_with, ranged, split_code
 from megarl.config.schema.models import FrozenMegatronConfig, MicroBatchConfig, ParallelConfig
 
 
@@ -17,9 +17,16 @@ class JudgeParseConfig:
     # regular expression with one group; the last match in the reply is the score
     regex: str | None = None
     json: str | None = None  # key of the last JSON object in the reply
-    # Python file with a function of the reply; null: no function
+    # FILE.py, or FILE.py:NAME if the function of the reply is not called parse; null: no function
     path: str | None = field(default=None, metadata=names(PathKind.code))
-    name: str = only_with("parse", Reader(".path", example="FILE.py"))  # name of the function in the file
+
+    @property
+    def file(self) -> str | None:
+        return None if self.path is None else split_code(self.path)[0]
+
+    @property
+    def name(self) -> str:
+        return split_code(self.path or "")[1] or "parse"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +81,20 @@ class OverlongConversation(str, Enum):
 class RewardFunctionConfig:
     """A Python function `(data_source, solution_str, ground_truth, extra_info) -> float` in a file."""
 
-    path: str = field(default=MISSING, metadata=names(PathKind.code))  # Python file
-    name: str = "compute_score"  # name of the function in the file
+    # FILE.py, or FILE.py:NAME if the function is not called compute_score
+    path: str = field(default=MISSING, metadata=names(PathKind.code))
     weight: float = 1.0  # factor of its score
     # score each sample in its own sandboxed process, without access to files, the network or other processes;
     # for functions that execute model-written code; see Sandbox
     sandbox: bool = False
+
+    @property
+    def file(self) -> str:
+        return split_code(self.path)[0]
+
+    @property
+    def name(self) -> str:
+        return split_code(self.path)[1] or "compute_score"
 
 
 _SANDBOXED = Reader("reward.functions[].sandbox", example="true")

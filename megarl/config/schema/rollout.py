@@ -51,9 +51,8 @@ class SamplingConfig:
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
     mode: SGLangMode = SGLangMode.engine  # where SGLang runs
-    # use slower kernels on CUDA that give the same samples for the same seed; CPU is always deterministic
-    deterministic: bool = only_with(False, Reader("device", ("cuda", "auto")))
-    # SGLang options, by their names in ServerArgs
+    # SGLang options, by their names in ServerArgs, such as enable_deterministic_inference: true for slower
+    # kernels on CUDA that give the same samples for the same seed; a CPU always has them
     server_args: dict[str, Any] = field(default_factory=dict, metadata=naming("speculative_draft_model_path"))
 
 

@@ -156,10 +156,32 @@ class CheckpointConfig:
 _VALIDATION = Reader("data.val_files", example="[FILE.parquet]")
 
 
+def _output_dir(default: str) -> str:
+    return matters(
+        field(default=default, metadata=names(PathKind.output)), "always: another folder for each run"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    # training steps; each generates samples, scores them and updates the policy
+class StepsConfig:
+    """The keys of `trainer` that all kinds of run have."""
+
+    # training steps: in RL, each generates samples, scores them and updates the policy; otherwise it is one
+    # optimizer step
     total_steps: int = matters(ranged(100, at_least=1), "always: the length of the run")
+    # steps between validations; 0: only at the end, and in RL before the first step (`validate_before`)
+    validate_every_steps: int = only_with(ranged(0, at_least=0), _VALIDATION, is_refused=True)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    # time limit of a phase; exceeding it aborts the run and reports every rank's stack
+    phase_time_limit_s: float = ranged(1800.0, at_least=1)
+    # seed of newly initialized weights, and in RL of sampled tokens and mini-batches
+    seed: int = ranged(0, at_least=0)
+    # output folder of metrics, timeline, checkpoints and the trained model
+    output_dir: str = _output_dir("outputs/run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(StepsConfig):
     # prompts of a step, each with `rollout.n` samples
     prompts_per_step: int = matters(
         ranged(256, at_least=1), "larger for less noise, smaller for shorter steps"
@@ -178,18 +200,8 @@ class TrainerConfig:
         ),
         is_refused=True,
     )
-    # steps between validations; 0: validate only before the first step (`validate_before`) and at the end
-    validate_every_steps: int = only_with(ranged(0, at_least=0), _VALIDATION, is_refused=True)
     # validate before the first step
     validate_before: bool = only_with(True, _VALIDATION, is_usual=True)
-    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-    # time limit of a phase; exceeding it aborts the run and reports every rank's stack
-    phase_time_limit_s: float = ranged(1800.0, at_least=1)
-    seed: int = ranged(0, at_least=0)  # seed of sampled tokens, mini-batches and newly initialized weights
-    # output folder of metrics, timeline, checkpoints and the trained model
-    output_dir: str = matters(
-        field(default="outputs/run", metadata=names(PathKind.output)), "always: another folder for each run"
-    )
 
     @property
     def one_update(self) -> bool:
@@ -198,31 +210,15 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTTrainerConfig:
-    total_steps: int = ranged(100, at_least=1)  # optimizer steps
+class SFTTrainerConfig(StepsConfig):
     samples_per_step: int = ranged(256, at_least=1)  # conversations per optimizer step
-    # steps between validations; 0: only at the end
-    validate_every_steps: int = only_with(ranged(0, at_least=0), _VALIDATION, is_refused=True)
-    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-    # time limit of a phase; exceeding it aborts the run and reports every rank's stack
-    phase_time_limit_s: float = ranged(1800.0, at_least=1)
-    seed: int = ranged(0, at_least=0)  # seed of newly initialized weights
-    # output folder of metrics, timeline, checkpoints and the trained model
-    output_dir: str = field(default="outputs/sft", metadata=names(PathKind.output))
+    output_dir: str = _output_dir("outputs/sft")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceTrainerConfig:
-    total_steps: int = ranged(100, at_least=1)  # optimizer steps
+class PreferenceTrainerConfig(StepsConfig):
     pairs_per_step: int = ranged(128, at_least=1)  # pairs of answers per optimizer step
-    # steps between validations; 0: only at the end
-    validate_every_steps: int = only_with(ranged(0, at_least=0), _VALIDATION, is_refused=True)
-    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
-    # time limit of a phase; exceeding it aborts the run and reports every rank's stack
-    phase_time_limit_s: float = ranged(1800.0, at_least=1)
-    seed: int = ranged(0, at_least=0)  # seed of newly initialized weights
-    # output folder of metrics, timeline, checkpoints and the trained model
-    output_dir: str = field(default="outputs/preferences", metadata=names(PathKind.output))
+    output_dir: str = _output_dir("outputs/preferences")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from megarl.config.schema.run import (
     RecoveryConfig,
     RunKind,
     SFTTrainerConfig,
+    StepsConfig,
     TrackingConfig,
     TrainerConfig,
 )
@@ -80,7 +81,7 @@ class RunConfig:
     engine: EngineConfig
     checkpoint: CheckpointConfig
     recovery: RecoveryConfig
-    trainer: TrainerConfig | SFTTrainerConfig | PreferenceTrainerConfig
+    trainer: StepsConfig
     tracking: TrackingConfig
     profile: ProfileConfig
     device: Device
@@ -229,7 +230,7 @@ class OfflineConfig(RunConfig):
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    trainer: SFTTrainerConfig | PreferenceTrainerConfig
+    trainer: StepsConfig
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     device: Device = Device.auto  # device type that the run computes on

@@ -70,7 +70,7 @@ def _arguments(spec: RolloutEngineSpec, *, is_policy: bool) -> dict[str, Any]:
         "skip_tokenizer_init": not needs_tokenizer(rollout, model.path),
         "load_format": "dummy",  # the weights come from a weight sync, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
-        "enable_deterministic_inference": rollout.sglang.deterministic or on_cpu,
+        "enable_deterministic_inference": on_cpu,
         "log_level": "error",
         "sleep_on_idle": True,  # otherwise each scheduler keeps a core busy while others train
         **({"enable_return_routed_experts": True} if spec.returns_routes else {}),
@@ -83,6 +83,8 @@ def _arguments(spec: RolloutEngineSpec, *, is_policy: bool) -> dict[str, Any]:
     if on_cpu:
         _refuse_speculation(given)
         arguments |= _cpu_arguments(spec, longest)
+        # A CPU has deterministic kernels only.
+        given = given | {"enable_deterministic_inference": True}
     else:
         arguments |= _cuda_arguments(spec)
         if spec.release_memory:

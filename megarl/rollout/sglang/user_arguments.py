@@ -36,7 +36,6 @@ _OWN = {
     "ep_num_redundant_experts": None,
     "init_expert_location": None,
     "max_running_requests": "rollout.max_concurrency",
-    "enable_deterministic_inference": "rollout.sglang.deterministic",
     "enable_return_routed_experts": "engine.routing_replay",
     "enable_fp32_lm_head": "engine.fp32_lm_head",
     "dp_size": "rollout.num_replicas",

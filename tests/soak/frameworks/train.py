@@ -107,7 +107,7 @@ def _train(folder: Path, command: list[str], steps: int) -> None:
         f"data.train_files=[{data / 'train.jsonl'}]",
         f"data.val_files=[{data / 'validation.jsonl'}]",
         f"data.max_response_length={MAX_TOKENS - 6}",
-        "agent.harness.function.path=null",
+        "agent.harness.function=null",
         f"agent.harness.command={json.dumps(command)}",
         f"agent.harness.ignored_parameters={json.dumps(_IGNORED)}",
         "agent.max_turn_tokens=10",

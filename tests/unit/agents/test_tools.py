@@ -39,7 +39,7 @@ from megarl.agents.tools.http import HttpGet
 from megarl.agents.tools.python import PythonSessions, PythonTool
 from megarl.agents.tools.search import FolderSearch
 from megarl.agents.user_tools import load_agent
-from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
+from megarl.config.schema import AgentConfig
 from megarl.data.turns import TurnTemplate
 from megarl.machine.reaper import OWNER, processes_of
 from megarl.machine.sandbox_levels import SandboxError, SandboxLimits
@@ -464,7 +464,7 @@ def test_a_sandbox_that_is_gone_is_no_text_for_the_model(monkeypatch: pytest.Mon
         run_turns([tool], programs("print(1)"))
     monkeypatch.setattr("megarl.agents.tools.python.strongest", fail)
     with pytest.raises(ValueError, match="tool 'python': the sandbox landlock does not work here"):
-        load_agent(AgentConfig(tools=[ToolConfig(name="python")]))
+        load_agent(AgentConfig(tools=["python"]))
 
 
 def test_search_over_a_folder(tmp_path: Path) -> None:
@@ -588,7 +588,7 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
     file.write_text(TOOLS)
 
     def tools(*named: tuple[Path | None, str]) -> AgentConfig:
-        return AgentConfig(tools=[ToolConfig(path=path and str(path), name=name) for path, name in named])
+        return AgentConfig(tools=[name if path is None else f"{path}:{name}" for path, name in named])
 
     _, schemas = load_agent(tools((file, "price"), (file, "shop"), (None, "calculator")))
     assert schemas is not None
@@ -602,8 +602,8 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         (
             None,
             "abacus",
-            "there is no built-in tool 'abacus', only calculator, python, python_session; for a tool of your "
-            "own, set its path",
+            "there is no built-in tool 'abacus', only calculator, python, python_session; write FILE.py:NAME "
+            "for a tool of your own",
         ),
     ):
         with pytest.raises(ValueError, match=said) as found:
@@ -611,7 +611,7 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         assert "\n" not in str(found.value)
 
     def environment(name: str) -> AgentConfig:
-        return AgentConfig(environment=EnvironmentConfig(path=str(file), name=name))
+        return AgentConfig(environment=f"{file}:{name}")
 
     make, _ = load_agent(environment("Game"))
     assert type(make()).__name__ == "Game"

@@ -10,7 +10,7 @@ import pytest
 from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.user_tools import try_agent
-from megarl.config.schema import AgentConfig, EnvironmentConfig
+from megarl.config.schema import AgentConfig
 
 GAME = """
 from megarl.agents.protocol import Reply
@@ -35,7 +35,7 @@ def tried(
     folder: Path, reply: str, made: str = "pass", closed: str = "pass", max_turns: int = 8
 ) -> list[dict[str, Any]]:
     (folder / "game.py").write_text(GAME.format(reply=reply, made=made, closed=closed))
-    environment = EnvironmentConfig(path=str(folder / "game.py"), name="Game")
+    environment = f"{folder / 'game.py'}:Game"
     _, messages = try_agent(
         AgentConfig(environment=environment, max_turns=max_turns), Task(reward_model={"ground_truth": "5"})
     )

@@ -13,6 +13,7 @@ from megarl.algorithms.advantages import AdvantageInputs
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import estimator_of, policy_loss_of, try_functions
+from megarl.config.finding import Finding
 from megarl.config.load import load_config
 from megarl.config.rules.machine import code_files
 from megarl.config.schema import (
@@ -174,13 +175,23 @@ def test_check_knows_a_reference(reference: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("reward.functions=[{{path: '{}'}}]", "reward.functions[0].path"),
-        ("agent.tools=[{{path: '{}', name: add}}]", "agent.tools[0].path"),
+        ("reward.functions=[{path: FILE}]", "reward.functions[0].path"),
+        ("reward.functions=[{path: FILE:add}]", "reward.functions[0].path"),
+        (
+            "reward.judges=[{name: a, prompt: a.jinja, parse: {path: FILE:add}}]",
+            "reward.judges[0].parse.path",
+        ),
+        ("agent.tools=[calculator, FILE:add]", "agent.tools[1]"),
+        ("agent.environment=FILE:add", "agent.environment"),
+        ("agent.harness.function=FILE:add", "agent.harness.function"),
     ],
 )
-def test_a_path_of_code_has_no_name_after_it(override: str, key: str) -> None:
-    """Only the keys of FILE.py:NAME name something in the file; elsewhere the name has a key of its own."""
-    path = f"{__file__}:add"
-    config = load_config(PPOConfig, "configs/quickstart.yaml", [override.format(path)])
-    (found,) = [each for each in code_files(config) if each.keys == (key,)]
-    assert str(found).startswith(f"{key}: there is no file {path!r}")
+def test_a_missing_file_of_a_function_is_named_without_the_name_in_it(override: str, key: str) -> None:
+    (found,) = _files(override, "nowhere.py", key)
+    assert str(found).startswith(f"{key}: there is no file 'nowhere.py'")
+    assert _files(override, __file__, key) == []
+
+
+def _files(override: str, file: str, key: str) -> list[Finding]:
+    config = load_config(PPOConfig, "configs/quickstart.yaml", [override.replace("FILE", file)])
+    return [each for each in code_files(config) if each.keys == (key,)]

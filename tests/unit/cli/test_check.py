@@ -272,7 +272,7 @@ def test_engines_on_the_devices_of_the_actor(
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     assert "engine sglang rollout.engine" in rows
-    assert "rollout.sglang: {deterministic: false, mode: engine, server_args: {}}" in rows
+    assert "rollout.sglang: {mode: engine, server_args: {}}" in rows
     assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
     assert "actor rollout 0-1 rollout 0 0-1; 2-3" in rows
     assert "OK (9 processes, 6 devices; planned for a CPU in bfloat16)" in out

@@ -228,5 +228,5 @@ def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(
     assert played(capsys, model, "--agent", str(file))["conversation"][1]["content"] == "42"
     file.write_text(json.dumps(run | {"agent": {**run["agent"], "max_turn_tokens": 1}}))
     assert played(capsys, model, "--agent", str(file))["end"] == "length"
-    assert main([*command, "agent.tools=[{name: abacus}]"]) == 2
+    assert main([*command, "agent.tools=[abacus]"]) == 2
     assert "agent: there is no built-in tool 'abacus', only calculator" in capsys.readouterr().err

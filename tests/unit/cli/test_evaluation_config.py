@@ -111,7 +111,7 @@ def test_a_function_replaces_all_that_scores(policy: Path, tmp_path: Path) -> No
     assert scored_by(replaced) == [f"function {own}"]
     assert replaced.reward.judges == []
     assert replaced.reward.model.path is None
-    assert [(each.path, each.weight) for each in replaced.reward.functions] == [
+    assert [(each.file, each.weight) for each in replaced.reward.functions] == [
         (str(folder / "reward.py"), 1.0)
     ]
     assert replaced.reward.pass_score == 3

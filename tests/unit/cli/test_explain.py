@@ -34,7 +34,8 @@ def test_a_key_has_its_type_range_default_and_needs(capsys: pytest.CaptureFixtur
 def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     lines = explained(capsys, "actor.optim")
     assert any(line.startswith("actor.optim.lr: ") for line in lines)
-    assert any(line.startswith("type: a string") for line in explained(capsys, "reward.functions[].name"))
+    assert any(line.startswith("type: a string") for line in explained(capsys, "reward.functions[].path"))
+    assert any(line.startswith("type: a string") for line in explained(capsys, "teachers[].path"))
 
 
 @pytest.mark.parametrize("kind", list(SCHEMAS))
@@ -59,15 +60,22 @@ def test_a_value_comes_from_the_last_source(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("data.max_image_mb", "was a key of an earlier version; a file has at most 32 MiB"),
-        ("reward.judges[0].seed", "was a key of an earlier version; it is now reward.judges[].request.seed"),
+        ("data.max_image_mb", "a file has at most 32 MiB"),
+        ("reward.judges[0].seed", "it is now reward.judges[].request.seed"),
+        ("agent.environment.path", "it is one text now: agent.environment=FILE.py:NAME"),
+        ("agent.tools[0].name", "a tool is one text now: agent.tools=[FILE.py:NAME]"),
+        ("reward.functions[].name", "it is part of the path now: FILE.py:NAME"),
+        (
+            "rollout.sglang.deterministic",
+            "it is now rollout.sglang.server_args.enable_deterministic_inference",
+        ),
     ],
 )
 def test_a_key_of_an_earlier_version_says_what_to_do(
     key: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", key]) == 2
-    assert f"{key}: {said}" in capsys.readouterr().err
+    assert f"{key}: was a key of an earlier version; {said}" in capsys.readouterr().err
 
 
 def test_an_unknown_key_has_the_hint_of_the_loader(capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,7 +174,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no reward at all": override("reward.functions=[]", said="give a list such as [{path: reward.py"),
     "a reward as a text": override(
-        "reward.functions=reward.py", said="must be a list of objects with the keys path, name, weight"
+        "reward.functions=reward.py", said="must be a list of objects with the keys path, weight"
     ),
     "a reward file that is not there": override(
         "reward.functions=[{path: mine.py}]", said="there is no file", command="train"
@@ -323,7 +323,7 @@ MISTAKES: dict[str, Mistake] = {
         prepare=text("own.py", "def my_loss(a, b): ...\n"),
     ),
     "a reward of another name": Mistake(
-        "set reward.functions' name", prepare=text("reward.py", REWARD.replace("compute", "my"))
+        "set reward.functions' path", prepare=text("reward.py", REWARD.replace("compute", "my"))
     ),
     "a reward that gives nothing": Mistake(
         "and nothing else scores the sample", prepare=reward("return None")

@@ -164,7 +164,7 @@ def test_a_command_of_verl(tmp_path: Path) -> None:
         "placement.strategy": "hybrid",
         "placement.num_nodes": 2,
         "placement.devices_per_node": 8,
-        "reward.functions": [{"path": "score.py", "name": "score"}],
+        "reward.functions": [{"path": "score.py:score"}],
     }
     assert differing(found, expected) == {}
     assert found.unknown == ["trainer.made_up"]

@@ -19,11 +19,15 @@ from tests.unit.config.folders import ppo_values, write_yaml
 JUDGE = {"name": "a", "url": "http://localhost:1/v1", "model": "m", "prompt": "a.jinja"}
 # What an earlier version wrote into the folder of a run.
 OF_OLD = {
+    "agent": {
+        "environment": {"path": None, "name": "Environment"},
+        "harness": {"function": {"path": None, "name": "run"}},
+    },
     "actor": {"lora": {"dropout": 0.0}},
     "critic": {"lora": {"dropout": 0.0}},
     "data": {"max_image_mb": 32},
     "recovery": {"window_steps": 10},
-    "rollout": {"restart_window_s": 86400.0, "top_p": 1.0, "top_k": -1},
+    "rollout": {"restart_window_s": 86400.0, "top_p": 1.0, "top_k": -1, "sglang": {"deterministic": False}},
     "tracking": {"samples_max_gb": 4.0},
 }
 
@@ -56,9 +60,18 @@ def test_a_run_of_an_earlier_version_is_read_without_a_word(
 def test_the_old_run_covers_the_table() -> None:
     current, found = with_current_keys(OF_OLD)
     assert found == []
-    assert all(values in ({}, {"lora": {}}) for values in current.values())
+    of_agent = {"environment": None, "harness": {"function": None}}
+    assert all(values in ({}, {"lora": {}}, {"sglang": {}}, of_agent) for values in current.values())
     gone = {section for (section, _), former in former_keys().items() if "values" not in former}
-    assert gone == {"actor.lora", "critic.lora", "reward.judges[]", *(OF_OLD.keys() - {"actor", "critic"})}
+    of_lists = {"reward.judges[]", "reward.judges[].parse", "reward.functions[]"}
+    assert gone == {
+        "actor.lora",
+        "critic.lora",
+        "agent.harness",
+        "rollout.sglang",
+        *of_lists,
+        *(OF_OLD.keys() - {"actor", "critic"}),
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,12 +131,94 @@ def test_fields_of_a_judges_request_move_there(
     ]
 
 
+def test_deterministic_kernels_are_an_argument_of_the_engine(
+    values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_yaml(tmp_path / "run.yaml", values)
+    config = load_config(PPOConfig, path, ["rollout.sglang.deterministic=true"])
+    assert config.rollout.sglang.server_args == {"enable_deterministic_inference": True}
+    [said] = caplog.messages
+    new = "rollout.sglang.server_args.enable_deterministic_inference"
+    assert said.startswith(f"rollout.sglang.deterministic: is now {new}; write that")
+
+
+def test_a_path_and_a_name_become_one(
+    values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    judges = [
+        JUDGE | {"parse": {"path": "/p.py", "name": "score"}},
+        JUDGE | {"parse": {"json": "a", "name": "parse"}},
+    ]
+    functions = [{"path": "/r.py", "name": "compute_score"}, {"path": "/r.py", "name": "other"}]
+    agent = {
+        "tools": [
+            {"path": "/t.py", "name": "price"},
+            {"name": "calculator"},
+            {"path": None, "name": "python"},
+        ],
+        "environment": {"path": "/e.py"},
+        "harness": {"function": {"path": "/h.py", "name": "play"}},
+    }
+    run = values | {"agent": agent, "reward": {"functions": functions, "judges": judges}}
+    config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", run))
+    assert config.agent.tools == ["/t.py:price", "calculator", "python"]
+    assert (config.agent.environment, config.agent.harness.function) == ("/e.py:Environment", "/h.py:play")
+    assert [(each.path, each.file, each.name) for each in config.reward.functions] == [
+        ("/r.py", "/r.py", "compute_score"),
+        ("/r.py:other", "/r.py", "other"),
+    ]
+    assert [judge.parse.path for judge in config.reward.judges] == ["/p.py:score", None]
+    assert [said.partition(" [")[0] for said in caplog.messages] == [
+        "agent.environment: is FILE.py:NAME now; write agent.environment=/e.py:Environment",
+        "agent.tools: is FILE.py:NAME now; write agent.tools=[/t.py:price, calculator, python]",
+        "agent.harness.function: is FILE.py:NAME now; write agent.harness.function=/h.py:play",
+        "reward.functions[1].name: is now part of the path; write reward.functions[1].path=/r.py:other",
+        "reward.judges[0].parse.name: is now part of the path; write reward.judges[0].parse.path=/p.py:score",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "environment"),
+    [
+        ("agent.environment.path=other.py", "other.py:Environment"),
+        ("agent.environment=other.py", "other.py:Environment"),
+        ("agent.environment={path: other.py, name: Game}", "other.py:Game"),
+        ("agent.environment.path=???", None),
+        ("agent.environment=null", None),
+        ("agent.environment={path: null}", None),
+        ("agent.environment.name=Environment", "/e.py:Game"),
+    ],
+)
+def test_an_override_of_a_former_section_replaces_the_whole_reference(
+    values: dict[str, Any], tmp_path: Path, override: str, environment: str | None
+) -> None:
+    path = write_yaml(tmp_path / "run.yaml", values | {"agent": {"environment": "/e.py:Game"}})
+    if "???" in override:
+        with pytest.raises(ConfigError, match=r"agent.environment: is '\?\?\?'"):
+            load_config(PPOConfig, path, [override])
+    else:
+        assert load_config(PPOConfig, path, [override]).agent.environment == environment
+
+
+def test_a_former_name_without_its_path_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "run.yaml", values | {"agent": {"environment": "/e.py:Game"}})
+    with pytest.raises(ConfigError) as refused:
+        load_config(PPOConfig, path, ["agent.environment.name=Other"])
+    assert refused.value.problems == (
+        "agent.environment.name: is now part of the path; write agent.environment=FILE.py:Other [command line]",
+    )
+
+
 @pytest.mark.parametrize(
     "odd",
     [
         {"rollout": None, "reward": {"judges": "a"}, "actor": {"lora": 3}},
         {"reward": {"judges": [None, {"seed": 1, "request": "text"}]}},
-        {"rollout": {"on_update": ["go_on"]}, "data": []},
+        {
+            "rollout": {"on_update": ["go_on"]},
+            "data": [],
+            "agent": {"environment": 3, "tools": [{}, {"a": 1}]},
+        },
     ],
 )
 def test_values_of_a_wrong_type_are_left_to_the_schema(odd: dict[str, Any]) -> None:
@@ -145,10 +240,14 @@ def test_the_table_names_keys_that_are_gone_and_keys_that_exist() -> None:
     known = set(schema_keys(PPOConfig))
     judge = item_section(key_types(key_types(PPOConfig)["reward"])["judges"])
     known |= {f"reward.judges[].{key}" for key in schema_keys(judge)}
+    function = item_section(key_types(key_types(PPOConfig)["reward"])["functions"])
+    known |= {f"reward.functions[].{key}" for key in schema_keys(function)}
     for (section, name), former in former_keys().items():
-        assert section in known or section == "reward.judges[]"
-        assert (f"{section}.{name}" in known) == ("values" in former)
+        assert section in known or section in ("reward.judges[]", "reward.functions[]")
+        assert (f"{section}.{name}" in known) == ("values" in former or "reference" in former)
         # A moved key may be a field of a mapping.
         if "ours" in former:
             assert f"{section}.{former['ours'].partition('.')[0]}" in known
-        assert former.keys() & {"note", "ours", "values"}
+        if "suffix_of" in former:
+            assert f"{section}.{former['suffix_of']}" in known
+        assert former.keys() & {"note", "ours", "values", "reference", "suffix_of"}

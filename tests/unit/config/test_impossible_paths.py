@@ -19,7 +19,7 @@ RUN = "configs/quickstart.yaml"
         [RUN, f"data.train_files=[{LONG}.parquet]"],
         [RUN, f"reward.functions=[{{path: {LONG}.py}}]"],
         [RUN, f"checkpoint.resume={LONG}"],
-        [RUN, f"agent.environment.path={LONG}.py"],
+        [RUN, f"agent.environment={LONG}.py:Any"],
     ],
 )
 def test_a_name_that_is_too_long_is_no_failure_of_the_program(

@@ -35,7 +35,7 @@ NEEDED: dict[type, dict[str, Any]] = {
         "model": {"path": "m"},
         "data": {"train_files": ["a.parquet"]},
         "reward": {"functions": [{"path": "score.py"}]},
-        "agent": {"tools": [{"name": "calculator"}]},
+        "agent": {"tools": ["calculator"]},
     },
     SFTConfig: {"kind": "sft", "model": {"path": "m"}, "data": {"train_files": ["a.parquet"]}},
     DPOConfig: {"kind": "dpo", "model": {"path": "m"}, "data": {"train_files": ["a.parquet"]}},

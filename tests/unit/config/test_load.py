@@ -255,7 +255,10 @@ def test_a_name_that_yaml_reads_as_a_number_stays_as_it_is_written(
         f"base: base.yaml\nalgorithm: named\nmodel: {{path: m}}\ndata:\n  train_files:\n  - {text}\n"
         f"tracking:\n  run_name: {text}  # of the day\nplacement: {{roles: {{actor: {text}}}}}\n"
     )
-    overrides = [f"trainer.output_dir={text}", f"reward.functions=[{{path: {tmp_path}/a.py, name: {text}}}]"]
+    overrides = [
+        f"trainer.output_dir={text}",
+        f"reward.judges=[{{name: {text}, prompt: {tmp_path}/a.jinja}}]",
+    ]
     config = load_config(PPOConfig, tmp_path / "run.yaml", overrides)
     assert (config.tracking.project, config.data.columns.prompt) == (text, text)
     assert config.agent.harness.command == ["sleep", text, text]
@@ -264,7 +267,7 @@ def test_a_name_that_yaml_reads_as_a_number_stays_as_it_is_written(
     assert config.tracking.run_name == text
     assert config.placement.roles == {"actor": text}
     assert config.trainer.output_dir == text
-    assert config.reward.functions[0].name == text
+    assert config.reward.judges[0].name == text
 
     # The file of a run says the same, and a later value takes precedence.
     dump_config(config, tmp_path / "config.yaml")
@@ -471,7 +474,7 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         },
         "critic": 3,
         "data": {"train_files": {"a": "x"}, "seed": 1.5},
-        "reward": {"functions": [{"nam": "x"}]},
+        "reward": {"functions": [{"wight": "x"}]},
         "algorithm": {"kl": {"coefficient": True}, "policy_loss": {"clip_dual": "x"}},
     }
     path = write_yaml(tmp_path / "bad.yaml", values)
@@ -486,7 +489,7 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         f"[{path}]",
         f"data.train_files: is {{'a': 'x'}}, but must be a list, each item a string [{path}]",
         f"data.seed: is 1.5, but must be an integer [{path}]",
-        f"reward.functions[0].nam: unknown key; did you mean reward.functions[0].name? [{path}]",
+        f"reward.functions[0].wight: unknown key; did you mean reward.functions[0].weight? [{path}]",
         f"algorithm.kl.coefficient: is True, but must be a number [{path}]",
         f"algorithm.policy_loss.clip_dual: is 'x', but must be a number or null [{path}]",
         "trainer.total_step: unknown key; did you mean trainer.total_steps? [command line]",
@@ -569,8 +572,7 @@ def test_overrides_that_are_none(minimal: str) -> None:
         ),
         (
             "reward.functions={path: x}",
-            "reward.functions: is {'path': 'x'}, but must be a list of objects with the keys path, name, "
-            "weight",
+            "reward.functions: is {'path': 'x'}, but must be a list of objects with the keys path, weight",
         ),
         ("data.val_files=[{}]", "data.val_files: is [{}], but must be a list, each item a string"),
         ("checkpoint.dir=None", "checkpoint.dir: is the string 'None'; write null"),

@@ -121,10 +121,10 @@ def test_a_reference_to_nothing_hides_nothing_else(ppo: str) -> None:
 def test_all_missing_keys_are_listed(schema: type[Any], tmp_path: Path) -> None:
     path = write_yaml(tmp_path / "run.yaml", {"kind": "ppo" if schema is PPOConfig else "sft"})
     found = problems_of(
-        schema, path, *(["reward.functions=[{}]", "agent.tools=[{}]"] if schema is PPOConfig else [])
+        schema, path, *(["reward.functions=[{}]", "teachers=[{}]"] if schema is PPOConfig else [])
     )
     missing = [problem.partition(":")[0] for problem in found if ": is required" in problem]
-    of_lists = {"agent.tools[0].name", "reward.functions[0].path"} if schema is PPOConfig else set()
+    of_lists = {"teachers[0].name", "reward.functions[0].path"} if schema is PPOConfig else set()
     assert set(missing) == {"data.train_files", "model.path"} | of_lists
     assert len(missing) == len(set(missing))
 

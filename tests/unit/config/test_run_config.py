@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,19 +39,17 @@ def test_what_all_kinds_share_is_a_key_of_each(schema: type[RunConfig]) -> None:
     assert shared <= {entry.name for entry in fields(schema)}  # type: ignore[arg-type]
 
 
-def code_of(run: RunConfig) -> list[tuple[str, str]]:
+def code_of(run: RunConfig) -> list[tuple[str, Any]]:
     """Return the key and the path of each of the user's Python files."""
     return [
         (leaf.key, leaf.value)
         for leaf in leaves(run)
-        if leaf.path is PathKind.code and isinstance(leaf.value, str)
+        if leaf.path in (PathKind.code, PathKind.function) and leaf.value
     ]
 
 
 def test_what_a_reinforcement_learning_run_says_of_itself(tmp_path: Path) -> None:
-    run = load_config(
-        PPOConfig, ppo_values(tmp_path), ["agent.tools=[{path: tool.py, name: t}, {name: calculator}]"]
-    )
+    run = load_config(PPOConfig, ppo_values(tmp_path), ["agent.tools=[tool.py:t, calculator]"])
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (12, 4, 48)
     assert (run.updates_per_pass, run.passes_per_step) == (3, 2)
     assert (run.longest_prompt, run.longest_response, run.max_row_tokens, run.data.longest_row) == (
@@ -63,7 +62,7 @@ def test_what_a_reinforcement_learning_run_says_of_itself(tmp_path: Path) -> Non
     assert list(run.trained_models) == ["actor", "critic"]
     assert code_of(run) == [
         ("reward.functions[0].path", str(tmp_path / "reward.py")),
-        ("agent.tools[0].path", "tool.py"),
+        ("agent.tools", ["tool.py:t", "calculator"]),
     ]
 
 

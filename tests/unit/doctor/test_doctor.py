@@ -35,7 +35,6 @@ from megarl.config.schema import (
     PolicyLossConfig,
     PPOConfig,
     SFTConfig,
-    ToolConfig,
 )
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
 from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
@@ -588,7 +587,7 @@ def test_a_sampler_is_loaded(tmp_path: Path) -> None:
 
 def test_tools_that_do_not_end_loading_are_ended(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("while True: ...\n")
-    agent = AgentConfig(tools=[ToolConfig(path=str(tmp_path / "slow.py"), name="price")])
+    agent = AgentConfig(tools=[f"{tmp_path / 'slow.py'}:price"])
     found, tools = agents_and_judges.judge_agent(PPOConfig(agent=agent), character_tokenizer(), limit_s=1.0)
     assert (found.check, found.status, tools) == (agents_and_judges.AGENT, Status.error, None)
     assert f"{tmp_path}/slow.py: timed out after 1 s in a first turn" in found.message

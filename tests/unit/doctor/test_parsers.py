@@ -10,7 +10,7 @@ import pytest
 
 from megarl.agents.protocol import ToolCall
 from megarl.config.finding import Status
-from megarl.config.schema import AgentConfig, HarnessConfig, HarnessFunctionConfig, PPOConfig, ToolConfig
+from megarl.config.schema import AgentConfig, HarnessConfig, PPOConfig
 from megarl.doctor import agents_and_judges
 from megarl.rollout.tool_calls import example_call
 from tests import fork_server
@@ -60,7 +60,7 @@ def template(call: str, thinking: str = "") -> str:
 
 def judged(folder: Path, chat_template: str, parser: str | None) -> Any:
     (folder / "tools.py").write_text(TOOLS)
-    agent = AgentConfig(tools=[ToolConfig(path=str(folder / "tools.py"), name="price")], parser=parser)
+    agent = AgentConfig(tools=[f"{folder / 'tools.py'}:price"], parser=parser)
     tokenizer = character_tokenizer(chat_template, vocabulary_extra=CHARACTERS)
     return agents_and_judges.judge_agent(PPOConfig(agent=agent), tokenizer, limit_s=300.0)
 
@@ -106,7 +106,7 @@ def test_a_template_that_writes_no_calls_is_not_compared(tmp_path: Path) -> None
 )
 def test_programs_are_told_too(tmp_path: Path, parser: str | None, status: Status) -> None:
     (tmp_path / "program.py").write_text("def run(task, endpoint): ...\n")
-    harness = HarnessConfig(function=HarnessFunctionConfig(path=str(tmp_path / "program.py")))
+    harness = HarnessConfig(function=f"{tmp_path / 'program.py'}:run")
     tokenizer = character_tokenizer(template(CODER), vocabulary_extra=CHARACTERS)
     config = PPOConfig(agent=AgentConfig(harness=harness, parser=parser))
     found, _ = agents_and_judges.judge_agent(config, tokenizer, limit_s=300.0)

@@ -24,7 +24,6 @@ from megarl.agents.trajectory import EpisodeEnd, Sample, VersionSpan
 from megarl.config.schema import (
     AgentConfig,
     HarnessConfig,
-    HarnessFunctionConfig,
     SandboxConfig,
     SandboxProvider,
 )
@@ -229,7 +228,7 @@ def one(task): ...
 )
 def test_functions(tmp_path: Path, name: str, failure: str | None, why: str) -> None:
     (tmp_path / "agent.py").write_text(FUNCTIONS)
-    function = HarnessFunctionConfig(path=str(tmp_path / "agent.py"), name=name)
+    function = f"{tmp_path / 'agent.py'}:{name}"
     limit_s = 0.5 if name == "hanging" else 30.0
     ended, _ = played(HarnessConfig(function=function, time_limit_s=limit_s))
     assert ended.trajectory.failure == failure
@@ -321,10 +320,10 @@ def test_a_function_starts_sandboxes(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(IN_SANDBOX)
     sandbox = SandboxConfig(provider=SandboxProvider.local)
     path = str(tmp_path / "agent.py")
-    ended, _ = played(HarnessConfig(function=HarnessFunctionConfig(path=path), sandbox=sandbox))
+    ended, _ = played(HarnessConfig(function=f"{path}:run", sandbox=sandbox))
     assert (ended.trajectory.failure, ended.trajectory.turn_rewards) == (None, [1.0])
 
-    function = HarnessFunctionConfig(path=path, name="with_image_of_row")
+    function = f"{path}:with_image_of_row"
     task = replace(TASK, extra_info={"sandbox_image": "/image/of/the/row"})
     ended, _ = played(HarnessConfig(function=function, sandbox=sandbox), task=task)
     assert (ended.trajectory.failure, "'/image/of/the/row' is no" in ended.why) == ("no_sandbox", True)
@@ -334,7 +333,7 @@ def test_a_function_starts_sandboxes(tmp_path: Path) -> None:
 
 def test_a_program_that_cannot_be_started_is_an_error_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(FUNCTIONS)
-    function = HarnessFunctionConfig(path=str(tmp_path / "agent.py"), name="one")
+    function = f"{tmp_path / 'agent.py'}:one"
     with pytest.raises(UserFunctionError, match="cannot be called with a task and an endpoint"):
         load_harness(HarnessConfig(function=function), 1)
     with pytest.raises(ValueError, match="'no-such-program', which is neither"):

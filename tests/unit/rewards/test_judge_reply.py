@@ -63,10 +63,10 @@ def test_functions_get_the_columns_that_they_name(tmp_path: Path) -> None:
     )
     path = str(tmp_path / "p.py")
     assert judged(JudgeParseConfig(path=path), "abc")[0] == (4.0,)
-    assert judged(JudgeParseConfig(path=path, name="wrong"), "abc")[2] == (
+    assert judged(JudgeParseConfig(path=f"{path}:wrong"), "abc")[2] == (
         "judge j: wrong raised ZeroDivisionError: division by zero (p.py:4) for 'abc'"
     )
-    assert judged(JudgeParseConfig(path=path, name="text"), "abc")[2] == (
+    assert judged(JudgeParseConfig(path=f"{path}:text"), "abc")[2] == (
         "judge j: the score is '1', expected a finite number, in 'abc'"
     )
 

@@ -312,6 +312,6 @@ def test_mistakes_are_found_at_the_start(
         RewardFunctionError, match=r"judges\[0\].api_key_env: the environment variable JUDGE_KEY is"
     ):
         RewardScorer([], 20.0, 0.0, 1, judges=[replace(judge, api_key_env="JUDGE_KEY")])
-    absent = JudgeParseConfig(path=str(tmp_path / "reward.py"), name="absent")
+    absent = JudgeParseConfig(path=f"{tmp_path / 'reward.py'}:absent")
     with pytest.raises(RewardFunctionError, match=r"function of a judge 'absent' is not in"):
         RewardScorer([], 20.0, 0.0, 1, judges=[replace(judge, parse=absent)])

@@ -113,7 +113,7 @@ def test_a_failure_behind_a_slow_sample_ends_the_scoring():
 def test_weights_combine_functions():
     functions = [
         RewardFunctionConfig(path=FILE, weight=2.0),
-        RewardFunctionConfig(path=FILE, name="length", weight=-0.1),
+        RewardFunctionConfig(path=f"{FILE}:length", weight=-0.1),
     ]
     with RewardScorer(functions, time_limit_s=5.0, max_error_rate=0.0, num_processes=1) as scorer:
         report = scorer.score(requests("right"))
@@ -140,7 +140,7 @@ def test_labels_of_functions_are_unique():
 
 def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none():
     """The existence of maj@k must not depend on a sample."""
-    keys_of = RewardFunctionConfig(path=FILE, name="keys_of")
+    keys_of = RewardFunctionConfig(path=f"{FILE}:keys_of")
     samples = requests('{"answer": "5"}', '{"answer": null}', "{}", '{"answer": 5}', '{"model": 1}')
 
     with RewardScorer([keys_of], time_limit_s=20.0, max_error_rate=1.0, num_processes=1) as scorer:
@@ -257,8 +257,8 @@ def test_none_is_no_opinion(tmp_path, sandbox):
     """The function is left out of the sum for that sample. A sample that nothing scores has failed."""
     (tmp_path / "f.py").write_text(NO_OPINION)
     functions = [
-        RewardFunctionConfig(path=str(tmp_path / "f.py"), name="lengths", weight=0.5, sandbox=sandbox),
-        RewardFunctionConfig(path=str(tmp_path / "f.py"), name="votes", weight=3.0, sandbox=sandbox),
+        RewardFunctionConfig(path=f"{tmp_path / 'f.py'}:lengths", weight=0.5, sandbox=sandbox),
+        RewardFunctionConfig(path=f"{tmp_path / 'f.py'}:votes", weight=3.0, sandbox=sandbox),
     ]
     with RewardScorer(functions, 20.0, 1.0, 1) as scorer:
         report = scorer.score(requests("xxc", "xx", "a", "xb", "ab"))

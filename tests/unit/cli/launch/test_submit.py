@@ -15,6 +15,7 @@ from megarl.cli.launch import submit
 from megarl.cli.launch.job import missing_packages
 from megarl.config.load import load_config, read_config
 from megarl.config.schema import (
+    AgentConfig,
     AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
@@ -96,13 +97,16 @@ def test_functions_of_the_algorithm_go_along_and_names_on_the_hub_stay(here: Pat
         model=ModelConfig(path="Qwen/Qwen3-8B"),
         data=DataConfig(train_files=["openai/gsm8k", "data/train"]),  # `data` is a folder
         algorithm=AlgorithmConfig(policy_loss=PolicyLossConfig(function="rewards/neighbor.py:loss")),
+        agent=AgentConfig(tools=["rewards/tool.py:price", "calculator"]),
     )
+    (here / "rewards/tool.py").write_text("")
     submit.pack(given, job := tmp_path / "job", here)
     found = load_config(PPOConfig, str(job / "run.yaml"))
     assert found.model.path == "Qwen/Qwen3-8B"
     assert found.data.train_files == ["openai/gsm8k", str(here / "data/train")]
     assert found.algorithm.policy_loss.function == f"{job / 'rewards/neighbor.py'}:loss"
     assert (job / "rewards/neighbor.py").is_file()
+    assert found.agent.tools == [f"{job / 'rewards/tool.py'}:price", "calculator"]
 
 
 @pytest.mark.parametrize("text", ["costs ${amount}", "ends with ${", "\\${seed}", "${seed}"])
@@ -174,6 +178,8 @@ def test_every_key_of_a_path_is_known() -> None:
     without_the_words = {
         "reward.judges.prompt",
         "data.curriculum.sampler",
+        "agent.tools",
+        "agent.environment",
         "rollout.sglang.server_args.speculative_draft_model_path",
     }
     assert keys | without_the_words == set(_with_places(PPOConfig)) | set(_with_places(SFTConfig))

@@ -16,9 +16,7 @@ from megarl.config.schema import (
     AlgorithmConfig,
     DataConfig,
     DynamicSamplingConfig,
-    EnvironmentConfig,
     HarnessConfig,
-    HarnessFunctionConfig,
     OverlongConfig,
     PlacementStrategy,
     PPOConfig,
@@ -28,12 +26,11 @@ from megarl.config.schema import (
     SamplingConfig,
     SandboxConfig,
     SandboxProvider,
-    ToolConfig,
 )
 from megarl.plan.placement.requests import pool_requests
 
-TOOLS = AgentConfig(tools=[ToolConfig(name="calculator")])
-GAME = EnvironmentConfig(path="game.py")
+TOOLS = AgentConfig(tools=["calculator"])
+GAME = "game.py:Environment"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +69,7 @@ def sandboxed(**of_sandbox: Any) -> PPOConfig:
         (
             replace(
                 BASE,
-                agent=AgentConfig(harness=replace(HARNESS, function=HarnessFunctionConfig(path="agent.py"))),
+                agent=AgentConfig(harness=replace(HARNESS, function="agent.py:run")),
             ),
             "an episode is run by one of them",
         ),

@@ -174,9 +174,7 @@ def test_a_loss_that_its_paper_defines_over_responses_has_no_other_aggregation(k
 
 
 def test_gdpo_reads_no_reward(run: Any, tmp_path: Path) -> None:
-    functions = (
-        f"reward.functions=[{{path: {tmp_path}/reward.py}}, {{path: {tmp_path}/reward.py, name: other}}]"
-    )
+    functions = f"reward.functions=[{{path: {tmp_path}/reward.py}}, {{path: {tmp_path}/reward.py:other}}]"
     assert run("advantage.estimator=gdpo", "kl.where=loss", functions) == []
     penalties = run("advantage.estimator=gdpo", "kl.where=reward", "overlong.buffer_share=0.2", functions)
     assert ["has no effect" in message for message in penalties] == [True, True]

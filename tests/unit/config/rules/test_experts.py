@@ -127,7 +127,7 @@ def test_good_layouts_have_none(ppo: str) -> None:
             "continue with new weights",
         ),
         (
-            ["engine.routing_replay=rollout", f"agent.environment.path={__file__}"],
+            ["engine.routing_replay=rollout", f"agent.environment={__file__}:Any"],
             "engine.routing_replay, agent: is rollout, but an episode consists of several requests",
         ),
         (

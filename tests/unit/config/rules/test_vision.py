@@ -49,7 +49,7 @@ def test_a_good_run_has_none(ppo: str) -> None:
         ("actor.lora.rank=4", "has a vision tower, with which adapters are not supported yet; use null"),
         ("rollout.engine=sglang", "reads images, which the engine 'sglang' supports on CUDA only"),
         ("critic.model.path={model}", "has no vision tower, so the critic would not see the images"),
-        ("agent.tools=[{path: tools.py, name: price}]", "which requests of episodes do not contain yet"),
+        ("agent.tools=[tools.py:price]", "which requests of episodes do not contain yet"),
     ],
 )
 def test_what_images_do_not_allow(ppo: str, tmp_path: Path, override: str, problem: str) -> None:

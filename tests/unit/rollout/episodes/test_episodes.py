@@ -38,9 +38,7 @@ from megarl.config.schema import (
     AgentConfig,
     AlgorithmConfig,
     CorrectionLevel,
-    EnvironmentConfig,
     HarnessConfig,
-    HarnessFunctionConfig,
     KLConfig,
     KLWhere,
     OverlongConfig,
@@ -456,9 +454,7 @@ def episode_rollout(
     folder.mkdir(exist_ok=True)
     tokenizer.save_pretrained(folder)
     (folder / "game.py").write_text(ENVIRONMENT.format(file=str(folder / "notes"), fails=fails))
-    agent = agent or AgentConfig(
-        environment=EnvironmentConfig(path=str(folder / "game.py"), name="Game"), max_concurrency=32
-    )
+    agent = agent or AgentConfig(environment=f"{folder / 'game.py'}:Game", max_concurrency=32)
 
     writing = Writing(tokenizer.eos_token_id)
 
@@ -504,7 +500,7 @@ def test_programs_of_a_process_that_dies_start_again(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(file=str(notes)))
-    harness = HarnessConfig(function=HarnessFunctionConfig(path=str(program)), time_limit_s=40)
+    harness = HarnessConfig(function=f"{program}:run", time_limit_s=40)
     rollout, _ = episode_rollout(tmp_path, deaths=[2], agent=AgentConfig(harness=harness))
     made = rollout.generate(prompts(8), SamplingConfig(n=1), step=1)
 

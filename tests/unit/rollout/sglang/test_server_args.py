@@ -278,6 +278,17 @@ def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:
     assert arguments["schedule_policy"] == "lpm"
 
 
+@pytest.mark.parametrize("chosen", [None, False, True])
+def test_kernels_are_deterministic_on_a_cpu_and_by_choice_on_cuda(
+    tmp_path: Path, chosen: bool | None
+) -> None:
+    settings = SGLangConfig(server_args={"enable_deterministic_inference": chosen})
+    on_cpu = build_server_args(spec(tmp_path, sglang=settings))
+    on_cuda = build_server_args(spec(tmp_path, Device.cuda, sglang=settings))
+    assert on_cpu["enable_deterministic_inference"] is True
+    assert bool(on_cuda.get("enable_deterministic_inference")) is bool(chosen)
+
+
 def test_the_text_part_of_a_models_config_counts(tmp_path: Path) -> None:
     path = spec(tmp_path).model.path
     text = {"max_position_embeddings": 32, "vocab_size": 11}
