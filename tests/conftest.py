@@ -88,6 +88,16 @@ def forked_processes() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forked_children(forked_processes: None) -> Iterator[None]:
+    """Fork what multiprocessing spawns, such as processes of reward functions, which import little themselves.
+
+    A pool cannot end a process that hangs, because it knows only the identifier of the stub.
+    """
+    with fork_server.spawned():
+        yield
+
+
 @pytest.fixture(scope="module")
 def forked_rehearsals(forked_processes: None) -> Iterator[None]:
     """Fork the processes of megarl.rehearse.dry_run. tests/docs, where a page's command is run, has a fresh one."""

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.config.schema import SCHEMAS, DataConfig, LossyText, PPOConfig
 from megarl.data.prompts import PromptDataset
 from megarl.machine.errors import ConfigError
 from megarl.recipes.quickstart.prepare import make_tokenizer
+from tests import fork_server
 from tests.docs.clone import Clone, Ended
 from tests.docs.commands import COMMANDS, MARKS, QUICKSTART, SAME_FILES, ByHand, Executed, InTest, Make
 from tests.docs.pages import PAGES, ROOT, Block, Command, blocks, commands, inline_commands
@@ -229,7 +231,10 @@ def test_commands_do_what_the_pages_say(
         assert name in typed
         typed = typed.replace(name, value)
 
-    ended = clone.call(f"{typed} {entry.more}", capsys, monkeypatch)
+    # A dry run starts its processes before torch is imported.
+    is_light = text.startswith("megarl check ") and "--dry-run" not in text
+    with fork_server.spawned() if is_light else nullcontext():
+        ended = clone.call(f"{typed} {entry.more}", capsys, monkeypatch)
     assert ended.status == entry.status, ended.printed
 
     for command in FOUND:
@@ -258,7 +263,8 @@ def test_runs_on_the_pages_are_good(
     """Runs of these commands are made of another configuration by the tests that the table names."""
     _, _, *arguments = text.split()
     more = SAME_FILES.more if PRESET_RUN.fullmatch(text) else ""
-    ended = clone.call(" ".join(["megarl check", *arguments, more]), capsys, monkeypatch)
+    with fork_server.spawned():
+        ended = clone.call(" ".join(["megarl check", *arguments, more]), capsys, monkeypatch)
     assert ended.status == 0, ended.printed
 
 

@@ -54,7 +54,12 @@ def become(request: Request, files: list[int], kind: str) -> None:
     """
     for number in request.ignored:
         signal.signal(number, signal.SIG_IGN)
-    os.setsid()  # as the leader of a group, like Ray workers
+    # Every process leads a group, like Ray workers. One that multiprocessing has spawned may make itself the leader
+    # of a group later, which the leader of a session cannot.
+    if _is_spawned(request.program):
+        os.setpgid(0, 0)
+    else:
+        os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ends with the server
     _take_files(files, request.files)
     os.environ.clear()
@@ -77,6 +82,10 @@ def become(request: Request, files: list[int], kind: str) -> None:
         # Processes that it spawns, such as scoring processes, import little, and are identified by process
         # id.
         sys.meta_path.insert(0, _SGLangComes())
+
+
+def _is_spawned(program: list[str]) -> bool:
+    return program[0] == "-c" and program[-1] == "--multiprocessing-fork"
 
 
 def _take_files(files: list[int], numbers: list[int]) -> None:

@@ -21,6 +21,8 @@ from megarl.config.schema import AdvantageEstimator, PPOConfig
 from tests.integration.tiny_run import save_policy
 from tests.unit.agents.calling_model import save_calling_model
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -390,6 +390,9 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
+ENDED_BY_THE_POOL = "a reward that never ends"
+
+
 @pytest.fixture(scope="module")
 def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write files that name their neighbors."""
@@ -410,6 +413,7 @@ def folder(good_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path / "mine"
 
 
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("file", ["run.yaml", "sft.yaml"])
 def test_without_a_mistake_all_is_good(folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", file]) == 0
@@ -417,11 +421,20 @@ def test_without_a_mistake_all_is_good(folder: Path, file: str, capsys: pytest.C
     assert (err, "warning" in out) == ("", False)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.usefixtures("forked_children")
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name != ENDED_BY_THE_POOL])
 def test_a_mistake_is_one_error_with_what_to_change(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mistake = MISTAKES[name]
+    one_error(MISTAKES[name], folder, capsys)
+
+
+def test_a_function_that_never_ends_is_one_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its process is a fresh one, which the pool can end."""
+    one_error(MISTAKES[ENDED_BY_THE_POOL], folder, capsys)
+
+
+def one_error(mistake: Mistake, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if mistake.prepare is not None:
         mistake.prepare(folder)
     options = ["--fast"] if mistake.fast and mistake.command == "check" else []

@@ -27,6 +27,8 @@ from megarl.plan.placement.transport import choose_transport
 from megarl.plan.step_time.device import assumed_profile
 from megarl.weights.sync.forecast import forecast_weights
 
+pytestmark = pytest.mark.usefixtures("forked_children")
+
 ROOT = Path(__file__).parents[3]
 
 
