@@ -61,6 +61,7 @@ def with_tiny_models(text: str) -> str:
     return text
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_every_run_of_the_page_passes_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started = []
 
