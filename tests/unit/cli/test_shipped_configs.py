@@ -6,6 +6,7 @@ Each is valid for the published model that it names, on the cluster that it desc
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,6 +162,7 @@ def path_of(run: str) -> str:
     return f"configs/{run}.yaml"
 
 
+@cache
 def load(run: str) -> PPOConfig:
     """Load a configuration with the published model, of which this machine has only `config.json`."""
     return load_for_plan(PPOConfig, path_of(run)).config

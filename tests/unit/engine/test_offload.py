@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,18 +123,36 @@ def test_a_run_with_everything_moved_between_its_steps_is_the_same(
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(rank_pool: RankPool, folders: dict[str, str]) -> Callable[[torch.dtype], list[Trained]]:
+    """Return a function that trains two replicas without offloading, once with each dtype."""
+
+    @cache
+    def trained(dtype: torch.dtype) -> list[Trained]:
+        folder = folders["qwen2"]
+        return rank_pool.run(
+            train, world_size=2, parallel=LAYOUTS["DP2"], folder=folder, dtype=dtype, away=()
+        )
+
+    return trained
+
+
 @pytest.mark.parametrize(
     "away", [(("optimizer",),), (("parameters",),), (("gradients",),), (("parameters",), ("optimizer",))]
 )
 def test_parts_move_alone_and_in_any_order_with_masters_of_their_own(
-    away: tuple[tuple[str, ...], ...], rank_pool: RankPool, folders: dict[str, str]
+    away: tuple[tuple[str, ...], ...],
+    rank_pool: RankPool,
+    folders: dict[str, str],
+    undisturbed: Callable[[torch.dtype], list[Trained]],
 ) -> None:
     settings: dict[str, Any] = {
         "parallel": LAYOUTS["DP2"],
         "folder": folders["qwen2"],
         "dtype": torch.bfloat16,
     }
-    plain, moved = (rank_pool.run(train, world_size=2, away=each, **settings) for each in ((), away))
+    plain = undisturbed(torch.bfloat16)
+    moved = rank_pool.run(train, world_size=2, away=away, **settings)
 
     for before, after in zip(plain, moved, strict=True):
         assert before.statistics == after.statistics
@@ -172,10 +192,13 @@ def train_as_on_cuda(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_waits_in_one_buffer_of_each_part_is_the_same(
-    dtype: torch.dtype, rank_pool: RankPool, folders: dict[str, str]
+    dtype: torch.dtype,
+    rank_pool: RankPool,
+    folders: dict[str, str],
+    undisturbed: Callable[[torch.dtype], list[Trained]],
 ) -> None:
     settings: dict[str, Any] = {"parallel": LAYOUTS["DP2"], "folder": folders["qwen2"], "dtype": dtype}
-    plain = rank_pool.run(train, world_size=2, away=(), **settings)
+    plain = undisturbed(dtype)
     moved = rank_pool.run(train_as_on_cuda, world_size=2, away=(PARTS[:2], PARTS), **settings)
 
     for before, after in zip(plain, moved, strict=True):

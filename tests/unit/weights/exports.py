@@ -20,7 +20,7 @@ from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.shards import Shards
 from megarl.weights.transfer import SendReport
 from megarl.weights.transports.folder import FolderTransfer
-from tests.unit.weights.models import HIDDEN, architecture_of, random_model, shards_of, stored_state
+from tests.unit.weights.models import HIDDEN, architecture_of, random_state, shards_of
 from tests.unit.weights.transfers import Cut
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Export(NamedTuple):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what the folder must contain."""
-        state = stored_state(random_model(self.family, tied=self.tied))
+        state = dict(random_state(self.family, tied=self.tied))
         state[VALUE_HEAD_TENSOR] = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
         return {
             name: state[name].to(self.dtype) for name in manifest_of(self.architecture, self.dtype, self.head)
@@ -62,9 +62,7 @@ class Export(NamedTuple):
 
     def shards(self, rank: int) -> Shards:
         layout = self.cut.layouts(self.architecture)[rank]
-        parameters = shards_of(
-            stored_state(random_model(self.family, tied=self.tied)), self.architecture, layout
-        )
+        parameters = shards_of(random_state(self.family, tied=self.tied), self.architecture, layout)
         if self.head == "value" and layout.holds_output:
             parameters["output_layer.weight"] = self.state()[VALUE_HEAD_TENSOR]
 

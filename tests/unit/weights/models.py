@@ -6,7 +6,9 @@ The shards are made by slow loops that share no code with the tables.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -112,13 +114,22 @@ def as_stored(state: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict
     return {name: value.contiguous() for name, value in stored.items()}
 
 
+@cache
+def random_state(
+    family: str, *, tied: bool = False, seed: int = 0, num_layers: int = NUM_LAYERS
+) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a `random_model`'s folder, which a process creates once and nobody may change."""
+    model = random_model(family, tied=tied, seed=seed, num_layers=num_layers)
+    return MappingProxyType({name: value.detach() for name, value in stored_state(model).items()})
+
+
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
 def slow_shards(
-    state: dict[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
     architecture: Architecture,
     *,
     tensor_parallel_size: int,
@@ -198,7 +209,7 @@ def slow_shards(
 
 
 def shards_of(
-    state: dict[str, torch.Tensor], architecture: Architecture, layout: ShardLayout
+    state: Mapping[str, torch.Tensor], architecture: Architecture, layout: ShardLayout
 ) -> dict[str, torch.Tensor]:
     """Return the `slow_shards` of a layout."""
     return slow_shards(
@@ -215,7 +226,7 @@ def shards_of(
 
 
 def _latent_attention(
-    state: dict[str, torch.Tensor], hf: str, megatron: str, tensor_parallel_size: int, rank: int
+    state: Mapping[str, torch.Tensor], hf: str, megatron: str, tensor_parallel_size: int, rank: int
 ) -> dict[str, torch.Tensor]:
     """Return the projections and norms of latent attention, of which ranks have whole heads."""
     replicated = {
@@ -245,7 +256,7 @@ def _latent_attention(
 
 
 def _feed_forward(
-    state: dict[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
     hf: str,
     megatron: str,
     cut: tuple[int, int],

@@ -25,7 +25,7 @@ from megarl.weights.transfer import SendReport
 from megarl.weights.transports.interface import EngineLink, Routes, SendingRank, sides_of
 from tests.nccl_semantics import NcclSemantics
 from tests.ranks import gather
-from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
+from tests.unit.weights.models import PADDED_VOCAB, random_state, shards_of
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ class Case(NamedTuple):
         """Return the tensors of a model."""
         num_layers = self.architecture.num_hidden_layers
         first = seed if self.changed_share is None else 1
-        state = stored_state(random_model(self.family, tied=self.tied, seed=first, num_layers=num_layers))
+        state = dict(random_state(self.family, tied=self.tied, seed=first, num_layers=num_layers))
 
         # Each later version changes the sign of some elements.
         for version in range(first + 1, seed + 1):
