@@ -17,7 +17,7 @@ source sets anything in it. Keys that begin with `@` are only for `placed`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
@@ -63,6 +63,7 @@ class Migration:
         answers: The settings without a counterpart, and why.
         unknown: The settings that no table has.
         defaults: The keys that come from a default of the framework.
+        differing: The defaults of the framework that change the result and have no key, and why.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Migration:
     answers: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     defaults: set[str] = field(default_factory=set)
+    differing: dict[str, str] = field(default_factory=dict)
 
     def put(self, key: str, value: Any, origin: str, *, is_own: bool = False) -> None:
         """Set a key, unless the source itself sets it in another way."""
@@ -103,14 +105,14 @@ def migrated(source: Foreign) -> Migration:
     for name in sorted(everything, key=lambda each: (each in settings) + (each in own)):
         is_given = name in settings
         _convert(source, name, everything, found, is_given=is_given, is_own=name in own)
-    _set_launched(found, settings)
+    _set_launched(found, settings, kind_of(source))
     _complete(found, kind_of(source))
     placed(found)
     return found
 
 
-def _set_launched(found: Migration, settings: Mapping[str, Any]) -> None:
-    """Set the devices by the processes that a launcher starts, as TRL's commands have no other number."""
+def _set_launched(found: Migration, settings: Mapping[str, Any], kind: RunKind) -> None:
+    """Set what program and launcher say: the devices of TRL's commands, and slime's async training."""
     processes = settings.get("launcher.num_processes")
     nodes = settings.get("launcher.num_machines", 1)
     if (
@@ -121,6 +123,12 @@ def _set_launched(found: Migration, settings: Mapping[str, Any]) -> None:
         origin = f"num_processes={processes}"
         found.put("placement.num_nodes", nodes, origin, is_own=True)
         found.put("placement.devices_per_node", max(1, processes // nodes), origin, is_own=True)
+    # slime's other script trains on the samples of the step before.
+    is_async = str(settings.get("launcher.program")).endswith("train_async.py")
+    if is_async and kind is RunKind.ppo:
+        interval = settings.get("update_weights_interval", 1)
+        origin = "train_async.py generates one step ahead"
+        found.put("rollout.max_staleness", interval, origin, is_own=True)
 
 
 def kind_of(source: Foreign) -> RunKind:
@@ -140,6 +148,8 @@ def _complete(found: Migration, kind: RunKind) -> None:
     for key in ("data.train_files", "data.val_files"):
         if isinstance(values.get(key), str) and values[key] != MISSING:
             values[key] = [values[key]]
+    if isinstance(targets := values.get("actor.lora.targets"), str):
+        values["actor.lora.targets"] = targets.split(",")
 
     # A step ends when its rows fit, so the limit of a micro-batch has to hold the longest one.
     lengths = [values.get(f"data.max_{part}_length", 1024) for part in ("prompt", "response")]
@@ -194,9 +204,11 @@ def _convert(
             found.answers[name] = "not set in the source (null)"
         elif is_given:
             found.unknown.append(name)
-    elif entry.ours is None and not entry.how:
+    elif entry.ours is None and not _TARGET.match(entry.how):
         if is_given:
             found.answers[name] = entry.note
+        elif entry.how and _result(entry.how, value, name, everything):
+            found.differing[f"{name}={_text(value)}"] = entry.note
     elif value is not None:
         _set(source, name, entry, everything, found, is_given=is_given, is_own=is_own)
     elif is_given:
@@ -270,19 +282,16 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
         return entry
 
     if framework == "trl":
-        entries = trl_names()
-        shared = ("ScriptArguments", "ModelConfig", "TrainingArguments")
-        return next(
-            (entries[each][name] for each in (source.variant, *shared) if name in entries[each]), None
-        )
+        classes = (source.variant, "ScriptArguments", "ModelConfig", "TrainingArguments")
+        entries = [trl_names()[each] for each in classes]
+        # An argument with a mapping has the names in it below its own.
+        return next((each[part] for part in _upwards(name) for each in entries if part in each), None)
 
     if framework == "nemo_rl":
-        parts = name.split(".")
-        above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         table = keys_of(framework)
-        if (entry := next((table[each] for each in above if each in table), None)) is not None:
+        if (entry := next((table[each] for each in _upwards(name) if each in table), None)) is not None:
             return entry
-        return _megatron("actor", "", parts[-1]) if ".megatron_cfg." in name else None
+        return _megatron("actor", "", name.rpartition(".")[2]) if ".megatron_cfg." in name else None
 
     # slime: its own arguments, SGLang's options, and those of Megatron-Core.
     if (entry := keys_of(framework).get(name)) is not None:
@@ -292,6 +301,13 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
         return Counterpart("rollout.sglang.server_args", "", f"{target} = value")
     found = _megatron("actor", "", name)
     return found or _megatron("actor", "", name.removeprefix("no_"))
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """Yield a dotted name and those of the sections that it is in, the innermost first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _megatron(role: str, section: str, name: str) -> Counterpart | None:
