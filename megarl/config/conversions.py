@@ -49,6 +49,8 @@ _SWITCHES = ("enabled", "enable")
 _KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": RunKind.reward_model}
 _WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
 _ESTIMATOR = "algorithm.advantage.estimator"
+_LEVEL = "algorithm.rollout_correction.level"
+_BYPASS = "algorithm.rollout_correction.bypass"
 NULL = object()  # a null that is written, unlike a setting that is left out
 
 
@@ -148,19 +150,21 @@ def _complete(found: Migration, kind: RunKind) -> None:
     for key in ("data.train_files", "data.val_files"):
         if isinstance(values.get(key), str) and values[key] != MISSING:
             values[key] = [values[key]]
-    if isinstance(targets := values.get("actor.lora.targets"), str):
+    targets = values.get("actor.lora.targets")
+    if isinstance(targets, str) and targets != MISSING:
         values["actor.lora.targets"] = targets.split(",")
 
     # A step ends when its rows fit, so the limit of a micro-batch has to hold the longest one.
     lengths = [values.get(f"data.max_{part}_length", 1024) for part in ("prompt", "response")]
     if kind is RunKind.ppo and all(isinstance(length, int) for length in lengths):
         ranks = values.get("actor.parallel.context_parallel_size", 1)
-        for section in ("actor", "reference", "critic"):
+        for section in ("actor", "reference", "critic", "teacher"):
             key = f"{section}.micro_batch.max_tokens"
             limit = values.get(key, 16384)
             if f"{section}.micro_batch.sequences" not in values and isinstance(limit, int):
                 needed = ceil(sum(lengths) / ranks) if isinstance(ranks, int) else limit
-                if limit < needed and (section != "critic" or values.get(_ESTIMATOR) == "gae"):
+                of_estimator = {"critic": "gae", "teacher": "distillation"}.get(section)
+                if limit < needed and of_estimator in (None, values.get(_ESTIMATOR)):
                     found.put(key, needed, "the longest row, prompt and response", is_own=True)
     # Files that state every option of Megatron have those of experts for all models.
     if values.get("actor.parallel.expert_parallel_size", 1) == 1:
@@ -172,13 +176,41 @@ def _complete(found: Migration, kind: RunKind) -> None:
     if values.get(_ESTIMATOR, AdvantageEstimator.gae.value) not in _WITH_CRITIC:
         for key in [key for key in values if key.startswith(("critic.", "algorithm.value_loss."))]:
             found.drop(key, "there is no critic")
-    path = values.pop("reward.functions.path", None)
-    name = values.pop("reward.functions.name", None)
-    if path is not None:
-        values["reward.functions"] = [{"path": path, **({"name": name} if name else {})}]
-        found.origins["reward.functions"] = found.origins["reward.functions.path"]
-    elif "reward.model.path" not in values:
-        found.put("reward.functions", [{"path": MISSING}], "your Python file with compute_score", is_own=True)
+    # The trainer refuses to learn from samples of older weights as if they were its own.
+    is_corrected = values.get(_LEVEL, "none") != "none" or values.get(_BYPASS)
+    if values.get("rollout.max_staleness") and not is_corrected:
+        found.put(_LEVEL, "token", "async training needs a correction", is_own=True)
+        found.differing["no correction of samples from older weights"] = (
+            "algorithm.rollout_correction.level=token is set, because async training needs one"
+        )
+    _score(found)
+
+
+def _score(found: Migration) -> None:
+    """Set the reward functions. Those of a source have another form, so the user writes their file."""
+    values = found.values
+    given = {part: values.pop(f"reward.functions.{part}", None) for part in ("path", "name", "weight")}
+    names = given["name"] if isinstance(given["name"], list) else [given["name"]]
+    weights = given["weight"] if isinstance(given["weight"], list) else []
+    learns_from_teacher = values.get(_ESTIMATOR) == AdvantageEstimator.distillation.value
+    if learns_from_teacher and not values.get("algorithm.advantage.distillation.reward_weight"):
+        return
+    if given["path"] is None and given["name"] is None and "reward.model.path" in values:
+        return
+
+    functions = []
+    for index, name in enumerate(names):
+        called = re.split(r"[.:]", str(name or ""))[-1]
+        function = {"path": given["path"] or MISSING}
+        if called.isidentifier():
+            function["name"] = called
+        if len(weights) == len(names):
+            function["weight"] = weights[index]
+        functions.append(function)
+    origin = "a Python file with compute_score(data_source, solution_str, ground_truth, extra_info)"
+    for part in ("name", "path"):
+        origin = found.origins.pop(f"reward.functions.{part}", origin)
+    found.put("reward.functions", functions, origin, is_own=True)
 
 
 def _convert(

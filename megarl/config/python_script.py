@@ -87,8 +87,14 @@ def _of_trainer(node: ast.Call, script: _Script) -> dict[str, Any]:
         if keyword.arg in _TRAINER:
             value = script.value(keyword.value)
             is_named = value == UNKNOWN and keyword.arg != "model"
-            given[_TRAINER[keyword.arg]] = ast.unparse(keyword.value) if is_named else value
+            given[_TRAINER[keyword.arg]] = _names(keyword.value) if is_named else value
     return given
+
+
+def _names(node: ast.expr) -> str | list[str]:
+    if isinstance(node, ast.List | ast.Tuple):
+        return [ast.unparse(item) for item in node.elts]
+    return ast.unparse(node)
 
 
 def _called(node: ast.Call) -> str:

@@ -247,7 +247,12 @@ def test_a_command_of_trl(tmp_path: Path) -> None:
         "actor.micro_batch.max_tokens": NULL,
         "actor.optim.decay": "linear",  # TRL's default
         "actor.recompute": "full",  # TRL's default
-        "tracking.loggers": "wandb",
+        "tracking.loggers": ["console", "jsonl", "wandb"],
+        # TRL's default with vLLM
+        "algorithm.rollout_correction.level": "sequence",
+        "algorithm.rollout_correction.kind": "mask",
+        "algorithm.rollout_correction.low": 0,
+        "algorithm.rollout_correction.high": 3,
     }
     assert differing(found, expected) == {}
     assert found.unknown == []
