@@ -51,6 +51,8 @@ _WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
 _ESTIMATOR = "algorithm.advantage.estimator"
 _LEVEL = "algorithm.rollout_correction.level"
 _BYPASS = "algorithm.rollout_correction.bypass"
+_ROUTES = "engine.routing_replay"
+_DRAFTS = "rollout.sglang.server_args.speculative"
 NULL = object()  # a null that is written, unlike a setting that is left out
 
 
@@ -154,28 +156,54 @@ def _complete(found: Migration, kind: RunKind) -> None:
     if isinstance(targets, str) and targets != MISSING:
         values["actor.lora.targets"] = targets.split(",")
 
-    # A step ends when its rows fit, so the limit of a micro-batch has to hold the longest one.
-    lengths = [values.get(f"data.max_{part}_length", 1024) for part in ("prompt", "response")]
-    if kind is RunKind.ppo and all(isinstance(length, int) for length in lengths):
-        ranks = values.get("actor.parallel.context_parallel_size", 1)
-        for section in ("actor", "reference", "critic", "teacher"):
-            key = f"{section}.micro_batch.max_tokens"
-            limit = values.get(key, 16384)
-            if f"{section}.micro_batch.sequences" not in values and isinstance(limit, int):
-                needed = ceil(sum(lengths) / ranks) if isinstance(ranks, int) else limit
-                of_estimator = {"critic": "gae", "teacher": "distillation"}.get(section)
-                if limit < needed and of_estimator in (None, values.get(_ESTIMATOR)):
-                    found.put(key, needed, "the longest row, prompt and response", is_own=True)
     # Files that state every option of Megatron have those of experts for all models.
     if values.get("actor.parallel.expert_parallel_size", 1) == 1:
         for key in [key for key in values if ".transformer.moe_" in key and key not in found.own]:
             found.drop(key, "inherited, and read by models with experts only")
-    if kind is not RunKind.ppo:
+    if kind is RunKind.ppo:
+        found.put("rollout.engine", "sglang", "the engine for GPUs")
+        _hold_longest_row(found)
+        _drop_unread(found)
+        _make_consistent(found)
+        _score(found)
+
+
+def _hold_longest_row(found: Migration) -> None:
+    """Raise limits of micro-batches, which the longest row must fit."""
+    values = found.values
+    lengths = [values.get(f"data.max_{part}_length", 1024) for part in ("prompt", "response")]
+    if not all(isinstance(length, int) for length in lengths):
         return
-    found.put("rollout.engine", "sglang", "the engine for GPUs")
+
+    for section in ("actor", "reference", "critic", "teacher"):
+        key = f"{section}.micro_batch.max_tokens"
+        limit = values.get(key, 16384)
+        role = "actor" if section == "reference" else section
+        ranks = values.get(f"{role}.parallel.context_parallel_size", 1)
+        if f"{section}.micro_batch.sequences" not in values and isinstance(limit, int):
+            needed = ceil(sum(lengths) / ranks) if isinstance(ranks, int) else limit
+            of_estimator = {"critic": "gae", "teacher": "distillation"}.get(section)
+            if limit < needed and of_estimator in (None, values.get(_ESTIMATOR)):
+                found.put(key, needed, "the longest row, prompt and response", is_own=True)
+
+
+def _drop_unread(found: Migration) -> None:
+    """Leave out keys that another key of the source gives no effect, which megarl refuses."""
+    values = found.values
     if values.get(_ESTIMATOR, AdvantageEstimator.gae.value) not in _WITH_CRITIC:
         for key in [key for key in values if key.startswith(("critic.", "algorithm.value_loss."))]:
             found.drop(key, "there is no critic")
+    updates = [values.get(f"trainer.{name}", 1) for name in ("updates_per_step", "epochs_per_batch")]
+    if values.get(_ROUTES) == "trainer" and updates == [1, 1]:
+        found.drop(_ROUTES, "with one update per step there are no log-probs of an earlier pass")
+    for key in [key for key in values if key.startswith(f"{_DRAFTS}_")]:
+        if f"{_DRAFTS}_algorithm" not in values:
+            found.drop(key, "read with a speculative_algorithm only")
+
+
+def _make_consistent(found: Migration) -> None:
+    """Set what an asynchronous run needs in megarl."""
+    values = found.values
     # The trainer refuses to learn from samples of older weights as if they were its own.
     is_corrected = values.get(_LEVEL, "none") != "none" or values.get(_BYPASS)
     if values.get("rollout.max_staleness") and not is_corrected:
@@ -183,7 +211,9 @@ def _complete(found: Migration, kind: RunKind) -> None:
         found.differing["no correction of samples from older weights"] = (
             "algorithm.rollout_correction.level=token is set, because async training needs one"
         )
-    _score(found)
+    # Engines that continue samples with new weights have no routes of one policy.
+    if values.get(_ROUTES) == "rollout" and values.get("rollout.max_staleness"):
+        found.put("rollout.on_update", "drain", "as engine.routing_replay needs", is_own=True)
 
 
 def _score(found: Migration) -> None:

@@ -93,6 +93,12 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
             "key=value or --name value, or a YAML file"
         )
     _refuse_other_trainers(file, found.name, settings, words)
+    program = str(settings.get("launcher.program", ""))
+    if found.name == "verl" and words and not _VERL_PROGRAMS.search(program):
+        notes = (
+            *notes,
+            f"{program} is another trainer of verl: read as the PPO trainer, verl.trainer.main_ppo",
+        )
     if found.name == "TRL":
         variant = variant or _trl_class(words, settings)
         settings = dict(_trl_setting(name, value) for name, value in flat(settings))
@@ -117,8 +123,11 @@ def _best_command(
         for words in _whole_commands(script):
             settings = _command_settings(words, file.parent)
             best = named or (framework_of(settings) if len(settings) > 1 else None)
-            if best is not None and settings:
-                found.append((sum(map(best.knows, settings)), settings, words))
+            # The options of a Python script may all be those of its own parser.
+            starts_file = any(word.endswith(file.name) for word in words)
+            if settings and (best is not None or starts_file):
+                num_known = sum(map(best.knows, settings)) if best is not None else 0
+                found.append((num_known, settings, words))
     if not found:
         return {}, [], ()
     _, settings, words = max(found, key=lambda each: each[0])
@@ -144,7 +153,7 @@ def _whole_commands(script: ShellScript) -> Iterator[list[str]]:
 
 
 def _scripts(file: Path, text: str) -> Iterator[ShellScript]:
-    """Yield the shell scripts of a file: itself, or the commands in the docstring of a Python file."""
+    """Yield the shell scripts of a file: itself, or the commands in prose."""
     if file.suffix not in (".py", ".md"):
         yield ShellScript(file)
         return
@@ -154,8 +163,8 @@ def _scripts(file: Path, text: str) -> Iterator[ShellScript]:
             prose = ast.get_docstring(ast.parse(text)) or ""
         except SyntaxError:
             prose = ""
-    blocks = _FENCE.findall(prose)
-    for block in [*blocks, *([] if blocks else [prose])]:
+    # Without fences each paragraph may be a command. An apostrophe of another one is no quote in it.
+    for block in _FENCE.findall(prose) or prose.split("\n\n"):
         # A comma between the words of a list is Python's, as in `--targets q_proj, v_proj`.
         yield ShellScript(file, re.sub(r"(?<=[\w\"']),(?=[ ])", "", block))
 
@@ -385,6 +394,7 @@ _TRAINERS = {
     "verl": ("actor_rollout_ref.", "the PPO trainer (verl.trainer.main_ppo)"),
     "NeMo RL": ("grpo.", "GRPO"),
 }
+_VERL_PROGRAMS = re.compile(r"main_ppo|main_dapo|fully_async|one_step_off|partial_rollout")
 _OTHER_TRAINERS = re.compile(
     r"(?:^|[/_ ])(rloo|kto|orpo|cpo|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|"
     r"distillation)(?:[/_.]|$)"
