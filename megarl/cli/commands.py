@@ -158,7 +158,7 @@ COMMANDS: Mapping[str, Command] = {
             argument(
                 "source",
                 metavar="SOURCE",
-                help="a shell script, a Python file with a command in its docstring, or a YAML file",
+                help="a shell script, a Python file that configures a trainer of TRL, or a YAML file",
             ),
             argument("--output", metavar="FILE", help="a new file; by default, the text is printed"),
             argument(

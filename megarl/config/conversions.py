@@ -17,7 +17,7 @@ source sets anything in it. Keys that begin with `@` are only for `placed`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
@@ -49,6 +49,10 @@ _SWITCHES = ("enabled", "enable")
 _KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": RunKind.reward_model}
 _WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
 _ESTIMATOR = "algorithm.advantage.estimator"
+_LEVEL = "algorithm.rollout_correction.level"
+_BYPASS = "algorithm.rollout_correction.bypass"
+_ROUTES = "engine.routing_replay"
+_DRAFTS = "rollout.sglang.server_args.speculative"
 NULL = object()  # a null that is written, unlike a setting that is left out
 
 
@@ -63,6 +67,7 @@ class Migration:
         answers: The settings without a counterpart, and why.
         unknown: The settings that no table has.
         defaults: The keys that come from a default of the framework.
+        differing: The defaults of the framework that change the result and have no key, and why.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +76,7 @@ class Migration:
     answers: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     defaults: set[str] = field(default_factory=set)
+    differing: dict[str, str] = field(default_factory=dict)
 
     def put(self, key: str, value: Any, origin: str, *, is_own: bool = False) -> None:
         """Set a key, unless the source itself sets it in another way."""
@@ -103,14 +109,14 @@ def migrated(source: Foreign) -> Migration:
     for name in sorted(everything, key=lambda each: (each in settings) + (each in own)):
         is_given = name in settings
         _convert(source, name, everything, found, is_given=is_given, is_own=name in own)
-    _set_launched(found, settings)
+    _set_launched(found, settings, kind_of(source))
     _complete(found, kind_of(source))
     placed(found)
     return found
 
 
-def _set_launched(found: Migration, settings: Mapping[str, Any]) -> None:
-    """Set the devices by the processes that a launcher starts, as TRL's commands have no other number."""
+def _set_launched(found: Migration, settings: Mapping[str, Any], kind: RunKind) -> None:
+    """Set what program and launcher say: the devices of TRL's commands, and slime's async training."""
     processes = settings.get("launcher.num_processes")
     nodes = settings.get("launcher.num_machines", 1)
     if (
@@ -121,6 +127,12 @@ def _set_launched(found: Migration, settings: Mapping[str, Any]) -> None:
         origin = f"num_processes={processes}"
         found.put("placement.num_nodes", nodes, origin, is_own=True)
         found.put("placement.devices_per_node", max(1, processes // nodes), origin, is_own=True)
+    # slime's other script trains on the samples of the step before.
+    is_async = str(settings.get("launcher.program")).endswith("train_async.py")
+    if is_async and kind is RunKind.ppo:
+        interval = settings.get("update_weights_interval", 1)
+        origin = "train_async.py generates one step ahead"
+        found.put("rollout.max_staleness", interval, origin, is_own=True)
 
 
 def kind_of(source: Foreign) -> RunKind:
@@ -140,36 +152,94 @@ def _complete(found: Migration, kind: RunKind) -> None:
     for key in ("data.train_files", "data.val_files"):
         if isinstance(values.get(key), str) and values[key] != MISSING:
             values[key] = [values[key]]
+    targets = values.get("actor.lora.targets")
+    if isinstance(targets, str) and targets != MISSING:
+        values["actor.lora.targets"] = targets.split(",")
 
-    # A step ends when its rows fit, so the limit of a micro-batch has to hold the longest one.
-    lengths = [values.get(f"data.max_{part}_length", 1024) for part in ("prompt", "response")]
-    if kind is RunKind.ppo and all(isinstance(length, int) for length in lengths):
-        ranks = values.get("actor.parallel.context_parallel_size", 1)
-        for section in ("actor", "reference", "critic"):
-            key = f"{section}.micro_batch.max_tokens"
-            limit = values.get(key, 16384)
-            if f"{section}.micro_batch.sequences" not in values and isinstance(limit, int):
-                needed = ceil(sum(lengths) / ranks) if isinstance(ranks, int) else limit
-                if limit < needed and (section != "critic" or values.get(_ESTIMATOR) == "gae"):
-                    found.put(key, needed, "the longest row, prompt and response", is_own=True)
     # Files that state every option of Megatron have those of experts for all models.
     if values.get("actor.parallel.expert_parallel_size", 1) == 1:
         for key in [key for key in values if ".transformer.moe_" in key and key not in found.own]:
             found.drop(key, "inherited, and read by models with experts only")
-    if kind is not RunKind.ppo:
+    if kind is RunKind.ppo:
+        found.put("rollout.engine", "sglang", "the engine for GPUs")
+        _hold_longest_row(found)
+        _drop_unread(found)
+        _make_consistent(found)
+        _score(found)
+
+
+def _hold_longest_row(found: Migration) -> None:
+    """Raise limits of micro-batches, which the longest row must fit."""
+    values = found.values
+    lengths = [values.get(f"data.max_{part}_length", 1024) for part in ("prompt", "response")]
+    if not all(isinstance(length, int) for length in lengths):
         return
-    found.put("rollout.engine", "sglang", "the engine for GPUs")
+
+    for section in ("actor", "reference", "critic", "teacher"):
+        key = f"{section}.micro_batch.max_tokens"
+        limit = values.get(key, 16384)
+        role = "actor" if section == "reference" else section
+        ranks = values.get(f"{role}.parallel.context_parallel_size", 1)
+        if f"{section}.micro_batch.sequences" not in values and isinstance(limit, int):
+            needed = ceil(sum(lengths) / ranks) if isinstance(ranks, int) else limit
+            of_estimator = {"critic": "gae", "teacher": "distillation"}.get(section)
+            if limit < needed and of_estimator in (None, values.get(_ESTIMATOR)):
+                found.put(key, needed, "the longest row, prompt and response", is_own=True)
+
+
+def _drop_unread(found: Migration) -> None:
+    """Leave out keys that another key of the source gives no effect, which megarl refuses."""
+    values = found.values
     if values.get(_ESTIMATOR, AdvantageEstimator.gae.value) not in _WITH_CRITIC:
         for key in [key for key in values if key.startswith(("critic.", "algorithm.value_loss."))]:
             found.drop(key, "there is no critic")
-    path = values.pop("reward.functions.path", None)
-    name = values.pop("reward.functions.name", None)
-    if path is not None:
-        is_usual = name in (None, "compute_score") or path == MISSING
-        values["reward.functions"] = [{"path": path if is_usual else f"{path}:{name}"}]
-        found.origins["reward.functions"] = found.origins["reward.functions.path"]
-    elif "reward.model.path" not in values:
-        found.put("reward.functions", [{"path": MISSING}], "your Python file with compute_score", is_own=True)
+    updates = [values.get(f"trainer.{name}", 1) for name in ("updates_per_step", "epochs_per_batch")]
+    if values.get(_ROUTES) == "trainer" and updates == [1, 1]:
+        found.drop(_ROUTES, "with one update per step there are no log-probs of an earlier pass")
+    for key in [key for key in values if key.startswith(f"{_DRAFTS}_")]:
+        if f"{_DRAFTS}_algorithm" not in values:
+            found.drop(key, "read with a speculative_algorithm only")
+
+
+def _make_consistent(found: Migration) -> None:
+    """Set what an asynchronous run needs in megarl."""
+    values = found.values
+    # The trainer refuses to learn from samples of older weights as if they were its own.
+    is_corrected = values.get(_LEVEL, "none") != "none" or values.get(_BYPASS)
+    if values.get("rollout.max_staleness") and not is_corrected:
+        found.put(_LEVEL, "token", "async training needs a correction", is_own=True)
+        found.differing["no correction of samples from older weights"] = (
+            "algorithm.rollout_correction.level=token is set, because async training needs one"
+        )
+    # Engines that continue samples with new weights have no routes of one policy.
+    if values.get(_ROUTES) == "rollout" and values.get("rollout.max_staleness"):
+        found.put("rollout.on_update", "drain", "as engine.routing_replay needs", is_own=True)
+
+
+def _score(found: Migration) -> None:
+    """Set the reward functions. Those of a source have another form, so the user writes their file."""
+    values = found.values
+    given = {part: values.pop(f"reward.functions.{part}", None) for part in ("path", "name", "weight")}
+    names = given["name"] if isinstance(given["name"], list) else [given["name"]]
+    weights = given["weight"] if isinstance(given["weight"], list) else []
+    learns_from_teacher = values.get(_ESTIMATOR) == AdvantageEstimator.distillation.value
+    if learns_from_teacher and not values.get("algorithm.advantage.distillation.reward_weight"):
+        return
+    if given["path"] is None and given["name"] is None and "reward.model.path" in values:
+        return
+
+    functions = []
+    for index, name in enumerate(names):
+        called = re.split(r"[.:]", str(name or ""))[-1]
+        is_named = given["path"] is not None and called.isidentifier() and called != "compute_score"
+        function = {"path": f"{given['path']}:{called}" if is_named else given["path"] or MISSING}
+        if len(weights) == len(names):
+            function["weight"] = weights[index]
+        functions.append(function)
+    origin = "a Python file with compute_score(data_source, solution_str, ground_truth, extra_info)"
+    for part in ("name", "path"):
+        origin = found.origins.pop(f"reward.functions.{part}", origin)
+    found.put("reward.functions", functions, origin, is_own=True)
 
 
 def _convert(
@@ -195,9 +265,11 @@ def _convert(
             found.answers[name] = "not set in the source (null)"
         elif is_given:
             found.unknown.append(name)
-    elif entry.ours is None and not entry.how:
+    elif entry.ours is None and not _TARGET.match(entry.how):
         if is_given:
             found.answers[name] = entry.note
+        elif entry.how and _result(entry.how, value, name, everything):
+            found.differing[f"{name}={_text(value)}"] = entry.note
     elif value is not None:
         _set(source, name, entry, everything, found, is_given=is_given, is_own=is_own)
     elif is_given:
@@ -271,19 +343,16 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
         return entry
 
     if framework == "trl":
-        entries = trl_names()
-        shared = ("ScriptArguments", "ModelConfig", "TrainingArguments")
-        return next(
-            (entries[each][name] for each in (source.variant, *shared) if name in entries[each]), None
-        )
+        classes = (source.variant, "ScriptArguments", "ModelConfig", "TrainingArguments")
+        entries = [trl_names()[each] for each in classes]
+        # An argument with a mapping has the names in it below its own.
+        return next((each[part] for part in _upwards(name) for each in entries if part in each), None)
 
     if framework == "nemo_rl":
-        parts = name.split(".")
-        above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         table = keys_of(framework)
-        if (entry := next((table[each] for each in above if each in table), None)) is not None:
+        if (entry := next((table[each] for each in _upwards(name) if each in table), None)) is not None:
             return entry
-        return _megatron("actor", "", parts[-1]) if ".megatron_cfg." in name else None
+        return _megatron("actor", "", name.rpartition(".")[2]) if ".megatron_cfg." in name else None
 
     # slime: its own arguments, SGLang's options, and those of Megatron-Core.
     if (entry := keys_of(framework).get(name)) is not None:
@@ -293,6 +362,13 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
         return Counterpart("rollout.sglang.server_args", "", f"{target} = value")
     found = _megatron("actor", "", name)
     return found or _megatron("actor", "", name.removeprefix("no_"))
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """Yield a dotted name and those of the sections that it is in, the innermost first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _megatron(role: str, section: str, name: str) -> Counterpart | None:

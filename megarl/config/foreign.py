@@ -4,7 +4,7 @@
 |---|---|
 | verl | a shell script with `python3 -m verl.trainer.main_ppo key=value ...`, or a Hydra YAML |
 | slime, miles | a shell script with `python3 train.py --name value ...`, whose arrays may be in other files |
-| TRL | a YAML of `trl grpo --config`, or a command with `--name value` (also in a docstring) |
+| TRL | a YAML of `trl grpo --config`, a command with `--name value` (also in a docstring), or Python |
 | NeMo RL | a YAML with `defaults:` of other files |
 """
 
@@ -23,6 +23,7 @@ from megarl.config.dotted import flat, merged
 from megarl.config.expressions import evaluate
 from megarl.config.limits import MOST_VALUES, is_too_large, read_limited
 from megarl.config.migration import FRAMEWORKS, Framework, framework_of, leaf_names, trl_arguments, trl_names
+from megarl.config.python_script import configured
 from megarl.config.shell import UNKNOWN, ShellScript
 from megarl.config.values import each_text
 from megarl.machine.files import YAML_ERRORS, yaml_problem
@@ -33,6 +34,7 @@ _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MOST_FILES = 20  # of `defaults`, so that files which name each other end
 _LONGEST_VALUE = 100_000  # of a value whose references are resolved
+_TRL_CLASSES = ("GRPOConfig", "DPOConfig", "SFTConfig", "RewardConfig")
 # Words in a subcommand or a script's name, and the class of TRL whose arguments it reads.
 _TRL_SCRIPTS = {
     **dict.fromkeys(("grpo", "gspo", "rloo", "papo", "openenv", "wordle"), "GRPOConfig"),
@@ -76,18 +78,30 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
     else:
         settings, words, notes = _best_command(file, text, framework)
         own = frozenset(settings)
+    variant = ""
+    if file.suffix == ".py" and framework in (None, "trl"):
+        variant, called = configured(text, settings, _TRL_CLASSES)
+        if variant:
+            framework = "trl"
+            # The other options of the command are arguments of the script's own parser.
+            settings = {name: value for name, value in settings.items() if _is_trl(name)} | called
 
     found = FRAMEWORKS.get(framework or "") or framework_of(settings)
-    if found is None:
+    if found is None or not any(map(found.knows, settings)):
         raise ValueError(
             f"{file}: no setting of verl, slime, TRL or NeMo RL was found; give a command script with "
             "key=value or --name value, or a YAML file"
         )
     _refuse_other_trainers(file, found.name, settings, words)
-    variant = ""
+    program = str(settings.get("launcher.program", ""))
+    if found.name == "verl" and words and not _VERL_PROGRAMS.search(program):
+        notes = (
+            *notes,
+            f"{program} is another trainer of verl: read as the PPO trainer, verl.trainer.main_ppo",
+        )
     if found.name == "TRL":
-        variant = _trl_class(words, settings)
-        settings = dict(_trl_setting(name, value) for name, value in settings.items())
+        variant = variant or _trl_class(words, settings)
+        settings = dict(_trl_setting(name, value) for name, value in flat(settings))
         own = frozenset(settings)
         if not (words or any(name in trl_names()[variant] for name in settings)):
             notes = (*notes, f"no argument is of one trainer only: read as those of {variant}")
@@ -109,11 +123,15 @@ def _best_command(
         for words in _whole_commands(script):
             settings = _command_settings(words, file.parent)
             best = named or (framework_of(settings) if len(settings) > 1 else None)
-            if best is not None and settings:
-                found.append((sum(map(best.knows, settings)), settings, words))
+            # The options of a Python script may all be those of its own parser.
+            starts_file = any(word.endswith(file.name) for word in words)
+            if settings and (best is not None or starts_file):
+                num_known = sum(map(best.knows, settings)) if best is not None else 0
+                found.append((num_known, settings, words))
     if not found:
         return {}, [], ()
     _, settings, words = max(found, key=lambda each: each[0])
+    settings = {"launcher.program": words[_program_end(words) - 1], **settings}
     others = len(found) - 1
     notes = (f"{others} other command{'s' * (others > 1)} of the file: not converted",) if others else ()
     return settings, words, notes
@@ -135,7 +153,7 @@ def _whole_commands(script: ShellScript) -> Iterator[list[str]]:
 
 
 def _scripts(file: Path, text: str) -> Iterator[ShellScript]:
-    """Yield the shell scripts of a file: itself, or the commands in the docstring of a Python file."""
+    """Yield the shell scripts of a file: itself, or the commands in prose."""
     if file.suffix not in (".py", ".md"):
         yield ShellScript(file)
         return
@@ -145,8 +163,8 @@ def _scripts(file: Path, text: str) -> Iterator[ShellScript]:
             prose = ast.get_docstring(ast.parse(text)) or ""
         except SyntaxError:
             prose = ""
-    blocks = _FENCE.findall(prose)
-    for block in [*blocks, *([] if blocks else [prose])]:
+    # Without fences each paragraph may be a command. An apostrophe of another one is no quote in it.
+    for block in _FENCE.findall(prose) or prose.split("\n\n"):
         # A comma between the words of a list is Python's, as in `--targets q_proj, v_proj`.
         yield ShellScript(file, re.sub(r"(?<=[\w\"']),(?=[ ])", "", block))
 
@@ -154,13 +172,7 @@ def _scripts(file: Path, text: str) -> Iterator[ShellScript]:
 def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
     """Return the settings in the words of one command."""
     program = _program_end(words)
-    settings: dict[str, Any] = {}
-
-    # The launcher's options say how many devices there are.
-    for name, value in _options(words[:program]):
-        if name.replace("-", "_") in ("num_processes", "num_machines", "nproc_per_node", "nnodes"):
-            # The program that follows the option looks like a second value.
-            settings[f"launcher.{name.replace('-', '_')}"] = value[0] if isinstance(value, list) else value
+    settings = _launched(words[:program], folder)
     given = list(_options(words[program:]))
     overrides = {
         match[1].replace("/", "."): parsed(match[2])
@@ -175,11 +187,38 @@ def _command_settings(words: Sequence[str], folder: Path) -> dict[str, Any]:
     path = options.pop("config-path", ".")
     if isinstance(name, str):
         config = f"{path}/{name.removesuffix('.yaml')}.yaml"
-    if isinstance(config, str) and os.path.isfile(folder / config):
-        settings |= _yaml_settings(folder / config)[0]
+    positional = words[program : program + 1]
+    if config is None and positional and positional[0].endswith((".yaml", ".yml")):
+        config = positional[0]
+    if (file := _named_file(config, folder)) is not None:
+        settings |= _yaml_settings(file)[0]
     if overrides and not options.keys() - {"cp", "cn"}:
         return settings | overrides
     return settings | {each.replace("-", "_"): value for each, value in options.items()}
+
+
+def _launched(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return how many processes a launcher starts on how many machines, by its options and their file."""
+    # The program that follows an option looks like a second value.
+    given = {
+        name.replace("-", "_"): value[0] if isinstance(value, list) else value
+        for name, value in _options(words)
+    }
+    if (file := _named_file(given.get("config_file"), folder)) is not None:
+        given = _yaml_settings(file)[0] | given
+    nodes = next((given[name] for name in ("num_machines", "nnodes", "num_nodes") if name in given), 1)
+    per_node = given.get("nproc_per_node", given.get("num_gpus"))
+    processes = given.get("num_processes")
+    if processes is None and isinstance(per_node, int) and isinstance(nodes, int):
+        processes = per_node * nodes
+    return {} if processes is None else {"launcher.num_processes": processes, "launcher.num_machines": nodes}
+
+
+def _named_file(name: Any, folder: Path) -> Path | None:
+    """Return a file that a command names, relative to the folder of its script or to one above it."""
+    if not isinstance(name, str):
+        return None
+    return next((each / name for each in (folder, *folder.parents) if os.path.isfile(each / name)), None)
 
 
 def _program_end(words: Sequence[str]) -> int:
@@ -355,6 +394,7 @@ _TRAINERS = {
     "verl": ("actor_rollout_ref.", "the PPO trainer (verl.trainer.main_ppo)"),
     "NeMo RL": ("grpo.", "GRPO"),
 }
+_VERL_PROGRAMS = re.compile(r"main_ppo|main_dapo|fully_async|one_step_off|partial_rollout")
 _OTHER_TRAINERS = re.compile(
     r"(?:^|[/_ ])(rloo|kto|orpo|cpo|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|"
     r"distillation)(?:[/_.]|$)"
@@ -376,6 +416,10 @@ def _refuse_other_trainers(
             f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, SFT and reward "
             "models are converted"
         )
+
+
+def _is_trl(name: str) -> bool:
+    return name in trl_arguments() or name.startswith("launcher.")
 
 
 def _trl_setting(name: str, value: Any) -> tuple[str, Any]:

@@ -224,6 +224,11 @@ def _explain_slime(key: str, value: Any, known: Container[str]) -> Problems:
     return [(f"{name}: is an argument of Megatron-Core; {reason.replace('{role}', 'actor')}", None)]
 
 
+def _trl_knows(key: str) -> bool:
+    # A mapping, such as lr_scheduler_kwargs, is an argument as a whole.
+    return key.partition(".")[0].replace("-", "_") in trl_arguments()
+
+
 def _explain_trl(key: str, value: Any, known: Container[str]) -> Problems:
     """Explain an argument of TRL. If several classes have it, the hint is that for this kind of run."""
     name = key.replace("-", "_")
@@ -244,7 +249,7 @@ FRAMEWORKS = {
     framework.key: framework
     for framework in (
         Framework("verl", "verl", _verl_knows, _explain_verl),
-        Framework("trl", "TRL", lambda key: key.replace("-", "_") in trl_arguments(), _explain_trl),
+        Framework("trl", "TRL", _trl_knows, _explain_trl),
         Framework("slime", "slime", _slime_knows, _explain_slime),
         Framework("nemo_rl", "NeMo RL", lambda key: key.lstrip("+~") in keys_of("nemo_rl"), _explain_nemo_rl),
     )

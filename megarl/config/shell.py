@@ -189,6 +189,7 @@ class ShellScript:
         words: list[str] = []
         current: str | None = None
         is_quoted = False
+        is_no_word = False  # a quoted array without items
         index = 0
 
         while index < len(raw):
@@ -200,7 +201,8 @@ class ShellScript:
                 index = end + 1
             elif character == '"':
                 is_quoted = not is_quoted
-                current = current or ""
+                current = None if is_no_word and not current else current or ""
+                is_no_word = False
                 index += 1
             elif character == "\\" and index + 1 < len(raw):
                 escaped = raw[index + 1]
@@ -209,6 +211,7 @@ class ShellScript:
                 index += 2
             elif character in "$`":
                 value, index = self._substituted(raw, index, file)
+                is_no_word = is_quoted and value == []
                 pieces = [value] if isinstance(value, str) else value
                 if isinstance(value, str) and not is_quoted:
                     pieces = value.split()

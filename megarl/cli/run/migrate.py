@@ -273,6 +273,8 @@ def _differences(found: Migration, foreign: Foreign, kind: RunKind) -> Iterator[
                 f"{key}: {_scalar(found.values[key])} is {foreign.framework.name}'s default, which is kept; "
                 f"megarl's is {_scalar(usual)}"
             )
+    for default, why in found.differing.items():
+        yield f"{foreign.framework.name}'s default {default}: {why}"
     yield (
         "placement.device_memory_gb: not set, so `megarl check` plans for the GPUs that it finds or for "
         "80 GB; set about 90 % of the memory of yours"

@@ -247,7 +247,12 @@ def test_a_command_of_trl(tmp_path: Path) -> None:
         "actor.micro_batch.max_tokens": NULL,
         "actor.optim.decay": "linear",  # TRL's default
         "actor.recompute": "full",  # TRL's default
-        "tracking.loggers": "wandb",
+        "tracking.loggers": ["console", "jsonl", "wandb"],
+        # TRL's default with vLLM
+        "algorithm.rollout_correction.level": "sequence",
+        "algorithm.rollout_correction.kind": "mask",
+        "algorithm.rollout_correction.low": 0,
+        "algorithm.rollout_correction.high": 3,
     }
     assert differing(found, expected) == {}
     assert found.unknown == []
@@ -281,6 +286,293 @@ def test_a_yaml_and_a_docstring_of_trl(tmp_path: Path) -> None:
     text = f'"""Run it.\n\n```sh\n{TRL}```\n"""\nimport torch\n'
     found = converted(tmp_path / "grpo.py", text.replace("\\\n", "\\\\\n"))
     assert found.values["trainer.prompts_per_step"] == 64
+
+
+PYTHON = """
+LENGTH = 512
+def main(peft=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", type=float, default=5e-6)
+    parser.add_argument("--use-lora", action="store_true")
+    parser.add_argument("--group", default=4, dest="num_samples")
+    args = parser.parse_args()
+    rows = load_dataset("tiny/rows", split="train")
+    if args.use_lora:
+        peft = LoraConfig(r=16)
+    steps = 10
+    steps = 20
+    configuration = GRPOConfig(
+        learning_rate=args.rate,
+        num_generations=args.num_samples,
+        max_completion_length=LENGTH * 2,
+        max_steps=steps,
+        lr_scheduler_kwargs={"min_lr": 1e-7},
+        output_dir=f"runs/{LENGTH}",
+        report_to="none",
+    )
+    trainer = GRPOTrainer(model="tiny/model", args=configuration, reward_funcs=[scores.right, length])
+"""
+
+
+def test_a_python_script_of_trl(tmp_path: Path) -> None:
+    found = converted(tmp_path / "train.py", PYTHON)
+    expected = {
+        "model.path": "tiny/model",
+        "data.train_files": ["tiny/rows"],
+        "data.max_response_length": 1024,
+        "rollout.n": 4,
+        "actor.optim.lr": 5e-6,
+        "actor.optim.min_lr": 1e-7,
+        "trainer.total_steps": "???",  # assigned twice
+        "trainer.output_dir": "runs/512",
+        "tracking.loggers": ["console", "jsonl"],
+        "reward.functions": [{"path": "???"}, {"path": "???"}],
+    }
+    assert differing(found, expected) == {}
+    assert found.unknown == []
+    assert "actor.lora.rank" not in found.values  # its branch is not taken
+
+
+def test_options_of_a_command_are_arguments_of_the_script(tmp_path: Path) -> None:
+    command = "accelerate launch --num_processes 8 train.py --rate 1e-5 --use-lora"
+    found = converted(
+        tmp_path / "train.py", f'"""Run it.\n\nThe user\'s machine:\n\n{command}\n"""\n{PYTHON}'
+    )
+    expected = {
+        "actor.optim.lr": 1e-5,
+        "actor.lora.rank": 16,
+        "actor.lora.alpha": 8,  # PEFT's default
+        "placement.devices_per_node": 8,
+        "trainer.prompts_per_step": 16,  # 8 rows x 8 devices / 4
+    }
+    assert differing(found, expected) == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a = b\nb = a",
+        "a = 'x' * 10**9",
+        "a0 = 'x' * 9\n"
+        + "\n".join(f"a{each} = f'{{a{each - 1}}}{{a{each - 1}}}'" for each in range(1, 60))
+        + "\na = a59",
+        "a = [open('/etc/passwd').read()]",
+        "a = __import__('os').getcwd()",
+    ],
+)
+def test_nothing_of_a_python_script_is_executed(tmp_path: Path, line: str) -> None:
+    text = f"{line}\nGRPOConfig(run_name=a, learning_rate=1e-6)\n"
+    found = converted(tmp_path / "train.py", text)
+    assert found.values["tracking.run_name"] == "???"
+    assert found.values["actor.optim.lr"] == 1e-6
+
+
+def test_files_that_a_command_names(tmp_path: Path) -> None:
+    """They are relative to the folder of the script, or to one above it."""
+    (tmp_path / "zero3.yaml").write_text("num_machines: 2\nnum_processes: 16\n")
+    (tmp_path / "run.yaml").write_text("per_device_train_batch_size: 4\nlearning_rate: 1e-6\nmax_length: 9\n")
+    (tmp_path / "scripts").mkdir()
+    text = "accelerate launch --config_file zero3.yaml sft.py run.yaml --learning_rate 2e-6"
+    found = converted(tmp_path / "scripts" / "run.sh", text)
+    expected = {
+        "trainer.samples_per_step": 64,  # 4 x 16
+        "actor.optim.lr": 2e-6,
+        "placement.num_nodes": 2,
+        "placement.devices_per_node": 8,
+    }
+    assert differing(found, expected) == {}
+
+
+def test_processes_of_torchrun(tmp_path: Path) -> None:
+    text = TRL.replace("accelerate launch --num_processes 8", 'torchrun --nnodes=2 --nproc_per_node="4"')
+    found = converted(tmp_path / "run.sh", text)
+    expected = {"trainer.prompts_per_step": 64, "placement.num_nodes": 2, "placement.devices_per_node": 4}
+    assert differing(found, expected) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", {"level": "sequence", "kind": "mask", "low": 0, "high": 3}),
+        (
+            "--vllm_importance_sampling_mode token_truncate",
+            {"level": "token", "kind": "truncate", "low": None, "high": 3},
+        ),
+        ("--vllm_importance_sampling_clip_min 0.5", {"level": "sequence", "low": 0.5}),
+        ("--vllm_importance_sampling_clip_max 2", {"high": 2}),
+        ("--vllm_importance_sampling_correction false", {"level": "none", "kind": None, "high": None}),
+        ("--use_vllm false", {"level": "none", "kind": None, "high": None}),
+    ],
+)
+def test_the_correction_of_trl_is_on_with_vllm(
+    tmp_path: Path, options: str, expected: dict[str, Any]
+) -> None:
+    text = TRL.replace("--use_vllm", "" if "use_vllm" in options else "--use_vllm") + f"    {options}\n"
+    found = converted(
+        tmp_path / "run.sh",
+        text.replace("\n    --use_peft", " --use_peft").replace("wandb --no", "wandb \\\n --no"),
+    )
+    correction = {name: found.values.get(f"algorithm.rollout_correction.{name}") for name in expected}
+    assert correction == expected
+
+
+def test_defaults_of_trl_without_a_counterpart_are_said(tmp_path: Path) -> None:
+    found = converted(tmp_path / "run.sh", TRL)
+    assert found.differing.keys() == {"lora_dropout=0.05", "use_bias_correction_kl=true"}
+    # Neither an adapter nor a KL term.
+    found = converted(tmp_path / "run.sh", TRL.replace("--use_peft", "").replace("--beta 0.04", ""))
+    assert found.differing == {}
+    found = converted(tmp_path / "sft.yaml", "max_length: 9\ndataset_text_field: a\npacking: true\n")
+    assert found.differing.keys() == {"assistant_only_loss=false"}
+
+
+def test_cispo_has_no_lower_limit_where_the_source_has_none(tmp_path: Path) -> None:
+    text = TRL.replace("--loss_type dr_grpo", "--loss_type cispo --epsilon_high 5.0")
+    found = converted(tmp_path / "run.sh", text)
+    kind = {"algorithm.policy_loss.kind": "cispo", "algorithm.policy_loss.clip_low": 0.999}
+    assert differing(found, {**kind, "algorithm.policy_loss.clip_high": 4}) == {}
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(SHAPE)
+    text = SLIME.replace("--advantage-estimator grpo", "--advantage-estimator cispo")
+    found = converted(tmp_path / "run.sh", text.replace("--eps-clip 0.2", "--eps-clip 1.0"))
+    assert differing(found, {**kind, "algorithm.policy_loss.clip_high": 0.3}) == {}
+
+
+def test_each_reward_function_is_asked_for(tmp_path: Path) -> None:
+    text = TRL.replace("--use_peft", "--reward_funcs accuracy lib.format --reward_weights 1.0 0.5 --use_peft")
+    found = converted(tmp_path / "run.sh", text)
+    assert found.values["reward.functions"] == [
+        {"path": "???", "weight": 1.0},
+        {"path": "???", "weight": 0.5},
+    ]
+    assert found.origins["reward.functions"] == "reward_funcs=[accuracy, lib.format]"
+    assert found.origins["reward.functions"].startswith("reward_funcs=[accuracy, lib.format]")
+
+
+def slime(folder: Path, old: str = "", new: str = "") -> Migration:
+    """Return the conversion of the script with another part."""
+    (folder / "models").mkdir(exist_ok=True)
+    (folder / "models" / "tiny.sh").write_text(SHAPE)
+    return converted(folder / "run.sh", SLIME.replace(old, new) if old else SLIME)
+
+
+def test_the_kl_term_of_slimes_grpo_is_in_the_loss_only(tmp_path: Path) -> None:
+    given = "--use-kl-loss --kl-loss-coef 0.02 --kl-loss-type k2"
+    found = slime(tmp_path, given, "--kl-coef 0.1 --kl-loss-type k2")
+    assert found.values["algorithm.kl.where"] == "none"
+    text = SLIME.replace(given, "--kl-coef 0.1 --kl-loss-type k2")
+    text = text.replace("--advantage-estimator grpo", "--advantage-estimator reinforce_plus_plus")
+    found = converted(tmp_path / "run.sh", text)
+    expected = {"where": "reward", "estimator": "k2", "coefficient": 0.1}
+    assert differing(found, {f"algorithm.kl.{name}": value for name, value in expected.items()}) == {}
+
+
+def test_slimes_async_script_trains_on_samples_of_older_weights(tmp_path: Path) -> None:
+    found = slime(
+        tmp_path, "train.py --actor-num-nodes 2", "train_async.py --rollout-num-gpus 8 --actor-num-nodes 2"
+    )
+    assert found.values["rollout.max_staleness"] == 1
+    assert found.values["algorithm.rollout_correction.level"] == "token"
+    assert any("token is set" in why for why in found.differing.values())
+    found = slime(tmp_path, "--eps-clip 0.2", "--eps-clip 0.2 --use-tis --tis-clip 5")
+    assert "rollout.max_staleness" not in found.values
+
+
+def test_distillation_of_slime_asks_for_the_teacher(tmp_path: Path) -> None:
+    found = slime(tmp_path, "--eps-clip 0.2", "--use-opd --opd-type sglang --opd-kl-coef 0.5")
+    expected = {
+        "algorithm.advantage.estimator": "distillation",
+        "algorithm.advantage.distillation.coefficient": 0.5,
+        "teacher.path": "???",
+    }
+    assert differing(found, expected) == {}
+    assert "reward.functions" not in found.values
+    found = slime(tmp_path, "--eps-clip 0.2", "--use-opd --opd-type megatron")
+    assert found.values["algorithm.advantage.distillation.reward_weight"] == 1
+    assert "reward.functions" in found.values
+
+
+def test_defaults_and_adapters_of_slime_and_miles(tmp_path: Path) -> None:
+    found = slime(tmp_path, "--eps-clip 0.2", "--lora-rank 8 --target-modules q_proj,v_proj")
+    expected = {
+        "data.shuffle": False,  # slime's default
+        "actor.lora.rank": 8,
+        "actor.lora.alpha": 16,  # miles' default
+        "actor.lora.targets": ["q_proj", "v_proj"],
+    }
+    assert differing(found, expected) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "low", "high"),
+    [
+        ("clip_ratio=0.3", 0.3, 0.3),
+        ("clip_ratio_high=0.28", 0.2, 0.28),
+        ("clip_ratio_low=0.1 {prefix}clip_ratio_high=0.28 {prefix}clip_ratio=0.3", 0.1, 0.28),
+        ("clip_ratio=0.3 {prefix}clip_ratio_low=0.1", 0.1, 0.3),
+        ("clip_ratio_low=10 {prefix}clip_ratio_high=0.2", 0.999, 0.2),
+    ],
+)
+def test_verl_prefers_the_two_bounds_of_the_ratio(
+    tmp_path: Path, settings: str, low: float, high: float
+) -> None:
+    prefix = "actor_rollout_ref.actor."
+    found = converted(tmp_path / "run.sh", VERL_MINIMUM + prefix + settings.format(prefix=prefix))
+    expected = {"algorithm.policy_loss.clip_low": low, "algorithm.policy_loss.clip_high": high}
+    assert differing(found, expected) == {}
+
+
+def test_routes_are_replayed_where_there_is_an_earlier_pass(tmp_path: Path) -> None:
+    text = (
+        VERL_MINIMUM
+        + "actor_rollout_ref.actor.router_replay.mode=R2 actor_rollout_ref.actor.ppo_mini_batch_size="
+    )
+    assert converted(tmp_path / "run.sh", text + "16").values["engine.routing_replay"] == "trainer"
+    assert "engine.routing_replay" not in converted(tmp_path / "run.sh", text + "64").values
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("name: grpo, normalize_rewards: true, use_leave_one_out_baseline: true", "grpo"),
+        ("name: grpo, normalize_rewards: false, use_leave_one_out_baseline: true", "rloo"),
+        ("name: grpo, normalize_rewards: false, use_leave_one_out_baseline: false", "grpo"),
+        ("name: reinforce_plus_plus", "reinforce_plus_plus_baseline"),  # minus_baseline is on by default
+        ("name: reinforce_plus_plus, minus_baseline: false", "reinforce_plus_plus"),
+        ("", "grpo"),
+    ],
+)
+def test_estimators_of_nemo_rl(tmp_path: Path, estimator: str, expected: str) -> None:
+    found = converted(
+        tmp_path / "run.yaml", NEMO_BASE.replace("grpo: {", f"grpo: {{adv_estimator: {{{estimator}}}, ")
+    )
+    assert found.values["algorithm.advantage.estimator"] == expected
+    assert found.values.get("algorithm.advantage.normalize_by_std") == (
+        None if "normalize" not in estimator else "normalize_rewards: true" in estimator
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", {"level": "token", "high": 1e9}),  # no truncation
+        (
+            "truncated_importance_sampling_type: tis, truncated_importance_sampling_ratio: 5",
+            {"kind": "truncate", "high": 5},
+        ),
+        (
+            "truncated_importance_sampling_type: seq-mask-tis, truncated_importance_sampling_ratio: 1.002",
+            {"level": "token", "high": 1e9},
+        ),
+        ("sequence_level_importance_ratios: true", {"level": "sequence"}),
+    ],
+)
+def test_corrections_of_nemo_rl(tmp_path: Path, given: str, expected: dict[str, Any]) -> None:
+    text = NEMO_BASE.replace(
+        "loss_fn: {", f"loss_fn: {{use_importance_sampling_correction: true, {given or 'a: 1'}, "
+    )
+    found = converted(tmp_path / "run.yaml", text)
+    assert {name: found.values.get(f"algorithm.rollout_correction.{name}") for name in expected} == expected
 
 
 def test_a_file_of_nemo_rl(tmp_path: Path) -> None:
@@ -415,6 +707,7 @@ def test_a_warm_up_counts_optimizer_steps(tmp_path: Path) -> None:
         ("run ${A:-x} ${A-y} ${B:=z} ${C:+w}", ["x", "y", "z"]),
         ("A=(1 '2 3')\nA+=(4)\nrun \"${A[@]}\" ${#A[@]}", ["1", "2 3", "4", "3"]),
         ("A='1 2'\nrun $A \"$A\"", ["1", "2", "1 2"]),
+        ('A=()\nrun "${A[@]}" "" x"${A[@]}"', ["", "x"]),
         ("A=3\nrun $((A * 2 + 10 / 4))", ["8"]),
         ("run $UNSET/x `date` $(date)", ["${oc.env:UNSET}/x", "???", "???"]),
         ("run $(seq 2 2 6)", ["2", "4", "6"]),
