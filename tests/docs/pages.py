@@ -16,6 +16,8 @@ SITE = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "g
 PAGES = sorted([*ROOT.glob("*.md"), *SITE, *(ROOT / "examples").rglob("*.md")])
 
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
+WITH = "with: "  # the mark of a part of a configuration: the file, and overrides, that have the rest
+OTHER_PROGRAM = "of another program"  # the mark of a YAML block that is not a configuration of megarl
 _MARK = re.compile(r"<!-- (?!page: )(.*?) -->", re.DOTALL)  # `page: NAME` is of tests/failure_pages.py
 
 
