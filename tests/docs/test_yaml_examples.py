@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megarl.config.load import schema_of
 from megarl.config.validate import read_architectures
@@ -19,7 +18,7 @@ from megarl.doctor.checks import load_for_plan
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import load_device
-from tests.docs.pages import OTHER_PROGRAM, PAGES, ROOT, WITH, Block, blocks
+from tests.docs.pages import RECIPES, ROOT, WITH, YAML, Block, is_device, is_whole, recipe
 
 # Models of the pages whose config.json is not shipped, or that an earlier stage of a page trains, and models of
 # the same size or larger in their place.
@@ -33,38 +32,6 @@ STAND_INS = {
     "sft/run/huggingface": "models/Llama-3.2-1B-Instruct",
 }
 ANY_RUN = "configs/qwen2.5_7b_grpo.yaml"
-# The tasks that need keys of their own, and the page with a whole file of each.
-RECIPES = {
-    "supervised fine-tuning": ("algorithms/supervised.md", "kind: sft"),
-    "reward model": ("algorithms/supervised.md", "kind: reward_model"),
-    "DPO": ("algorithms/supervised.md", "kind: dpo"),
-    "PPO": ("algorithms/ppo.md", "ppo.yaml"),
-    "GRPO": ("algorithms/grpo.md", "grpo.yaml"),
-    "distillation": ("algorithms/distillation.md", "estimator: distillation"),
-    "agent": ("agents.md", "tools:"),
-    "judge": ("rewards.md", "judges:"),
-    "LoRA": ("large_models.md", "lora:"),
-    "FP8": ("large_models.md", "dtype: fp8"),
-    "images": ("data.md", "_vl_"),
-    "long context": ("large_models.md", "context_parallel_size:"),
-    "mixture of experts": ("large_models.md", "expert_parallel_size:"),
-}
-
-EXAMPLES = [
-    block
-    for page in PAGES
-    for block in blocks(page)
-    if block.language == "yaml" and block.mark != OTHER_PROGRAM
-]
-
-
-def is_device(block: Block) -> bool:
-    return "configs/devices/" in str(yaml.safe_load(block.text).get("base"))
-
-
-def is_whole(block: Block) -> bool:
-    sections = yaml.safe_load(block.text)
-    return not is_device(block) and ("base" in sections or {"model", "data"} <= set(sections))
 
 
 def write(block: Block, file: Path) -> None:
@@ -93,7 +60,7 @@ def write_run(block: Block, folder: Path) -> tuple[str, list[str]]:
         return str(folder / "run.yaml"), []
 
     base, *overrides = (block.mark or "").removeprefix(WITH).split() or [""]
-    above = [each for each in EXAMPLES if each.page == block.page and each.line < block.line]
+    above = [each for each in YAML if each.page == block.page and each.line < block.line]
     files = [each for each in above if is_whole(each)]
     if base == "" and files:
         write(files[-1], folder / "page.yaml")
@@ -104,7 +71,7 @@ def write_run(block: Block, folder: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in EXAMPLES if not is_device(block)], ids=lambda block: block.place
+    "block", [block for block in YAML if not is_device(block)], ids=lambda block: block.place
 )
 def test_a_run_fits_into_the_memory_of_its_gpus(block: Block, tmp_path: Path) -> None:
     path, overrides = write_run(block, tmp_path)
@@ -116,7 +83,7 @@ def test_a_run_fits_into_the_memory_of_its_gpus(block: Block, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in EXAMPLES if is_device(block)], ids=lambda block: block.place
+    "block", [block for block in YAML if is_device(block)], ids=lambda block: block.place
 )
 def test_a_device_file_can_be_loaded(block: Block, tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -126,15 +93,10 @@ def test_a_device_file_can_be_loaded(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", RECIPES)
 def test_every_task_has_a_whole_file_on_its_page(task: str) -> None:
-    page, key = RECIPES[task]
-    assert [
-        block
-        for block in EXAMPLES
-        if block.page == ROOT / "docs" / page and is_whole(block) and key in block.text
-    ]
+    assert is_whole(recipe(task))
 
 
 def test_the_examples_are_found() -> None:
-    assert sum(map(is_whole, EXAMPLES)) >= 15
-    assert sum(map(is_device, EXAMPLES)) == 1
-    assert len(EXAMPLES) > 60
+    assert sum(map(is_whole, YAML)) >= 15
+    assert sum(map(is_device, YAML)) == 1
+    assert len(YAML) > 60
