@@ -387,6 +387,8 @@ def test_the_command_ends_with_status_2_and_a_message(ppo: str, override: str) -
 
 
 WITHOUT_INPUTS = (
+    ["--help"],
+    ["train", "--help"],
     ["check", "--fast", "RUN"],
     # Arguments of the engine are checked by the names in its source.
     ["check", "--fast", "configs/qwen3_32b_grpo.yaml"],
@@ -428,7 +430,11 @@ sys.meta_path.insert(0, Refusing())
 from megarl.cli.main import build_parser, commands_of, main
 for words in json.loads(sys.argv[1]):
     print("$", *words, file=sys.stderr, flush=True)
-    print(main(words), file=sys.stderr, flush=True)
+    try:
+        status = main(words)
+    except SystemExit as ended:
+        status = ended.code
+    print(status, file=sys.stderr, flush=True)
 """
     text = Path(ppo).read_text()
     (tmp_path / "config.yaml").write_text(text)
