@@ -40,7 +40,7 @@ from megarl.data.loader import BatchLoader, RowLoader, train_loader
 from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
-from megarl.doctor.inputs import endless_turns
+from megarl.doctor.texts import endless_turns
 from megarl.machine.errors import ConfigError, counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import reads_images
