@@ -42,7 +42,6 @@ from megarl.plan.placement.memory import budget_problems, plan_memory, refuses
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.placement.transport import choose_transport
 from megarl.rollout.engines import SERVER_ARGS_CHECKS
-from megarl.tracking.run_files import CONFIG_FILE
 
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (
@@ -127,33 +126,6 @@ CHECKS = (
 
 
 # ---- before a run
-
-
-def refuse_wrong_keys(
-    config_path: str | None = None,
-    overrides: Sequence[str] = (),
-    address: str | None = None,
-    agent: str | None = None,
-    run_dir: str | None = None,
-) -> None:
-    """Report wrong keys and values of a command's configuration before the command imports torch.
-
-    The arguments are the options of commands. The configuration is CONFIG, that of `--agent`, or that of
-    RUN_DIR.
-
-    Raises:
-        ConfigError: Lists the problems of CONFIG that are found without its inputs, or those of keys and
-            values of another configuration.
-    """
-    if config_path is None:
-        source = Path(run_dir) / CONFIG_FILE if run_dir is not None else agent
-        if source is not None:
-            read_config(RunConfig, source, overrides).required()
-    elif read_config(RunConfig, config_path, overrides).problems:
-        if address is None:
-            load_for_run(RunConfig, config_path, overrides)
-        else:
-            load_for_plan(RunConfig, config_path, overrides, starts_elsewhere=True)
 
 
 def load_for_run[Run: RunConfig](

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megarl.config.load import Loaded, load_config, read_config, schema_of
+from megarl.cli.run.named_model import NamedModel
+from megarl.config.load import Loaded, load_config
 from megarl.config.schema import (
     ActorConfig,
     AdvantageConfig,
@@ -37,40 +38,9 @@ from megarl.config.sources import Layer
 from megarl.doctor.checks import findings_here, with_planned
 from megarl.doctor.run_inputs import find_on_hub
 from megarl.machine.errors import ConfigError
-from megarl.tracking.run_files import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from megarl.cli.run.named_model import NamedModel
 
 _EVALUATIONS = "evaluations"  # subfolder of a run's folder and of `outputs`
 _ROLLOUT = RolloutConfig()  # the defaults
-
-
-def refuse_wrong_keys(
-    model: str, rows_path: str | None, config: str | None, overrides: Sequence[str]
-) -> None:
-    """Report wrong keys and values of the evaluation's configuration before torch is imported.
-
-    A configuration that is only known when the model has been opened, that of a run's checkpoints, is not
-    read.
-
-    Raises:
-        ConfigError: Lists the problems.
-    """
-    if rows_path is not None:
-        read_config(PPOConfig, model, overrides).required()
-        return
-
-    folder = Path(model)
-    source: str | Mapping[str, Any] = config or {}
-    # A fine-tuning run has no rollout section, so an evaluation does not read its file.
-    if config is None and (folder / CONFIG_FILE).is_file():
-        run_file = str(folder / CONFIG_FILE)
-        source = run_file if schema_of(run_file) is PPOConfig else {}
-    elif config is None and folder.is_dir() and not (folder / "config.json").is_file():
-        return
-    given = Layer("options", {"model": {"path": model}, "data": {"train_files": []}})
-    read_config(PPOConfig, source, overrides, given).required()
 
 
 def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConfig:

@@ -421,7 +421,7 @@ WRONG_KEYS = (
 
 def test_a_wrong_key_is_reported_before_torch_is_imported(ppo: str, tmp_path: Path) -> None:
     """One process runs all commands. It cannot import the libraries that take seconds."""
-    program = """import json, sys
+    program = """import json, os, sys
 class Refusing:
     def find_spec(self, name, path=None, target=None):
         if name in ("torch", "ray", "transformers", "numpy", "pyarrow", "megatron"):
@@ -430,6 +430,10 @@ sys.meta_path.insert(0, Refusing())
 from megarl.cli.main import build_parser, commands_of, main
 for words in json.loads(sys.argv[1]):
     print("$", *words, file=sys.stderr, flush=True)
+    if words[0] == "launch":
+        os.environ |= {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}
+    else:
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
     try:
         status = main(words)
     except SystemExit as ended:
@@ -443,12 +447,9 @@ for words in json.loads(sys.argv[1]):
         [word.replace("RUN", ppo).replace("FOLDER", str(tmp_path)) for word in words]
         for words in (*WITHOUT_INPUTS, *WRONG_KEYS)
     ]
-    # As torchrun sets it for one node.
-    node = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": "0"}
     ended = subprocess.run(
         [sys.executable, "-c", program, json.dumps(commands)],
         cwd=ROOT,
-        env={**os.environ, **node},
         capture_output=True,
         text=True,
         timeout=120,
