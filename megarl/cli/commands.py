@@ -324,6 +324,7 @@ COMMANDS: Mapping[str, Command] = {
         group=RUNNING,
         module="megarl.cli.run.train",
         parts={"address": "megarl.cli.launch.submit"},
+        first="megarl.cli.run.first:train",
         summary="train as the configuration's `kind` specifies; the same command resumes",
         description="train with reinforcement learning, or as the configuration's `kind` specifies",
         arguments=(
@@ -438,6 +439,7 @@ COMMANDS: Mapping[str, Command] = {
         group=AFTER,
         module="megarl.cli.run.eval",
         parts={"rows_path": "megarl.cli.run.score"},
+        first="megarl.cli.run.first:evaluate",
         summary="sample from a model on a data file and score it: mean and pass@k",
         description="sample from a model on a data file and score it: mean and pass@k with standard errors; "
         "saves every sample",
@@ -460,6 +462,7 @@ COMMANDS: Mapping[str, Command] = {
     "generate": Command(
         group=AFTER,
         module="megarl.cli.run.generate",
+        first="megarl.cli.run.first:generate",
         summary="generate from prompts, or chat, with a model folder or a checkpoint",
         arguments=(
             *MODEL,
@@ -474,6 +477,7 @@ COMMANDS: Mapping[str, Command] = {
     "replay": Command(
         group=AFTER,
         module="megarl.cli.run.replay",
+        first="megarl.cli.run.first:replay",
         summary="repeat a recorded step, and find the first tensor that differs",
         description="repeat the updates of a recorded step, and find the first tensor that differs in "
         "another layout or version",

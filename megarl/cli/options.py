@@ -60,6 +60,8 @@ class Command:
             options. It returns an exit code, or None for 0.
         parts: Options that select another function instead, by their names in the parsed command line. A
             function gets the options that are its parameters, and any other one is refused.
+        first: The function, MODULE:FUNCTION, that reports wrong options before the others' modules are
+            imported, which may take seconds. It gets the options that are its parameters.
         summary: The line in `megarl --help`.
         arguments: What add the arguments, in the order of the help.
         examples: Command lines for the help and the documentation. A test parses all of them.
@@ -72,6 +74,7 @@ class Command:
     group: str
     module: str
     parts: Mapping[str, str] = MappingProxyType({})
+    first: str | None = None
     summary: str
     arguments: tuple[Adds, ...] = ()
     examples: tuple[str, ...]
@@ -100,6 +103,9 @@ class Command:
             ValueError: An option applies to none of the functions, or to several of them.
         """
         options = {name: value for name, value in vars(parsed).items() if name not in ("command", "start")}
+        if self.first is not None:
+            check, own = self._call(self.first, options)
+            check(**own)
         selected = [name for name in self.parts if options[name] not in (None, False)]
         calls = [self._call(self.parts[name], options) for name in selected] or [
             self._call(self.module, options)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config.dotted import with_value
-from megarl.config.roles import model_roles
+from megarl.config.roles import judge_roles, model_roles
 from megarl.config.schema import RunConfig
 from megarl.config.shipped import CONFIGS_DIR, shown
 
@@ -28,16 +28,16 @@ def with_published_models[Run: RunConfig](config: Run, config_path: str) -> tupl
     folders = [Path(config_path).parent / _MODELS, CONFIGS_DIR / _MODELS]
     said: dict[str, str] = {}
 
-    for role in model_roles(config):
+    models = [(role.path_key, role.path) for role in model_roles(config)]
+    models += [(f"{judge.key}.path", judge.path) for judge in judge_roles(config).values()]
+    for key, path in models:
         # Roles may share a path, and a path that exists is used as it is.
-        if role.path_key in said or os.path.exists(role.path):
+        if key in said or os.path.exists(path):
             continue
-        published = _published(Path(role.path), folders)
+        published = _published(Path(path), folders)
         if published is not None:
-            config = with_value(config, role.path_key, str(published))
-            said[role.path_key] = (
-                f"{role.path_key}: there is no folder {role.path!r}; using {shown(published)}/config.json"
-            )
+            config = with_value(config, key, str(published))
+            said[key] = f"{key}: there is no folder {path!r}; using {shown(published)}/config.json"
 
     return config, list(said.values())
 

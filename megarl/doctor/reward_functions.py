@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -14,8 +15,6 @@ from megarl.config.validation_metrics import (
     number_in,
     validation_metrics,
 )
-from megarl.data.files import DataError
-from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_rows
 from megarl.rewards.judge_reply import judge_numbers
 from megarl.rewards.process import RewardFunctionError, function_labels
 from megarl.rewards.scorer import RewardError, RewardScorer
@@ -79,18 +78,26 @@ def choose_truths(
 
 
 def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow, bool]]:
-    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-        for file in dict.fromkeys(files if key not in skipped else ()):
-            try:
-                for row in read_reward_rows([file], data.columns):
-                    inputs = read_reward_inputs(row, data.columns)
-                    truth = inputs.reward_model[GROUND_TRUTH]
-                    yield (
-                        TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info),
-                        key == "data.val_files",
-                    )
-            except DataError:  # reported by the check of the data
-                continue
+    keys = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    files = [(key, file) for key in keys if key not in skipped for file in dict.fromkeys(keys[key])]
+    files = [(key, file) for key, file in files if os.path.exists(file)]  # others are reported elsewhere
+    if not files:
+        return
+    # Imported here, because they import torch, which a run whose data is elsewhere does not need.
+    from megarl.data.files import DataError
+    from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_rows
+
+    for key, file in files:
+        try:
+            for row in read_reward_rows([file], data.columns):
+                inputs = read_reward_inputs(row, data.columns)
+                truth = inputs.reward_model[GROUND_TRUTH]
+                yield (
+                    TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info),
+                    key == "data.val_files",
+                )
+        except DataError:  # reported by the check of the data
+            continue
 
 
 def judge_rewards(

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from huggingface_hub import constants
+
 from megarl.config.load import Loaded, is_on_cuda, read_config, resolved
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
@@ -106,7 +108,10 @@ def names_a_hub(config: RunConfig) -> bool:
 
 
 def _from_cache[Run: RunConfig](config: Run) -> Run:
-    if not names_a_hub(config):
+    # The folders of the hub's cache are looked for here, because its library takes half a second to import.
+    cache = Path(constants.HF_HUB_CACHE)
+    names = [role.path for role in model_roles(config) if is_hub_name(role.path)]
+    if not any((cache / f"models--{name.replace('/', '--')}").is_dir() for name in names):
         return config
     from megarl.data.hub import with_cached_models
 

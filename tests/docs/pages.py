@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +17,8 @@ SITE = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "g
 PAGES = sorted([*ROOT.glob("*.md"), *SITE, *(ROOT / "examples").rglob("*.md")])
 
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
+WITH = "with: "  # the mark of a part of a configuration: the file, and overrides, that have the rest
+OTHER_PROGRAM = "of another program"  # the mark of a YAML block that is not a configuration of megarl
 _MARK = re.compile(r"<!-- (?!page: )(.*?) -->", re.DOTALL)  # `page: NAME` is of tests/failure_pages.py
 
 
@@ -102,3 +105,47 @@ def inline_commands(page: Path) -> Iterator[Command]:
 
 def _without_comment(line: str) -> str:
     return " ".join(re.sub(r"(^|\s+)# .*$", "", line).split())
+
+
+# ---- YAML blocks
+
+# The tasks that need keys of their own, and the page with a whole file of each.
+RECIPES = {
+    "supervised fine-tuning": ("algorithms/supervised.md", "kind: sft"),
+    "reward model": ("algorithms/supervised.md", "kind: reward_model"),
+    "DPO": ("algorithms/supervised.md", "kind: dpo"),
+    "PPO": ("algorithms/ppo.md", "ppo.yaml"),
+    "GRPO": ("algorithms/grpo.md", "grpo.yaml"),
+    "distillation": ("algorithms/distillation.md", "estimator: distillation"),
+    "agent": ("agents.md", "tools:"),
+    "judge": ("rewards.md", "judges:"),
+    "LoRA": ("large_models.md", "lora:"),
+    "FP8": ("large_models.md", "dtype: fp8"),
+    "images": ("data.md", "_vl_"),
+    "long context": ("large_models.md", "context_parallel_size:"),
+    "mixture of experts": ("large_models.md", "expert_parallel_size:"),
+}
+
+YAML = [
+    block
+    for page in PAGES
+    for block in blocks(page)
+    if block.language == "yaml" and block.mark != OTHER_PROGRAM
+]
+
+
+def is_device(block: Block) -> bool:
+    return "configs/devices/" in str(yaml.safe_load(block.text).get("base"))
+
+
+def is_whole(block: Block) -> bool:
+    """Whether a block is a whole configuration, and not a part of one."""
+    sections = yaml.safe_load(block.text)
+    return not is_device(block) and ("base" in sections or {"model", "data"} <= set(sections))
+
+
+def recipe(task: str) -> Block:
+    """Return the whole file of a task, which is the first one on its page with the key of the task."""
+    page, key = RECIPES[task]
+    files = [block for block in YAML if block.page == ROOT / "docs" / page and key in block.text]
+    return next(block for block in files if is_whole(block))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from transformers import (
     AutoConfig,
@@ -33,17 +34,15 @@ from megarl.cli.main import main
 from megarl.cli.run import eval as evaluation
 from megarl.cli.run import replay, session
 from megarl.cli.run.context import RunContext
-from megarl.config.load import dump_config
-from megarl.config.schema import Device, DPOConfig, RewardModelRunConfig
+from megarl.config.schema import Device
 from megarl.controller.resource_pool import ResourcePoolManager
-from tests.integration.test_preferences import pair_config, save_pairs
+from tests.docs.pages import RECIPES, recipe
+from tests.integration.test_preferences import save_pairs
 from tests.integration.tiny_run import (
     SYMBOLS,
     placed_pools,
     save_inputs,
     save_policy,
-    tiny_config,
-    tiny_sft_config,
 )
 
 PROMPT = "1+1="
@@ -54,7 +53,8 @@ class Kind(NamedTuple):
     """A kind of run.
 
     Attributes:
-        file: The configuration, in the folder of the inputs, or that of an example.
+        file: The configuration, in the folder of the inputs, or that of an example. Those of the inputs are files on
+        the pages, made tiny.
         overrides: What differs from it.
         evaluation: Options that `megarl eval` needs, because the run has no prompts or no reward.
         needs: What it says without them.
@@ -70,7 +70,7 @@ class Kind(NamedTuple):
 
 ALL_RUNS = ("trainer.total_steps=2", "tracking.record_batches=3", "checkpoint.at_end=true")
 MORE_STEPS = "trainer.total_steps=3"
-ADAPTERS = ("actor.lora.rank=2", "actor.optim.lr=2e-2")
+ADAPTERS = ("actor.lora.rank=2", "actor.lora.modules_to_save=[]", "actor.optim.lr=2e-2")
 ALONE = "algorithm.kl.where=none"  # without a reference
 GRPO = ("algorithm=grpo", ALONE)
 ONE_RANK = "actor.parallel.data_parallel_size=1"
@@ -80,8 +80,10 @@ TEACHER = (
     "algorithm.advantage.estimator=distillation",
     ALONE,
     "teacher.path={inputs}/teacher",
+    "teacher.parallel.tensor_parallel_size=1",
     "reward.functions=[]",
     "data.val_files=[]",
+    "trainer.validate_every_steps=0",
 )
 SUMS = ("--data", "{inputs}/validation.parquet", "--reward", "{inputs}/reward.py:compute_score")
 PROMPTS = (*SUMS, "--max-tokens", str(NUM_TOKENS))
@@ -94,30 +96,84 @@ SHAPES = (
     "trainer.prompts_per_step=4",
 )
 
+# What the files on the pages get instead of their models, data, devices and sizes.
+TINY: dict[str, Any] = {
+    "model": {"path": "policy", "dtype": "float32"},
+    "checkpoint": {"at_end": False},
+    "tracking": {"loggers": ["jsonl"]},
+    "device": "cpu",
+}
+TINY_SFT = {
+    "data": {"train_files": ["sft.parquet"], "val_files": ["sft_validation.parquet"], "max_length": 16},
+    "actor": {"micro_batch": {"max_tokens": 32}, "optim": {"lr": 1e-2}},
+    "trainer": {"samples_per_step": 7},
+}
+PAIRS = ("DPO", "reward model")
+TINY_PAIRS = {
+    "data": {"train_files": ["pairs.parquet"], "val_files": ["held_out.parquet"], "max_length": 16},
+    "actor": {
+        "parallel": {"data_parallel_size": 2},
+        "micro_batch": {"max_tokens": 48},
+        "optim": {"lr": 3e-3},
+    },
+    "trainer": {"pairs_per_step": 7},
+}
+ONE_DEVICE = {
+    **{f"{axis}_parallel_size": 1 for axis in ("tensor", "data", "context", "expert")},
+    "sequence_parallel": False,
+}
+TINY_RL = {
+    "data": {
+        "train_files": ["train.parquet"],
+        "val_files": ["validation.parquet"],
+        "max_prompt_length": 8,
+        "max_response_length": 8,
+    },
+    "actor": {"parallel": ONE_DEVICE, "micro_batch": {"max_tokens": 128}, "optim": {"lr": 5e-3}},
+    "critic": {"parallel": ONE_DEVICE, "micro_batch": {"max_tokens": 128}, "optim": {"lr": 1e-2}},
+    "reference": {"micro_batch": {"max_tokens": 128}},
+    "rollout": {
+        "engine": "hf",
+        "num_replicas": 1,
+        "tensor_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "n": 4,
+        "sglang": {"server_args": {}},
+    },
+    "reward": {"functions": [{"path": "reward.py"}], "num_processes": 1},
+    "placement": {
+        "strategy": "split_collocate",
+        "num_nodes": 1,
+        "devices_per_node": None,
+        "device_memory_gb": None,
+    },
+    "trainer": {"prompts_per_step": 4, "updates_per_step": 1, "critic_warmup_steps": 0},
+}
+
 KINDS = {
-    "sft": Kind("sft.yaml", (), PROMPTS),
-    "sft of experts": Kind("sft.yaml", ("model.path={inputs}/experts",), PROMPTS),
-    "reward model": Kind("reward_model.yaml", (ONE_RANK,), PROMPTS),
-    "dpo of adapters": Kind("dpo.yaml", (*ADAPTERS, ONE_RANK), PROMPTS, base="policy"),
-    "ppo": Kind("rl.yaml", (ALONE,)),
-    "grpo ahead": Kind("rl.yaml", (*GRPO, *AHEAD)),
-    "grpo of adapters": Kind("rl.yaml", (*GRPO, *ADAPTERS), base="policy"),
-    "distillation": Kind("rl.yaml", TEACHER, SUMS),
+    "sft": Kind("supervised fine-tuning.yaml", (), PROMPTS),
+    "sft of experts": Kind("supervised fine-tuning.yaml", ("model.path={inputs}/experts",), PROMPTS),
+    "reward model": Kind("reward model.yaml", (ONE_RANK,), PROMPTS),
+    "dpo of adapters": Kind("DPO.yaml", (*ADAPTERS, ONE_RANK), PROMPTS, base="policy"),
+    "ppo": Kind("PPO.yaml", (ALONE,)),
+    "grpo ahead": Kind("GRPO.yaml", (*GRPO, *AHEAD)),
+    "grpo of adapters": Kind("LoRA.yaml", (*GRPO, *ADAPTERS), base="policy"),
+    "distillation": Kind("distillation.yaml", TEACHER, SUMS),
 }
 if "MEGARL_SOAK" in os.environ:
     KINDS |= {
-        "sft of adapters": Kind("sft.yaml", ADAPTERS, PROMPTS, base="policy"),
-        "reward model of adapters": Kind("reward_model.yaml", ADAPTERS, PROMPTS, base="policy"),
-        "dpo": Kind("dpo.yaml", (), PROMPTS),
+        "sft of adapters": Kind("supervised fine-tuning.yaml", ADAPTERS, PROMPTS, base="policy"),
+        "reward model of adapters": Kind("reward model.yaml", ADAPTERS, PROMPTS, base="policy"),
+        "dpo": Kind("DPO.yaml", (), PROMPTS),
         "images": Kind("examples/shapes/grpo.yaml", SHAPES),
-        "grpo of experts": Kind("rl.yaml", (*GRPO, *SGLANG, "model.path={inputs}/experts")),
+        "grpo of experts": Kind("mixture of experts.yaml", (*GRPO, *SGLANG, "model.path={inputs}/experts")),
         "grpo of served adapters": Kind(
-            "rl.yaml",
+            "LoRA.yaml",
             (*GRPO, *SGLANG, *ADAPTERS, "actor.lora.sync=adapter", "model.path={inputs}/untied"),
             base="untied",
         ),
         "grpo with fp8 rollout": Kind(
-            "rl.yaml",
+            "FP8.yaml",
             (
                 *(*GRPO, *SGLANG, "model.path={inputs}/blocks", "rollout.dtype=fp8"),
                 *("algorithm.rollout_correction.level=token", "resharding.max_log_prob_difference=1"),
@@ -173,13 +229,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_pairs(folder)
     save_policy(folder / "experts", with_experts=True, num_layers=2)
     save_policy(folder / "teacher", seed=3, num_layers=2)
-    dump_config(tiny_config(folder, folder), folder / "rl.yaml")
-    dump_config(tiny_sft_config(folder, folder), folder / "sft.yaml")
-    dump_config(pair_config(DPOConfig, folder, folder), folder / "dpo.yaml")
-    dump_config(pair_config(RewardModelRunConfig, folder, folder), folder / "reward_model.yaml")
+    for task in RECIPES:
+        _save_recipe(task, folder)
     if "MEGARL_SOAK" in os.environ:
         _save_more(folder)
     return folder
+
+
+def _save_recipe(task: str, folder: Path) -> None:
+    """Write the file of a task on its page, and one that makes it tiny."""
+    (folder / "page").mkdir(exist_ok=True)
+    (folder / "page" / f"{task}.yaml").write_text(recipe(task).text)
+    smaller = TINY_PAIRS if task in PAIRS else TINY_SFT if task == "supervised fine-tuning" else TINY_RL
+    (folder / f"{task}.yaml").write_text(yaml.safe_dump({"base": f"page/{task}.yaml", **TINY, **smaller}))
 
 
 def _save_more(folder: Path) -> None:

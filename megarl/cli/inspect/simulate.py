@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -19,16 +19,10 @@ from megarl.config.schema import PPOConfig
 from megarl.doctor.checks import load_for_plan
 from megarl.machine.errors import counted
 from megarl.plan.placement.plan import plan_placement
-from megarl.rehearse.simulation.forecast import (
-    STALENESSES,
-    Forecasts,
-    forecast,
-    log_normal,
-    measured,
-    script_of,
-    splits_of,
-)
-from megarl.rehearse.simulation.run import Script
+
+if TYPE_CHECKING:
+    from megarl.rehearse.simulation.forecast import Forecasts
+    from megarl.rehearse.simulation.run import Script
 
 
 def run(
@@ -54,6 +48,9 @@ def run(
         )
 
     config = load_for_plan(PPOConfig, config_path, overrides).config
+    # Imported here, because it imports torch, which would delay the errors of the configuration.
+    from megarl.rehearse.simulation.forecast import STALENESSES, forecast, script_of, splits_of
+
     plan = plan_placement(config)
     console = output_console()
     splits = splits_of(config, plan)
@@ -82,6 +79,8 @@ def _work(
     tokens_per_s: float | None,
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """Return the response lengths of each prompt's samples, and the times by their names in a script."""
+    from megarl.rehearse.simulation.forecast import log_normal, measured  # imports torch
+
     for name, value in (("--training-s", training_s), ("--tokens-per-s", tokens_per_s)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} {value:g}: must be above 0")
@@ -147,7 +146,7 @@ def _print(config: PPOConfig, script: Script, forecasts: Forecasts, console: Con
     console.print(drawn)
 
     # The configured value may lie between two simulated ones.
-    nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
+    nearest = max(each for _, each in forecasts if each <= config.rollout.max_staleness)
     now_s = next(
         outcome.step_s
         for (split, max_staleness), outcome in forecasts.items()

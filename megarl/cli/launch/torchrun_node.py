@@ -17,17 +17,16 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch.distributed import DistError, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import RunConfig
-from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key
 from megarl.doctor.checks import load_for_run
 from megarl.machine.errors import ConfigError, counted
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.plan.placement.plan import plan_placement
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 FAILED = 1
 USER_ERROR = 2
@@ -54,6 +53,10 @@ class Meeting:
     """The messages between the nodes: JSON values by name in the rendezvous store."""
 
     def __init__(self) -> None:
+        # Imported here, because torch would delay the errors of the configuration.
+        from torch.distributed import PrefixStore
+        from torch.distributed.rendezvous import rendezvous
+
         store, self.rank, self.num_nodes = next(rendezvous("env://"))
         self._store: Store = PrefixStore(f"megarl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self.members = range(1, self.num_nodes)
@@ -180,14 +183,25 @@ class RayNode:
             self._process.kill()
 
 
-def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
-    """Run node 0, and send the exit code to the other nodes in any case."""
+def _checked(config_path: str, overrides: Sequence[str]) -> RunConfig | None:
+    """Return the configuration, or print its errors and return None."""
+    try:
+        return load_for_run(RunConfig, config_path, overrides, reads_inputs=False)
+    except ConfigError as error:
+        print(f"megarl train: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def drive(meeting: Meeting, config: RunConfig | None, arguments: Sequence[str]) -> int:
+    """Run node 0, and send the exit code to the other nodes in any case.
+
+    Args:
+        config: None if the configuration has errors.
+        arguments: The configuration's file and overrides, for `megarl train`.
+    """
     status = FAILED
     try:
-        status = _drive(meeting, config_path, overrides)
-    except ConfigError as error:
-        print(f"megarl train: {error}", file=sys.stderr)
-        status = USER_ERROR
+        status = USER_ERROR if config is None else _drive(meeting, config, arguments)
     finally:
         meeting.say(_STATUS, status)
         # Node 0 waits until the others have read the exit code.
@@ -200,8 +214,9 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     return status
 
 
-def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
-    config = load_for_run(RunConfig, config_path, overrides, reads_inputs=False)
+def _drive(meeting: Meeting, config: RunConfig, arguments: Sequence[str]) -> int:
+    from megarl.controller.daemons import AUTH_MODE, AUTH_TOKEN, add_key  # imports Ray
+
     # Ray's CPUs are not cores: a node has as many as all of the run's processes need.
     num_cpus = max(os.cpu_count() or 1, plan_placement(config).num_cpus)
     # Wait until every node has announced its address.
@@ -221,7 +236,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
                 raise LaunchError(f"node {rank} has left: {meeting.what(f'{_LEFT} {rank}')}")
         meeting.forget(_HEAD)  # the message contains the key
         _say(f"{counted(meeting.num_nodes, 'node')} joined, Ray is at {node.gcs_address}")
-        command = [sys.executable, "-m", "megarl", "train", config_path, *overrides]
+        command = [sys.executable, "-m", "megarl", "train", *arguments]
         return _run_driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}, meeting)
     finally:
         node.stop()
@@ -306,9 +321,11 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
     start_reaper(owner, whole_group=False)
 
     try:
+        is_first = os.environ["RANK"] == "0"
+        config = _checked(config_path, overrides) if is_first else None
         meeting = Meeting()
-        return drive(meeting, config_path, overrides) if meeting.rank == 0 else join(meeting)
-    except (LaunchError, DistError, RuntimeError) as error:
+        return drive(meeting, config, [config_path, *overrides]) if is_first else join(meeting)
+    except RuntimeError as error:  # also a LaunchError, or one of torch's store
         _say(f"{type(error).__name__}: {error}")
         return FAILED
     finally:

@@ -23,7 +23,7 @@ from megarl.algorithms.sampling_metrics import Estimate
 from megarl.cli.run.context import run_context_of
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder
-from megarl.cli.run.session import ray_processes, read_models, refuse_launched_ranks
+from megarl.cli.run.session import ray_processes, read_models
 from megarl.cli.run.train import check_reward_chats, prompt_reader, token_rules
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.finding import Status
@@ -68,7 +68,6 @@ def run(**options: Any) -> None:
     Raises:
         ValueError: The model, data or configuration is invalid. Raised before any process is started.
     """
-    refuse_launched_ranks("eval")
     if options.pop("of_ground_truth", False):
         raise ValueError("--ground-truth requires --rows")
     parsed = argparse.Namespace(**options)

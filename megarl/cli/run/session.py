@@ -272,22 +272,6 @@ def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:
 # ---- processes
 
 
-def refuse_launched_ranks(command: str) -> None:
-    """Raise ValueError if torchrun or a similar launcher has started this process.
-
-    Otherwise each of its ranks would be a driver.
-    """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" not in os.environ and int(size) == 1:
-        return
-    raise ValueError(
-        f"this process was started by torchrun or a similar launcher as one of {size} (WORLD_SIZE), but "
-        f"`megarl {command}` starts its own processes. On one machine, run `megarl {command}` directly; on "
-        f"several, run torchrun --nproc-per-node 1 -m megarl launch CONFIG key=value ... on each "
-        f"(docs/launch.md)"
-    )
-
-
 @contextmanager
 def ray_processes(context: RunContext, console: Console) -> Generator[tuple[Device, ResourcePoolManager]]:
     """Start or join Ray, and reserve the pools. Everything that was started ends with the block.

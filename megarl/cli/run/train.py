@@ -25,7 +25,6 @@ from megarl.cli.run.session import (
     open_monitor,
     open_session,
     read_models,
-    refuse_launched_ranks,
     report_filtered,
 )
 from megarl.cli.tables.console import print_line
@@ -40,7 +39,7 @@ from megarl.data.loader import BatchLoader, RowLoader, train_loader
 from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
-from megarl.doctor.inputs import endless_turns
+from megarl.doctor.texts import endless_turns
 from megarl.machine.errors import ConfigError, counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import reads_images
@@ -73,7 +72,6 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
     Raises:
         ValueError: The configuration, model or data is invalid. Raised before any process is started.
     """
-    refuse_launched_ranks("train")
 
     def train(config: RunConfig) -> int:
         with run_context_of(config, verbose) as context:

@@ -8,8 +8,6 @@ from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
 from megarl.config.dotted import with_value
 from megarl.config.schema import DType
 from megarl.plan.step_time.counts import RankGroup
@@ -200,6 +198,9 @@ def fit_link(times: Sequence[CollectiveTime]) -> LinkProfile:
     The time model is linear in the latency and in the time of a byte. Links on which only one of them takes
     time show how often each counts.
     """
+    # Imported here, because it would delay the errors of a configuration.
+    import numpy as np
+
     hops = [_modeled_s(time, _INFINITE_GB_S, latency_us=1e6) / time.seconds for time in times]
     sent = [_modeled_s(time, 1e-9, latency_us=0.0) / time.seconds for time in times]
 

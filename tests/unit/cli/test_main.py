@@ -33,6 +33,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int
 
     def install(name: str, run: Callable[..., int]) -> None:
         command, _, part = name.partition(" --")
+        if COMMANDS[command].first is not None:  # it would read the configuration
+            module_name, _, first = COMMANDS[command].first.partition(":")
+            monkeypatch.setattr(importlib.import_module(module_name), first, lambda: None)
         place = COMMANDS[command].parts[part] if part else COMMANDS[command].module
         name, _, function = place.partition(":")
         if function:  # the module has other commands

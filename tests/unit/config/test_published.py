@@ -61,6 +61,15 @@ def test_each_role_has_its_own(run: str, tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in absent] == ["reference.path", "critic.model.path"]
 
 
+def test_the_model_of_a_judge_is_found_too(run: str, tmp_path: Path) -> None:
+    (tmp_path / "judge.jinja").write_text("{{ solution }}")
+    judge = "{name: good, path: models/Tiny, prompt: judge.jinja, parse: {regex: '(.)'}}"
+    given = load_config(PPOConfig, run, [f"reward.judges=[{judge}]"])
+    config, (line,) = with_published_models(given, run)
+    assert config.reward.judges[0].path == str(tmp_path / "configs" / "models" / "Tiny")
+    assert line.startswith("reward.judges[0].path: there is no folder 'models/Tiny'")
+
+
 @pytest.mark.parametrize("path", ["models/tiny", "models/tuned", "models/maker", "Tiny/x"])
 def test_a_name_that_is_none_of_theirs_is_refused(
     path: str, run: str, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,8 @@ from megarl.config.finding import Status
 from megarl.config.schema import ModelConfig, SFTConfig, SFTDataConfig
 from megarl.data.hub import with_cached_models, with_hub_inputs
 from megarl.doctor.checks import read_subject
-from megarl.doctor.inputs import MODELS, TOKENIZERS, check
+from megarl.doctor.inputs import MODELS, check
+from megarl.doctor.texts import TOKENIZERS
 from tests.integration.tiny_run import REWARD, save_policy
 from tests.unit.config.folders import ppo_values, write_yaml
 from tests.unit.data.chats import prompt_row

@@ -30,7 +30,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.token_bounds import TooManyTokensError, longest_token, refuse_hopeless
 from megarl.data.whole_chat import render_whole
-from megarl.doctor import inputs
+from megarl.doctor import texts
 from megarl.machine.strict_json import MAX_DEPTH
 from tests.unit.data.chats import TEMPLATE, assistant, character_tokenizer, prompt_row, user
 
@@ -256,7 +256,7 @@ def test_check_names_the_bound(tmp_path: Path) -> None:
     row = KINDS["chats"][0]
     files = lines(tmp_path, row("a"), row("a" * SIZE))
     config = SFTConfig(data=SFTDataConfig(train_files=files))
-    results = inputs.data(config, byte_tokenizer(), ("data.val_files",), 256)
+    results = texts.data(config, byte_tokenizer(), ("data.val_files",), 256)
     (found,) = [each for each in results if each.status is Status.error and "rows.jsonl" in each.message]
     said = "1 of the first 2 rows have more than data.max_length=2048 tokens, the longest at least "
     assert SIZE / LONGEST < int(found.message.split(said)[1]) < SIZE / LONGEST + 20
