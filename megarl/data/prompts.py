@@ -197,9 +197,10 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
             )
             raise row.error(columns.reward_model, problem)
 
+    # A cell of a CSV file is empty instead of null.
     extra_info = (
         {}
-        if row.values.get(columns.extra_info) is None
+        if row.values.get(columns.extra_info) in (None, "")
         else typed_value(row, columns.extra_info, dict, "{'index': 0}")
     )
     source = Path(row.file).stem

@@ -48,6 +48,8 @@ class ConsoleLogger(Logger):
 
     # Metric -> its name on the line and its unit.
     SHOWN: Mapping[str, tuple[str, str]] = {
+        "distillation/reverse_kl/mean": ("teacher_kl", ""),
+        "actor/top_k_kl": ("teacher_top_k_kl", ""),
         "reward/mean": ("reward", ""),
         "val/score/mean": ("val/score", ""),
         "sft/loss": ("loss", ""),

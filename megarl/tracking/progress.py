@@ -17,6 +17,8 @@ from rich.progress import (
 
 # Metric -> its short name on the bar. Metrics that a run does not log are left out.
 SHOWN = {
+    "distillation/reverse_kl/mean": "KL from the teacher",
+    "actor/top_k_kl": "top-k KL from the teacher",
     "critic/score/mean": "reward",
     "actor/reward_kl_penalty": "KL in the reward",
     "actor/kl_loss": "KL in the loss",

@@ -291,7 +291,9 @@ def _user_data(wishes: Wishes) -> UserData | None:
     use = wishes.use
     if wishes.data is None:
         return None
-    data = read_user_data(wishes.data, use.kind, wishes.validation, wishes.columns, use.needs_answers)
+    data = read_user_data(
+        wishes.data, use.kind, wishes.kind, wishes.validation, wishes.columns, use.needs_answers
+    )
 
     # Without answers, the reward of a run that does not need them would have nothing to measure.
     if data.has_answers or use.needs_answers or not use.has_reward:
@@ -421,7 +423,8 @@ def _config(
     answers = {name.replace("-", "_"): value for name, value in wishes.answers.items()}
     if "teacher" in answers:
         answers["teacher"] = _from(wishes.folder, answers["teacher"])
-    return _template(wishes, has_reward=reward is not None or not use.has_reward).format(
+    has_reward = reward is not None or not use.has_reward
+    return _template(wishes, has_reward, has_validation=validation is not None).format(
         **answers,
         **use.words,
         title=use.title.format(**answers),
@@ -472,13 +475,14 @@ def _columns(columns: Mapping[str, str | None]) -> str:
     return f"  columns: {{{values}}}{' # null: ' + ', and '.join(nulls) if nulls else ''}\n"
 
 
-def _template(wishes: Wishes, has_reward: bool) -> str:
+def _template(wishes: Wishes, has_reward: bool, has_validation: bool) -> str:
     """Return the template of RL or of supervised runs with the sections of the kind's own template.
 
     A section that only the latter has comes before the trained model's.
 
     Args:
         has_reward: Whether anything scores responses.
+        has_validation: Whether there are held-out rows.
     """
     base = _sections("ppo" if wishes.use.kind is RunKind.ppo else "sft")
     own = _sections(wishes.kind)
@@ -487,6 +491,8 @@ def _template(wishes: Wishes, has_reward: bool) -> str:
         sections.pop("critic", None)
     if not has_reward:
         sections.pop("reward", None)
+    if not has_validation:
+        sections["rollout"] = sections["rollout"].partition("\n  validation:")[0]
 
     names = list(base)
     at = names.index("actor")

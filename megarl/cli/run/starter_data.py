@@ -126,11 +126,17 @@ class UserData:
 
 
 def read_user_data(
-    path: str, kind: RunKind, validation: str | None, given: Mapping[str, str | None], needs_answers: bool
+    path: str,
+    kind: RunKind,
+    use: str,
+    validation: str | None,
+    given: Mapping[str, str | None],
+    needs_answers: bool,
 ) -> UserData:
     """Find the columns of a data file, and hold out some of its questions unless there is a validation file.
 
     Args:
+        use: The value of `--kind`, for messages.
         validation: The user's own validation file, which must have the same columns.
         given: The columns that the user names, by key of `data.columns`.
         needs_answers: Whether a file of questions must have answers, unless the user says that it has none.
@@ -139,7 +145,7 @@ def read_user_data(
         DataError: A file cannot be read, has no rows, or lacks a column.
         ValueError: The file has neither known columns nor those that the user names.
     """
-    columns = _find_columns(path, kind, given, needs_answers)
+    columns = _find_columns(path, kind, use, given, needs_answers)
     if validation is not None:
         # Read only the first row, to check the columns.
         next(read_rows([validation], columns.required))
@@ -204,7 +210,9 @@ def columns_in(overrides: Sequence[str], kind: RunKind) -> dict[str, str | None]
     return columns
 
 
-def _find_columns(path: str, kind: RunKind, given: Mapping[str, str | None], needs_answers: bool) -> Columns:
+def _find_columns(
+    path: str, kind: RunKind, use: str, given: Mapping[str, str | None], needs_answers: bool
+) -> Columns:
     found = open_file(path, ()).columns
     if not found:
         raise DataError(f"{path}: the file has no rows")
@@ -226,7 +234,8 @@ def _find_columns(path: str, kind: RunKind, given: Mapping[str, str | None], nee
     # Without a prompt, both answers of a pair must be whole chats, which the tokenizer's trial tells.
     optional = {"prompt"} if known is _PAIRS else {"ground_truth"} if has_none or not needs_answers else set()
     if known.keys() - here.keys() - optional:
-        raise ValueError(_absent_columns(path, kind, found))
+        needed = {key: names for key, names in known.items() if key not in optional}
+        raise ValueError(_absent_columns(path, use, needed, found))
 
     source = given.get("data_source") or "data_source"
     has_source = kind is RunKind.ppo and source in found
@@ -247,13 +256,13 @@ def _find_columns(path: str, kind: RunKind, given: Mapping[str, str | None], nee
     )
 
 
-def _absent_columns(path: str, kind: RunKind, found: Sequence[str]) -> str:
-    known = _KNOWN[kind]
-    needed = "; ".join(f"the {_CONTENTS[key]} in one of {', '.join(known[key])}" for key in known)
+def _absent_columns(path: str, use: str, known: Mapping[str, Sequence[str]], found: Sequence[str]) -> str:
+    """Describe the problem of a file without the columns that a run needs, of which these are known."""
+    needed = "; ".join(f"the {_CONTENTS[key]} in one of {', '.join(names)}" for key, names in known.items())
     return (
-        f"{path} has the columns {', '.join(found)}, but a run of kind {kind.value} needs {needed}; name "
-        f"yours, such as {' '.join(f'data.columns.{key}=COLUMN' for key in known)}"
-        + (f", with {NO_ANSWERS} if the rows have no answers" if kind is RunKind.ppo else "")
+        f"{path} has the columns {', '.join(found)}, but --kind {use} needs {needed}; name yours, such as "
+        f"{' '.join(f'data.columns.{key}=COLUMN' for key in known)}"
+        + (f", with {NO_ANSWERS} if the rows have no answers" if "ground_truth" in known else "")
     )
 
 

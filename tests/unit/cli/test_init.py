@@ -129,11 +129,11 @@ def test_files_without_the_columns_of_a_kind_are_refused(
     data.write_text('{"id": 1, "ticket": "1+1="}\n')
     given = ["--model", str(policy), "--data", str(data), "--kind", kind, *OPTIONS[kind]]
     assert main(["init", str(tmp_path / "mine"), *given]) == 2
-    needed = "better answer in one of chosen, preferred, " if kind in ("dpo", "reward_model") else "answer in"
     refused = capsys.readouterr().err
-    assert f"{data} has the columns id, ticket, but a run of kind {USES[kind].kind.value} needs " in refused
-    assert needed in refused
-    assert "name yours, such as data.columns.prompt=COLUMN data.columns." in refused
+    assert f"{data} has the columns id, ticket, but --kind {kind} needs the " in refused
+    assert ("better answer in one of chosen, preferred, " in refused) == (kind in ("dpo", "reward_model"))
+    assert ("the answer in one of " in refused) == (kind in ("ppo", "sft", "agent"))
+    assert "name yours, such as data.columns." in refused
     assert not (tmp_path / "mine").exists()
 
 
@@ -223,8 +223,10 @@ def test_rows_without_answers_are_taken_where_nothing_needs_them(
         bool(config.data.val_files) == bool(config.trainer.validate_every_steps) == (kind != "distillation")
     )
     assert (mine / "reward.py").exists() == (kind == "ppo")
+    capsys.readouterr()
     if kind != "ppo":
         assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
+        assert "warning" not in capsys.readouterr().out
 
     # A function that reads the answers is refused before the run.
     reward = tmp_path / "reads.py"
@@ -328,7 +330,7 @@ def test_data_of_ones_own_are_named_with_their_columns(
     data.write_text('{"id": 1, "text": "a"}\n')
     assert main(["init", str(tmp_path / "other"), *given]) == 2
     assert (
-        f"{data} has the columns id, text, but a run of kind ppo needs the question in one of question, prompt, "
+        f"{data} has the columns id, text, but --kind ppo needs the question in one of question, prompt, "
         in capsys.readouterr().err
     )
     assert not (tmp_path / "other").exists()
