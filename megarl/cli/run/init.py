@@ -491,7 +491,7 @@ def _template(wishes: Wishes, has_reward: bool, has_validation: bool) -> str:
         sections.pop("critic", None)
     if not has_reward:
         sections.pop("reward", None)
-    if not has_validation:
+    if not has_validation and "rollout" in sections:
         sections["rollout"] = sections["rollout"].partition("\n  validation:")[0]
 
     names = list(base)
