@@ -139,7 +139,7 @@ def read_user_data(
         use: The value of `--kind`, for messages.
         validation: The user's own validation file, which must have the same columns.
         given: The columns that the user names, by key of `data.columns`.
-        needs_answers: Whether a file of questions must have answers, unless the user reports that there are none.
+        needs_answers: Whether a file of questions must have answers, unless the user names none.
 
     Raises:
         DataError: A file cannot be read, has no rows, or lacks a column.
