@@ -62,6 +62,7 @@ COMMANDS: Mapping[str, Command] = {
                 default=".",
                 help="output folder; the default is the current folder",
             ),
+            overrides("columns of --data with names of your own, such as data.columns.prompt=ticket"),
             argument(
                 "--model",
                 metavar="DIR",
@@ -115,6 +116,8 @@ COMMANDS: Mapping[str, Command] = {
         ),
         examples=(
             "megarl init my_run --model MODEL_DIR --data rows.jsonl",
+            "megarl init my_run --model MODEL_DIR --data rows.csv data.columns.prompt=ticket "
+            "data.columns.ground_truth=category",
             "megarl init my_run --model MODEL_DIR --kind sft",
             "megarl init my_run --model MODEL_DIR --kind dpo --data pairs.jsonl",
             "megarl init my_run --model MODEL_DIR --kind distillation --teacher TEACHER_DIR",

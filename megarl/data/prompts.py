@@ -43,7 +43,8 @@ SANDBOX_IMAGE = "sandbox_image"  # key of extra_info
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 _HINT = (
     "; data.columns sets which columns are read, such as data.columns.prompt=question "
-    "data.columns.ground_truth=answer data.columns.data_source=null"
+    "data.columns.ground_truth=answer data.columns.data_source=null, and data.columns.reward_model=null for "
+    "rows without answers"
 )
 
 
@@ -159,7 +160,7 @@ def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list
     `ground_truth`.
     """
     answers = columns.reward_model if columns.ground_truth is None else columns.ground_truth
-    if columns.ground_truth is None:
+    if columns.ground_truth is None and columns.reward_model is not None:
         there = open_file(file, (columns.reward_model, GROUND_TRUTH)).columns
         answers = GROUND_TRUTH if GROUND_TRUTH in there and columns.reward_model not in there else answers
 
@@ -184,6 +185,8 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
     """Return the reward inputs of a row of `read_prompt_rows` or `read_reward_rows`. Raises DataError."""
     if columns.ground_truth is not None:
         reward_model = {"style": "rule", GROUND_TRUTH: row.values[columns.ground_truth]}
+    elif columns.reward_model is None:
+        reward_model = {"style": "rule", GROUND_TRUTH: None}
     elif GROUND_TRUTH in row.values and columns.reward_model not in row.values:
         reward_model = {"style": "rule", GROUND_TRUTH: row.values[GROUND_TRUTH]}
     else:
@@ -194,9 +197,10 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
             )
             raise row.error(columns.reward_model, problem)
 
+    # A cell of a CSV file is empty instead of null.
     extra_info = (
         {}
-        if row.values.get(columns.extra_info) is None
+        if row.values.get(columns.extra_info) in (None, "")
         else typed_value(row, columns.extra_info, dict, "{'index': 0}")
     )
     source = Path(row.file).stem

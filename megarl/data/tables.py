@@ -212,8 +212,20 @@ def _refuse_filled(row: DataRow, column: str, value: Any, is_text: bool, what: s
 
 
 def typed_value(row: DataRow, column: str, kind: type, example: str) -> Any:
-    """Return the row's value of one column. Raises DataError if its type is not `kind`."""
+    """Return the row's value of one column. Raises DataError if its type is not `kind`.
+
+    A mapping may also be its JSON text, as in CSV files.
+    """
     value = row.values[column]
+    if kind is dict and isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = load_strictly(value)
+        except (ValueError, RecursionError) as error:
+            raise row.error(
+                column,
+                f"found the text {_show(value)}, which is not JSON ({str(error) or type(error).__name__}); "
+                "write it with json.dumps",
+            ) from error
     if not isinstance(value, kind):
         raise row.error(column, f"found {_show(value)}, expected {kind.__name__} such as {example}")
     return value

@@ -22,6 +22,7 @@ from megarl.config.schema import LoggerKind
 from megarl.machine.files import write_whole
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import parse_line
+from megarl.tracking.progress import readable
 from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, STATUS_FILE, check_run_folder, writing
 from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter, remove_samples
 from megarl.tracking.services import (
@@ -48,6 +49,8 @@ class ConsoleLogger(Logger):
 
     # Metric -> its name on the line and its unit.
     SHOWN: Mapping[str, tuple[str, str]] = {
+        "distillation/reverse_kl/mean": ("teacher_kl", ""),
+        "actor/top_k_kl": ("teacher_top_k_kl", ""),
         "reward/mean": ("reward", ""),
         "val/score/mean": ("val/score", ""),
         "sft/loss": ("loss", ""),
@@ -80,7 +83,9 @@ class ConsoleLogger(Logger):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         shown = [
-            f"{name} {metrics[key]:.4g}{unit}" for key, (name, unit) in self.SHOWN.items() if key in metrics
+            f"{name} {readable(metrics[key], 4)}{unit}"
+            for key, (name, unit) in self.SHOWN.items()
+            if key in metrics
         ]
         # Estimate the time left from the steps so far.
         if "timing_s/step" in metrics:

@@ -17,6 +17,8 @@ from rich.progress import (
 
 # Metric -> its short name on the bar. Metrics that a run does not log are left out.
 SHOWN = {
+    "distillation/reverse_kl/mean": "KL from the teacher",
+    "actor/top_k_kl": "top-k KL from the teacher",
     "critic/score/mean": "reward",
     "actor/reward_kl_penalty": "KL in the reward",
     "actor/kl_loss": "KL in the loss",
@@ -25,6 +27,11 @@ SHOWN = {
     "reward_model/loss": "loss",
     "perf/throughput": "tokens/s",
 }
+
+
+def readable(value: float, digits: int) -> str:
+    """Return a value with this many significant digits, and large ones as whole numbers."""
+    return f"{value:,.0f}" if 10**digits <= abs(value) < 10**9 else f"{value:.{digits}g}"
 
 
 class ProgressBar:
@@ -62,7 +69,9 @@ class ProgressBar:
 
     def advance(self, metrics: Mapping[str, float]) -> None:
         """Advance by one step, and show those of its metrics that fit on the bar."""
-        shown = "  ".join(f"{short} {metrics[name]:.3g}" for name, short in SHOWN.items() if name in metrics)
+        shown = "  ".join(
+            f"{short} {readable(metrics[name], 3)}" for name, short in SHOWN.items() if name in metrics
+        )
         self._progress.update(self._task, advance=1, metrics=shown)
 
     def show(self, num_done: int, text: str) -> None:

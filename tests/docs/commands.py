@@ -239,6 +239,11 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         "tests/unit/cli/test_init.py::test_a_terminal_is_asked_and_others_are_told", ('main(["init"',)
     ),
     "megarl init outputs/mine --model outputs/quickstart/sft/huggingface --device cpu": Executed(),
+    "megarl init my_run --model MODEL_DIR --data FILE data.columns.prompt=ticket "
+    "data.columns.ground_truth=category": InTest(
+        "tests/unit/cli/test_init.py::test_columns_with_other_names_are_named_on_the_command_line",
+        ("data.columns.prompt=ticket", "data.columns.ground_truth=category"),
+    ),
     "megarl init my_run --model MODEL_DIR --data FILE": InTest(
         "tests/unit/cli/test_init.py::test_what_it_says_about_the_reward_is_documented", ("--model", "--data")
     ),

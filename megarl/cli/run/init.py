@@ -20,7 +20,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megarl.cli.options import positive
-from megarl.cli.run.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
+from megarl.cli.run.starter_data import (
+    TRAIN_FILE,
+    VALIDATION_FILE,
+    UserData,
+    columns_in,
+    read_user_data,
+)
 from megarl.cli.run.starter_reward import NUMBER, OWN, STARTER, ChosenReward, choose_reward
 from megarl.config.json_schema import json_schema
 from megarl.config.load import load_config
@@ -67,6 +73,7 @@ _SAMPLES = 8
 _MOST_ROWS = 1000
 # The columns of generated rows.
 _SUMS: dict[str, str | None] = {"prompt": "question", "ground_truth": "answer", "data_source": None}
+_MEANINGS_OF_NULL = {"data_source": "the name of the file", "reward_model": "there are no answers"}
 _CHATS = {"row": "a whole conversation", "rows": "conversations", "per_step": "samples_per_step"}
 _PAIRS = {"row": "a prompt with its longer answer", "rows": "pairs", "per_step": "pairs_per_step"}
 
@@ -83,6 +90,7 @@ class Use:
         made: The columns of the rows that the script generates.
         files: Files to copy, besides the script and the reward.
         has_reward: Whether a reward function fits the answers in the data.
+        needs_answers: Whether the run cannot do without answers in the data.
         asks: Options that fill the template: by name, the question and the default.
         words: Other values of the template.
     """
@@ -94,6 +102,7 @@ class Use:
     script: str = DATA_SCRIPT
     files: tuple[str, ...] = ()
     has_reward: bool = True
+    needs_answers: bool = True
     asks: Mapping[str, tuple[str, str | None]] = field(default_factory=lambda: _PRESET)
     words: Mapping[str, str] = field(default_factory=dict)
 
@@ -132,6 +141,7 @@ USES: Mapping[str, Use] = {
     ),
     "distillation": Use(
         title="On-policy distillation of a teacher",
+        needs_answers=False,
         asks={"teacher": ("the teacher, a Hugging Face folder or a name on the hub", None)},
     ),
     "agent": Use(title="Reinforcement learning of tool calls with {algorithm}", files=("tools.py",)),
@@ -139,6 +149,7 @@ USES: Mapping[str, Use] = {
         title="Reinforcement learning with {algorithm} and the scores of a judge",
         files=("judge.jinja",),
         has_reward=False,
+        needs_answers=False,
         asks=_PRESET
         | {
             "judge-url": ("the judge's server, such as http://localhost:30000/v1", None),
@@ -157,6 +168,7 @@ class Wishes:
         data: A file of questions and answers; None: generated ones.
         validation: A file of held-out questions and answers; None: part of `data` is held out.
         kind: A key of USES.
+        columns: The columns of `data` that the user names, by key of `data.columns`.
         answers: The values of `Use.asks`.
         num_devices: Number of GPUs, or of processes on CPU, that all models share.
     """
@@ -166,6 +178,7 @@ class Wishes:
     data: str | None
     validation: str | None
     kind: str
+    columns: Mapping[str, str | None]
     answers: Mapping[str, str]
     device: Device
     num_devices: int
@@ -187,6 +200,7 @@ def run(
     judge_model: str | None,
     device: str | None,
     devices: int | None,
+    overrides: Sequence[str],
 ) -> None:
     """Write the files, and print the next commands. On a terminal, ask for missing options."""
 
@@ -213,6 +227,7 @@ def run(
             data=data or None,
             validation=val,
             kind=kind,
+            columns=columns_in(overrides, USES[kind].kind),
             answers={name: wish(name, given[name], *ask) for name, ask in asks.items()},
             device=Device(
                 wish("device", device, "device type", Device.auto.value, *(each.value for each in Device))
@@ -232,16 +247,17 @@ def _write(wishes: Wishes) -> None:
         DataError: A data file cannot be read, or the model's tokenizer cannot encode a row.
         ValueError: A data file has no known columns, or a file already exists.
     """
-    if wishes.validation is not None and wishes.data is None:
-        raise ValueError("--val requires --data")
+    if wishes.data is None and (wishes.validation is not None or wishes.columns):
+        raise ValueError(f"{'--val' if wishes.validation is not None else 'data.columns'} requires --data")
     model_folder = _folder_of(wishes.model)
     model = read_architecture(model_folder)
     use = wishes.use
-    data = None if wishes.data is None else read_user_data(wishes.data, use.kind, wishes.validation)
+    data = _user_data(wishes)
     _refuse_existing(wishes)
 
     # Try the reward and the tokenizer on the data before anything is written.
-    reward = _reward(data, wishes.validation) if use.has_reward else None
+    has_reward = use.has_reward and (data is None or data.is_scored)
+    reward = _reward(data, wishes.validation) if has_reward else None
     prompt, response, about_limits = _limits(_lengths(model_folder, wishes, data), model, use)
     files = {CONFIG_FILE: _config(wishes, model, data, reward, prompt, response)}
     files[SCHEMA_FILE] = json.dumps(json_schema(use.kind.value)) + "\n"
@@ -269,6 +285,25 @@ def _write(wishes: Wishes) -> None:
         if name in files and name.endswith(".py"):
             print(f"  python {wishes.folder / name}    # its own test")
     print(f"  megarl check {wishes.folder / CONFIG_FILE}\n  megarl train {wishes.folder / CONFIG_FILE}")
+
+
+def _user_data(wishes: Wishes) -> UserData | None:
+    use = wishes.use
+    if wishes.data is None:
+        return None
+    data = read_user_data(
+        wishes.data, use.kind, wishes.kind, wishes.validation, wishes.columns, use.needs_answers
+    )
+
+    # Without answers, the reward of a run that does not need them would have nothing to measure.
+    if data.has_answers or use.needs_answers or not use.has_reward:
+        return data
+    if wishes.validation is not None:
+        raise ValueError(
+            f"--val: nothing scores responses, because {wishes.data} has no answers; remove --val, or name "
+            "the column of the answers as data.columns.ground_truth=COLUMN"
+        )
+    return data.unscored()
 
 
 def _refuse_existing(wishes: Wishes) -> None:
@@ -388,7 +423,8 @@ def _config(
     answers = {name.replace("-", "_"): value for name, value in wishes.answers.items()}
     if "teacher" in answers:
         answers["teacher"] = _from(wishes.folder, answers["teacher"])
-    return _template(wishes).format(
+    has_reward = reward is not None or not use.has_reward
+    return _template(wishes, has_reward, has_validation=validation is not None).format(
         **answers,
         **use.words,
         title=use.title.format(**answers),
@@ -435,19 +471,28 @@ def _columns(columns: Mapping[str, str | None]) -> str:
     if not columns:
         return ""
     values = ", ".join(f"{key}: {'null' if name is None else name}" for key, name in columns.items())
-    return f"  columns: {{{values}}}{' # null: the name of the file' if None in columns.values() else ''}\n"
+    nulls = [_MEANINGS_OF_NULL[key] for key, name in columns.items() if name is None]
+    return f"  columns: {{{values}}}{' # null: ' + ', and '.join(nulls) if nulls else ''}\n"
 
 
-def _template(wishes: Wishes) -> str:
+def _template(wishes: Wishes, has_reward: bool, has_validation: bool) -> str:
     """Return the template of RL or of supervised runs with the sections of the kind's own template.
 
     A section that only the latter has comes before the trained model's.
+
+    Args:
+        has_reward: Whether anything scores responses.
+        has_validation: Whether there are held-out rows.
     """
     base = _sections("ppo" if wishes.use.kind is RunKind.ppo else "sft")
     own = _sections(wishes.kind)
     sections = base | own
     if not _has_critic(wishes.answers.get("algorithm")):
         sections.pop("critic", None)
+    if not has_reward:
+        sections.pop("reward", None)
+    if not has_validation and "rollout" in sections:
+        sections["rollout"] = sections["rollout"].partition("\n  validation:")[0]
 
     names = list(base)
     at = names.index("actor")

@@ -9,7 +9,7 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,12 @@ _KNOWN: Mapping[RunKind, Mapping[str, Sequence[str]]] = {
     RunKind.dpo: _PAIRS,
     RunKind.reward_model: _PAIRS,
 }
+# Other keys of `data.columns` that may name a column, by kind of run.
+_OPTIONAL: Mapping[RunKind, Sequence[str]] = {
+    RunKind.ppo: ("data_source", "extra_info"),
+    RunKind.sft: ("messages",),
+}
+NO_ANSWERS = "data.columns.reward_model=null"
 # What the columns contain, in messages.
 _CONTENTS = {
     "prompt": "question",
@@ -74,6 +80,8 @@ class UserData:
         num_rows: The rows that are trained on.
         num_held_out: The held-out rows, if they come from the same file.
         split: The text of each file to write instead of using the file itself; empty if nothing is held out.
+        has_answers: Whether the rows contain right answers.
+        is_scored: Whether anything scores responses to held-out questions.
     """
 
     path: str
@@ -82,10 +90,28 @@ class UserData:
     num_rows: int
     num_held_out: int
     split: dict[str, str]
+    has_answers: bool
+    is_scored: bool = True
+
+    def unscored(self) -> UserData:
+        """Return these data for a run in which nothing scores responses, so that no rows are held out."""
+        return replace(
+            self,
+            columns=self.columns_here,
+            num_rows=self.num_rows + self.num_held_out,
+            num_held_out=0,
+            split={},
+            is_scored=False,
+        )
 
     @property
     def about_validation(self) -> str:
         """Describe what is held out of the file for validation, or why nothing is."""
+        if not self.is_scored:
+            return (
+                f"none, because {self.path} has no answers to compare responses with; watch the divergence "
+                "from the teacher, or score responses with a function in reward.functions"
+            )
         if not self.split:
             return (
                 f"none, because {self.path} has fewer than {_FEWEST_QUESTIONS} questions; give held-out rows "
@@ -99,17 +125,27 @@ class UserData:
         )
 
 
-def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData:
+def read_user_data(
+    path: str,
+    kind: RunKind,
+    use: str,
+    validation: str | None,
+    given: Mapping[str, str | None],
+    needs_answers: bool,
+) -> UserData:
     """Find the columns of a data file, and hold out some of its questions unless there is a validation file.
 
     Args:
+        use: The value of `--kind`, for messages.
         validation: The user's own validation file, which must have the same columns.
+        given: The columns that the user names, by key of `data.columns`.
+        needs_answers: Whether a file of questions must have answers, unless the user names none.
 
     Raises:
         DataError: A file cannot be read, has no rows, or lacks a column.
-        ValueError: The file has no known columns.
+        ValueError: The file has neither known columns nor those that the user names.
     """
-    columns = _find_columns(path, kind)
+    columns = _find_columns(path, kind, use, given, needs_answers)
     if validation is not None:
         # Read only the first row, to check the columns.
         next(read_rows([validation], columns.required))
@@ -119,10 +155,17 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
     held_out = set[bytes]() if validation is not None else _choose_held_out(list(dict.fromkeys(questions)))
     needs_source = kind is RunKind.ppo and not columns.has_source
     here: dict[str, str | None] = columns.named | ({"data_source": None} if needs_source else {})
+    has_answers = columns.named.get("reward_model", "") is not None
 
     if not held_out:
         return UserData(
-            path=path, columns=here, columns_here=here, num_rows=len(rows), num_held_out=0, split={}
+            path=path,
+            columns=here,
+            columns_here=here,
+            num_rows=len(rows),
+            num_held_out=0,
+            split={},
+            has_answers=has_answers,
         )
 
     # Both files have the original file as data source, so that metrics are named after it.
@@ -138,39 +181,88 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
         num_rows=len(split[TRAIN_FILE]),
         num_held_out=len(split[VALIDATION_FILE]),
         split={name: "".join(lines) for name, lines in split.items()},
+        has_answers=has_answers,
     )
 
 
-def _find_columns(path: str, kind: RunKind) -> Columns:
+def columns_in(overrides: Sequence[str], kind: RunKind) -> dict[str, str | None]:
+    """Return the columns that the user names as `data.columns.KEY=COLUMN`, by key.
+
+    Raises:
+        ValueError: An argument names something else.
+    """
+    keys = (*_KNOWN[kind], *_OPTIONAL.get(kind, ()))
+    columns: dict[str, str | None] = {}
+    for override in overrides:
+        name, _, column = override.partition("=")
+        key = name.removeprefix("data.columns.")
+        if kind is RunKind.ppo and override == NO_ANSWERS:
+            columns[key] = None
+        elif name == f"data.columns.{key}" and key in keys and column:
+            columns[key] = column
+        else:
+            raise ValueError(
+                f"{override}: only the columns of --data are set here, for this kind of run "
+                f"{', '.join(f'data.columns.{each}=COLUMN' for each in keys)}"
+                + (f", or {NO_ANSWERS} for rows without answers" if kind is RunKind.ppo else "")
+                + "; set other keys in the file that this command writes"
+            )
+    return columns
+
+
+def _find_columns(
+    path: str, kind: RunKind, use: str, given: Mapping[str, str | None], needs_answers: bool
+) -> Columns:
     found = open_file(path, ()).columns
     if not found:
         raise DataError(f"{path}: the file has no rows")
-    if kind is RunKind.sft and "messages" in found:
-        return Columns("messages", ("messages",), ("tools",), {}, False)
+    for key, name in given.items():
+        if name is not None and name not in found:
+            raise ValueError(f"{path} has no column {name!r} (data.columns.{key}), only {', '.join(found)}")
+
+    messages = given.get("messages") or "messages"
+    if kind is RunKind.sft and messages in found and not given.keys() & _KNOWN[kind].keys():
+        named = {"messages": messages} if "messages" in given else {}
+        return Columns(messages, (messages,), ("tools",), {**named}, False)
 
     known = _KNOWN[kind]
+    has_none = "reward_model" in given
     here = {key: name for key, names in known.items() for name in reversed(names) if name in found}
+    here |= {key: name for key, name in given.items() if key in known and name is not None}
+    if has_none:
+        here.pop("ground_truth", None)
     # Without a prompt, both answers of a pair must be whole chats, which the tokenizer's trial tells.
-    absent = known.keys() - here.keys() - ({"prompt"} if known is _PAIRS else set())
-    if absent:
-        needed = "; ".join(f"the {_CONTENTS[key]} in one of {', '.join(known[key])}" for key in known)
-        raise ValueError(
-            f"{path} has the columns {', '.join(found)}, but a run of kind {kind.value} needs {needed}; "
-            f"remove --data, and set the file and its columns in the configuration (data.train_files, "
-            f"data.columns)"
-        )
+    optional = {"prompt"} if known is _PAIRS else {"ground_truth"} if has_none or not needs_answers else set()
+    if known.keys() - here.keys() - optional:
+        needed = {key: names for key, names in known.items() if key not in optional}
+        raise ValueError(_absent_columns(path, use, needed, found))
 
-    has_source = kind is RunKind.ppo and "data_source" in found
+    source = given.get("data_source") or "data_source"
+    has_source = kind is RunKind.ppo and source in found
     # Columns with the default names of `data.columns` need no entry. SFT has no such defaults.
-    named: dict[str, str | None] = {
+    entries: dict[str, str | None] = {
         key: name for key, name in here.items() if kind is RunKind.sft or name not in (key, "reward_model")
     }
+    entries |= {key: name for key, name in given.items() if key not in known and name != key}
+    if kind is RunKind.ppo and "ground_truth" not in here:
+        entries["reward_model"] = None
+
     return Columns(
-        question=next(iter(here.values())),
-        required=(*here.values(), *(["data_source"] if has_source else [])),
-        optional=("extra_info" if kind is RunKind.ppo else "tools",),
-        named=named,
+        question=here["prompt"] if "prompt" in here else next(iter(here.values())),
+        required=(*here.values(), *([source] if has_source else [])),
+        optional=((given.get("extra_info") or "extra_info") if kind is RunKind.ppo else "tools",),
+        named=entries,
         has_source=has_source,
+    )
+
+
+def _absent_columns(path: str, use: str, known: Mapping[str, Sequence[str]], found: Sequence[str]) -> str:
+    """Describe the problem of a file without the columns that a run needs, of which these are known."""
+    needed = "; ".join(f"the {_CONTENTS[key]} in one of {', '.join(names)}" for key, names in known.items())
+    return (
+        f"{path} has the columns {', '.join(found)}, but --kind {use} needs {needed}; name yours, such as "
+        f"{' '.join(f'data.columns.{key}=COLUMN' for key in known)}"
+        + (f", with {NO_ANSWERS} if the rows have no answers" if "ground_truth" in known else "")
     )
 
 

@@ -56,8 +56,9 @@ class PromptColumnsConfig:
     data_source: str | None = "data_source"
     # the correct answer; null: from the mapping reward_model or the column ground_truth
     ground_truth: str | None = None
-    # a mapping with the key ground_truth; ignored if ground_truth names a column
-    reward_model: str = "reward_model"
+    # a mapping with the key ground_truth; ignored if ground_truth names a column; null: the rows have no
+    # right answers, as for judges and teachers, and every ground truth is null
+    reward_model: str | None = "reward_model"
     extra_info: str = "extra_info"  # a mapping for reward functions; optional
     # images of the prompt, in the order of its placeholders <image>: a path, bytes, a mapping with `bytes` or
     # `path`, or a list of these; optional

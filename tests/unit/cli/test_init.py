@@ -128,14 +128,117 @@ def test_files_without_the_columns_of_a_kind_are_refused(
     kind: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "rows.jsonl"
-    data.write_text('{"id": 1, "question": "1+1="}\n')
+    data.write_text('{"id": 1, "ticket": "1+1="}\n')
     given = ["--model", str(policy), "--data", str(data), "--kind", kind, *OPTIONS[kind]]
     assert main(["init", str(tmp_path / "mine"), *given]) == 2
-    needed = "better answer in one of chosen, preferred, " if kind in ("dpo", "reward_model") else "answer in"
     refused = capsys.readouterr().err
-    assert f"{data} has the columns id, question, but a run of kind {USES[kind].kind.value} needs " in refused
-    assert needed in refused
+    assert f"{data} has the columns id, ticket, but --kind {kind} needs the " in refused
+    assert ("better answer in one of chosen, preferred, " in refused) == (kind in ("dpo", "reward_model"))
+    assert ("the answer in one of " in refused) == (kind in ("ppo", "sft", "agent"))
+    assert "name yours, such as data.columns." in refused
     assert not (tmp_path / "mine").exists()
+
+
+# Rows whose columns have names of their own, and the arguments that name them.
+NAMED_COLUMNS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ppo": (
+        {"ticket": "{n}+1=", "category": "{more}", "facts": {"n": 1}},
+        ["data.columns.prompt=ticket", "data.columns.ground_truth=category", "data.columns.extra_info=facts"],
+    ),
+    "sft": (
+        {"dialog": [{"role": "user", "content": "{n}+1="}, {"role": "assistant", "content": "{more}"}]},
+        ["data.columns.messages=dialog"],
+    ),
+    "dpo": (
+        {"ticket": "{n}+1=", "liked": "{more}", "disliked": "{n}"},
+        ["data.columns.prompt=ticket", "data.columns.chosen=liked", "data.columns.rejected=disliked"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED_COLUMNS)
+@pytest.mark.parametrize("num_rows", [9, 40])
+def test_columns_with_other_names_are_named_on_the_command_line(
+    kind: str, num_rows: int, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, named = NAMED_COLUMNS[kind]
+    data = tmp_path / "rows.jsonl"
+    text = json.dumps(row)
+    lines = [text.replace("{n}", str(n)).replace("{more}", str(n + 1)) for n in range(num_rows)]
+    data.write_text("\n".join(lines) + "\n")
+    given = ["--model", str(policy), "--data", str(data), "--kind", kind, "--device", "cpu"]
+    mine = tmp_path / "mine"
+    assert main(["init", str(mine), *named, *given]) == 0, capsys.readouterr().err
+
+    columns = yaml.safe_load((mine / "run.yaml").read_text())["data"]["columns"]
+    assert {f"data.columns.{key}={name}" for key, name in columns.items() if name} == set(named)
+    held_out = mine / "validation.jsonl"
+    assert held_out.exists() == (num_rows == 40)
+    if num_rows == 40:
+        assert row.keys() <= json.loads(held_out.read_text().splitlines()[0]).keys()
+    assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("named", "problem"),
+    [
+        ("data.columns.prompt=inquiry", "has no column 'inquiry' (data.columns.prompt), only id, ticket"),
+        ("data.columns.prompt=", "data.columns.prompt=: only the columns of --data are set here"),
+        ("data.columns.chosen=ticket", "this kind of run data.columns.prompt=COLUMN, data.columns.ground_t"),
+        ("rollout.n=4", "rollout.n=4: only the columns of --data are set here"),
+    ],
+)
+def test_other_columns_and_keys_are_refused(
+    named: str, problem: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"id": 1, "ticket": "1+1="}\n')
+    given = ["--model", str(policy), "--data", str(data)]
+    assert main(["init", str(tmp_path / "mine"), *given, named]) == 2
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("kind", ["judge", "distillation", "ppo"])
+def test_rows_without_answers_are_taken_where_nothing_needs_them(
+    kind: str,
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(policy.parent)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{n}+1="}) + "\n" for n in range(40)))
+    given = ["--model", "policy", "--data", str(data), "--kind", kind, "--device", "cpu", *OPTIONS[kind]]
+    mine = tmp_path / "mine"
+    # A run of the kind ppo has its own reward, so the user must say that there are no answers.
+    if kind == "ppo":
+        assert main(["init", str(mine), *given]) == 2
+        assert "data.columns.reward_model=null if the rows have no answers" in capsys.readouterr().err
+        given.append("data.columns.reward_model=null")
+    assert main(["init", str(mine), *given]) == 0, capsys.readouterr().err
+
+    config = load_config(PPOConfig, str(mine / "run.yaml"))
+    assert config.data.columns.reward_model is None
+    assert (
+        bool(config.data.val_files) == bool(config.trainer.validate_every_steps) == (kind != "distillation")
+    )
+    assert (mine / "reward.py").exists() == (kind == "ppo")
+    capsys.readouterr()
+    if kind != "ppo":
+        assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
+        assert "warning" not in capsys.readouterr().out
+
+    # A function that reads the answers is refused before the run.
+    reward = tmp_path / "reads.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    capsys.readouterr()
+    assert main(["check", str(mine / "run.yaml"), f"reward.functions=[{{path: {reward}}}]"]) == 2
+    assert "it is null, and " in capsys.readouterr().err
 
 
 CHATS = [[{"role": "user", "content": f"{n}+1="}] for n in range(20)]
@@ -229,7 +332,7 @@ def test_data_of_ones_own_are_named_with_their_columns(
     data.write_text('{"id": 1, "text": "a"}\n')
     assert main(["init", str(tmp_path / "other"), *given]) == 2
     assert (
-        f"{data} has the columns id, text, but a run of kind ppo needs the question in one of question, prompt, "
+        f"{data} has the columns id, text, but --kind ppo needs the question in one of question, prompt, "
         in capsys.readouterr().err
     )
     assert not (tmp_path / "other").exists()

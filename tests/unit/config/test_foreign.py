@@ -206,6 +206,23 @@ def test_a_command_of_slime(tmp_path: Path) -> None:
     assert "config.json" in found.answers["swiglu"]
 
 
+@pytest.mark.parametrize(
+    ("more", "temperature"),
+    [
+        ("", None),
+        (" --rollout-temperature 0.8", 0.8),
+        (" --rollout-temperature 0.8 --eval-temperature 0.1", 0.1),
+        (" --eval-temperature 0 --rollout-temperature 0.8", 0),
+    ],
+)
+def test_validation_of_slime_samples_as_training_does_unless_told(
+    more: str, temperature: float | None, tmp_path: Path
+) -> None:
+    found = converted(tmp_path / "run.sh", SLIME.replace("--eval-interval 5", f"--eval-interval 5{more}"))
+    assert found.values.get("rollout.validation.temperature") == temperature
+    assert found.values["data.columns.data_source"] is NULL
+
+
 def test_devices_of_their_own_for_the_engines(tmp_path: Path) -> None:
     text = SLIME.replace("--colocate", "--rollout-num-gpus 8")
     found = converted(tmp_path / "run.sh", text)

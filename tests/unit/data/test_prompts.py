@@ -4,7 +4,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config.schema import DataConfig, HarnessConfig, Overlong, SandboxConfig, SandboxProvider
+from megarl.config.schema import (
+    DataConfig,
+    HarnessConfig,
+    Overlong,
+    PromptColumnsConfig,
+    SandboxConfig,
+    SandboxProvider,
+)
 from megarl.data.files import DataError
 from megarl.data.prompts import PromptDataset
 from tests.unit.data.chats import prompt_row, user, write
@@ -48,6 +55,28 @@ def test_extra_info_may_be_absent_or_null(tmp_path, tokenizer):
     null = write(tmp_path / "b.parquet", [prompt_row(), prompt_row(extra_info=None)])
     prompts = dataset([absent, null], tokenizer)
     assert [prompts[i].extra_info for i in range(3)] == [{}, {"index": 0}, {}]
+
+
+def test_mappings_may_be_json_text_as_in_csv_files(tmp_path, tokenizer):
+    file = tmp_path / "rows.csv"
+    file.write_text(
+        "prompt,data_source,reward_model,extra_info\n"
+        '2 + 3 = ?,sums,"{""style"": ""rule"", ""ground_truth"": [2]}","{""index"": 7}"\n'
+        'ccc,sums,"{""ground_truth"": 3}",\n'
+    )
+    prompts = dataset([file], tokenizer)
+    assert [prompts[i].extra_info for i in range(2)] == [{"index": 7}, {}]
+    assert [prompts[i].reward_model["ground_truth"] for i in range(2)] == [[2], 3]
+
+
+def test_rows_without_answers_have_null_ground_truths(tmp_path, tokenizer):
+    row = prompt_row()
+    del row["reward_model"]
+    files = [write(tmp_path / "a.parquet", [row])]
+    prompts = dataset(files, tokenizer, columns=PromptColumnsConfig(reward_model=None))
+    assert prompts[0].reward_model["ground_truth"] is None
+    with pytest.raises(DataError, match="data.columns.reward_model=null for rows without answers"):
+        dataset(files, tokenizer)
 
 
 def test_overlong_prompts_are_refused_with_the_numbers(tmp_path, tokenizer):
@@ -112,6 +141,11 @@ def test_overlong_prompts_are_filtered_and_counted_and_never_cut(tmp_path, token
             "column 'reward_model': it has no 'ground_truth', only",
         ),
         (prompt_row() | {"data_source": 3}, "row 0, column 'data_source': found int 3, expected str"),
+        (
+            prompt_row() | {"extra_info": "{'a': 1}"},
+            "row 0, column 'extra_info': found the text .* is not JSON",
+        ),
+        (prompt_row() | {"extra_info": '{"a": 1, "a": 2}'}, "row 0, column 'extra_info': .*json.dumps"),
         (prompt_row() | {"extra_info": "x"}, "row 0, column 'extra_info': found str 'x', expected dict"),
     ],
 )

@@ -56,9 +56,11 @@ def test_console_line_shows_the_main_metrics_that_exist(tmp_path):
     logger.log(
         {"actor/kl_loss": 0.25, "actor/lr": 1e-6, "actor/grad_norm": 0.5, "response_length/mean": 23.46}, 8
     )
+    logger.log({"distillation/reverse_kl/mean": 0.0231, "reward/mean": 0.0, "perf/throughput": 13672.4}, 9)
     assert written == [
         "step 7  reward 0.5123  throughput 1500 tokens/s  time 12.34 s",
         "step 8  kl_loss 0.25  lr 1e-06  grad_norm 0.5  response 23.46 tokens",
+        "step 9  teacher_kl 0.0231  reward 0  throughput 13,672 tokens/s",
     ]
 
 

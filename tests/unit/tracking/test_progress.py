@@ -28,11 +28,9 @@ def _drawn(*, terminal: bool) -> str:
 
 def test_a_terminal_sees_step_reward_kl_and_throughput():
     drawn = _drawn(terminal=True)
-    for shown in ("PPO", "1/4", "reward 0.512", "KL in the reward 0.0123", "tokens/s 1.23e+03", "left"):
+    for shown in ("PPO", "1/4", "reward 0.512", "KL in the reward 0.0123", "tokens/s 1,234", "left"):
         assert shown in drawn
-    assert "9" not in drawn.split("tokens/s")[-1].split("left")[0].replace("1.23e+03", "").replace(
-        "0:00:00", ""
-    )
+    assert "9" not in drawn.split("tokens/s")[-1].split("left")[0].replace("1,234", "").replace("0:00:00", "")
 
 
 def test_a_log_file_gets_no_control_characters():
