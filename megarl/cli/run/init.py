@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+
 from megarl.cli.options import positive
 from megarl.cli.run.starter_data import TRAIN_FILE, VALIDATION_FILE, UserData, read_user_data
 from megarl.cli.run.starter_reward import NUMBER, OWN, STARTER, ChosenReward, choose_reward
@@ -28,10 +30,10 @@ from megarl.config.schema import (
     ChatColumnsConfig,
     DataConfig,
     Device,
-    PairColumnsConfig,
     PPOConfig,
     PreferenceDataConfig,
     PromptColumnsConfig,
+    RatedPairColumnsConfig,
     RunKind,
     SFTDataConfig,
 )
@@ -60,6 +62,7 @@ _SIZES = (1e7, 3e8, inf)
 _RL_RATES = (1e-3, 2e-5, 1e-6)
 _SFT_RATES = (2e-3, 1e-4, 1e-5)
 _DPO_RATES = (5e-4, 5e-6, 5e-7)
+_CRITIC_RATES = (1e-3, 2e-5, 1e-5)
 # Prompts of a step, and samples of a prompt.
 _PROMPTS = 16
 _SAMPLES = 8
@@ -156,6 +159,7 @@ class Wishes:
         model: A Hugging Face folder, or a name on the hub.
         data: A file of questions and answers; None: generated ones.
         validation: A file of held-out questions and answers; None: part of `data` is held out.
+        columns: The columns of `data` that the user named, by key of `data.columns`.
         kind: A key of USES.
         answers: The values of `Use.asks`.
         num_devices: Number of GPUs, or of processes on CPU, that all models share.
@@ -165,6 +169,7 @@ class Wishes:
     model: str
     data: str | None
     validation: str | None
+    columns: Mapping[str, str]
     kind: str
     answers: Mapping[str, str]
     device: Device
@@ -180,6 +185,7 @@ def run(
     model: str | None,
     data: str | None,
     val: str | None,
+    columns: str | None,
     kind: str | None,
     algorithm: str | None,
     teacher: str | None,
@@ -212,6 +218,7 @@ def run(
             model=model,
             data=data or None,
             validation=val,
+            columns=_parse_columns(columns),
             kind=kind,
             answers={name: wish(name, given[name], *ask) for name, ask in asks.items()},
             device=Device(
@@ -224,6 +231,23 @@ def run(
     )
 
 
+def _parse_columns(text: str | None) -> dict[str, str]:
+    if text is None:
+        return {}
+    try:
+        columns = yaml.safe_load(text)
+    except yaml.YAMLError:
+        columns = None
+    if not isinstance(columns, dict) or not all(
+        isinstance(each, str) for item in columns.items() for each in item
+    ):
+        raise ValueError(
+            f"--columns: {text!r} does not map keys of data.columns to columns of the file, such as "
+            f"'{{prompt: Customer text, answer: Reply}}'"
+        )
+    return columns
+
+
 def _write(wishes: Wishes) -> None:
     """Write the files, and print the next commands.
 
@@ -232,12 +256,16 @@ def _write(wishes: Wishes) -> None:
         DataError: A data file cannot be read, or the model's tokenizer cannot encode a row.
         ValueError: A data file has no known columns, or a file already exists.
     """
-    if wishes.validation is not None and wishes.data is None:
-        raise ValueError("--val requires --data")
+    if wishes.data is None and (wishes.validation is not None or wishes.columns):
+        raise ValueError(f"{'--val' if wishes.validation is not None else '--columns'} requires --data")
     model_folder = _folder_of(wishes.model)
     model = read_architecture(model_folder)
     use = wishes.use
-    data = None if wishes.data is None else read_user_data(wishes.data, use.kind, wishes.validation)
+    data = (
+        None
+        if wishes.data is None
+        else read_user_data(wishes.data, use.kind, wishes.validation, wishes.columns)
+    )
     _refuse_existing(wishes)
 
     # Try the reward and the tokenizer on the data before anything is written.
@@ -346,7 +374,7 @@ def _lengths(model_folder: str, wishes: Wishes, data: UserData | None) -> list[i
             case RunKind.ppo:
                 rows = DataConfig(train_files=files, columns=PromptColumnsConfig(**columns))
             case _:
-                rows = PreferenceDataConfig(train_files=files, columns=PairColumnsConfig(**columns))
+                rows = PreferenceDataConfig(train_files=files, columns=RatedPairColumnsConfig(**columns))
         return row_lengths(model_folder, rows, [add] if "tools.py" in wishes.use.files else [])
 
 
@@ -380,14 +408,15 @@ def _config(
 ) -> str:
     parameters = num_parameters(model)
     use = wishes.use
-    rate = next(rate for most, rate in zip(_SIZES, use.rates, strict=True) if parameters <= most)
+    rates = zip(_SIZES, use.rates, _CRITIC_RATES, strict=True)
+    rate, critic_rate = next(both for most, *both in rates if parameters <= most)
     row_tokens = prompt_tokens + response_tokens
     train, validation, columns = _data_values(wishes, data)
 
     # Paths of models are relative to the configuration.
     answers = {name.replace("-", "_"): value for name, value in wishes.answers.items()}
     if "teacher" in answers:
-        answers["teacher"] = _from(wishes.folder, answers["teacher"])
+        answers["teacher"] = _in_list(_from(wishes.folder, answers["teacher"]))
     return _template(wishes).format(
         **answers,
         **use.words,
@@ -395,9 +424,9 @@ def _config(
         kind=use.kind.value,
         algorithms="or "
         + ", ".join(sorted(file.stem for file in (CONFIGS_DIR / "algorithm").glob("*.yaml"))),
-        model=_from(wishes.folder, wishes.model),
-        train=train,
-        validation=f"[{validation or ''}]",
+        model=_in_list(_from(wishes.folder, wishes.model)),
+        train=_in_list(train),
+        validation=_as_yaml([validation] if validation else []),
         columns=columns,
         system_prompt=json.dumps((reward or OWN).prompt),
         prompt_tokens=prompt_tokens,
@@ -405,7 +434,8 @@ def _config(
         row_tokens=row_tokens,
         result_tokens=max(min(_TOKENS, response_tokens // 4), _LEAST_RESULT_TOKENS),
         batch_tokens=max(4 * row_tokens, 2048),
-        lr=f"{rate:.1e}".replace("e-0", "e-"),
+        lr=_number(rate),
+        critic_lr=_number(critic_rate),
         parameters=f"{parameters:,}",
         devices=wishes.num_devices,
         device=wishes.device.value,
@@ -434,8 +464,24 @@ def _data_values(wishes: Wishes, data: UserData | None) -> tuple[str, str | None
 def _columns(columns: Mapping[str, str | None]) -> str:
     if not columns:
         return ""
-    values = ", ".join(f"{key}: {'null' if name is None else name}" for key, name in columns.items())
-    return f"  columns: {{{values}}}{' # null: the name of the file' if None in columns.values() else ''}\n"
+    about_null = " # null: the name of the file" if None in columns.values() else ""
+    return f"  columns: {_as_yaml(dict(columns))}{about_null}\n"
+
+
+def _as_yaml(value: dict[str, str | None] | list[str]) -> str:
+    """Return a mapping or a list as YAML on one line, with quotes where a text needs them."""
+    return yaml.safe_dump(
+        value, default_flow_style=True, width=inf, allow_unicode=True, sort_keys=False
+    ).rstrip()
+
+
+def _in_list(text: str) -> str:
+    """Return a text as an item of a YAML list on one line."""
+    return _as_yaml([text])[1:-1]
+
+
+def _number(rate: float) -> str:
+    return f"{rate:.1e}".replace("e-0", "e-")
 
 
 def _template(wishes: Wishes) -> str:

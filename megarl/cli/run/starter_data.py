@@ -33,6 +33,13 @@ _KNOWN: Mapping[RunKind, Mapping[str, Sequence[str]]] = {
     RunKind.dpo: _PAIRS,
     RunKind.reward_model: _PAIRS,
 }
+# The columns that a row may have besides, by kind and key.
+_OPTIONAL: Mapping[RunKind, Sequence[str]] = {
+    RunKind.ppo: ("data_source", "extra_info"),
+    RunKind.sft: ("messages", "tools"),
+    RunKind.dpo: ("tools",),
+    RunKind.reward_model: ("tools", "margin"),
+}
 # What the columns contain, in messages.
 _CONTENTS = {
     "prompt": "question",
@@ -52,14 +59,14 @@ class Columns(NamedTuple):
     Attributes:
         question: The column with the question, or with the whole conversation.
         required: The columns that each row has.
-        optional: The columns that a row may have.
+        optional: The column that a row may have.
         named: The columns that `data.columns` names, by key.
         has_source: Whether the rows contain their data source.
     """
 
     question: str
     required: tuple[str, ...]
-    optional: tuple[str, ...]
+    optional: str
     named: dict[str, str | None]
     has_source: bool
 
@@ -99,21 +106,22 @@ class UserData:
         )
 
 
-def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData:
+def read_user_data(path: str, kind: RunKind, validation: str | None, chosen: Mapping[str, str]) -> UserData:
     """Find the columns of a data file, and hold out some of its questions unless there is a validation file.
 
     Args:
+        chosen: The columns that the user named, by key of `data.columns`. Others are found by their names.
         validation: The user's own validation file, which must have the same columns.
 
     Raises:
         DataError: A file cannot be read, has no rows, or lacks a column.
-        ValueError: The file has no known columns.
+        ValueError: The file has no known columns, or lacks one that the user named.
     """
-    columns = _find_columns(path, kind)
+    columns = _find_columns(path, kind, chosen)
     if validation is not None:
         # Read only the first row, to check the columns.
         next(read_rows([validation], columns.required))
-    rows = list(read_rows([path], columns.required, columns.optional))
+    rows = list(read_rows([path], columns.required, (columns.optional,)))
     # Hold out whole questions, so that no question is in both files. Equal questions share a digest.
     questions = [_digest(row.values[columns.question]) for row in rows]
     held_out = set[bytes]() if validation is not None else _choose_held_out(list(dict.fromkeys(questions)))
@@ -141,36 +149,68 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
     )
 
 
-def _find_columns(path: str, kind: RunKind) -> Columns:
+def _find_columns(path: str, kind: RunKind, chosen: Mapping[str, str]) -> Columns:
     found = open_file(path, ()).columns
     if not found:
         raise DataError(f"{path}: the file has no rows")
-    if kind is RunKind.sft and "messages" in found:
-        return Columns("messages", ("messages",), ("tools",), {}, False)
+    _check_chosen(path, kind, chosen, found)
 
     known = _KNOWN[kind]
+    optional = "extra_info" if kind is RunKind.ppo else "tools"
+    messages = chosen.get("messages", "messages")
+    if kind is RunKind.sft and messages in found and not chosen.keys() & known.keys():
+        named: dict[str, str | None] = {key: name for key, name in chosen.items() if name != key}
+        return Columns(messages, (messages,), chosen.get(optional, optional), named, has_source=False)
+
     here = {key: name for key, names in known.items() for name in reversed(names) if name in found}
+    here |= {key: name for key, name in chosen.items() if key in known}
     # Without a prompt, both answers of a pair must be whole chats, which the tokenizer's trial tells.
     absent = known.keys() - here.keys() - ({"prompt"} if known is _PAIRS else set())
     if absent:
-        needed = "; ".join(f"the {_CONTENTS[key]} in one of {', '.join(known[key])}" for key in known)
-        raise ValueError(
-            f"{path} has the columns {', '.join(found)}, but a run of kind {kind.value} needs {needed}; "
-            f"remove --data, and set the file and its columns in the configuration (data.train_files, "
-            f"data.columns)"
-        )
+        raise ValueError(_say_what_is_absent(path, kind, found, here))
 
-    has_source = kind is RunKind.ppo and "data_source" in found
-    # Columns with the default names of `data.columns` need no entry. SFT has no such defaults.
-    named: dict[str, str | None] = {
-        key: name for key, name in here.items() if kind is RunKind.sft or name not in (key, "reward_model")
+    source = chosen.get("data_source", "data_source")
+    has_source = kind is RunKind.ppo and source in found
+    more = [source] if has_source else []
+    more += [chosen["margin"]] if "margin" in chosen else []
+    # Columns with the default names of `data.columns` need no entry. The prompt and the answer of SFT, and
+    # the margin, have no such defaults.
+    named = {
+        key: name
+        for key, name in (here | chosen).items()
+        if name not in (key, "reward_model") or key == "margin" or (kind is RunKind.sft and key in known)
     }
     return Columns(
         question=next(iter(here.values())),
-        required=(*here.values(), *(["data_source"] if has_source else [])),
-        optional=("extra_info" if kind is RunKind.ppo else "tools",),
+        required=(*here.values(), *more),
+        optional=chosen.get(optional, optional),
         named=named,
         has_source=has_source,
+    )
+
+
+def _check_chosen(path: str, kind: RunKind, chosen: Mapping[str, str], found: Sequence[str]) -> None:
+    """Raise ValueError for a key that the kind does not have, or a column that the file does not have."""
+    for key, name in chosen.items():
+        keys = (*_KNOWN[kind], *_OPTIONAL[kind])
+        if key not in keys:
+            raise ValueError(
+                f"--columns: {key}: a run of kind {kind.value} has no such column; it has {', '.join(keys)}"
+            )
+        if name not in found:
+            raise ValueError(
+                f"--columns: {key}: {path} has no column {name!r}; it has the columns {', '.join(found)}"
+            )
+
+
+def _say_what_is_absent(path: str, kind: RunKind, found: Sequence[str], here: Mapping[str, str]) -> str:
+    known = _KNOWN[kind]
+    needed = "; ".join(f"the {_CONTENTS[key]} in one of {', '.join(known[key])}" for key in known)
+    chats = " (or whole chats in messages)" if kind is RunKind.sft else ""
+    example = ", ".join(f"{key}: COLUMN" for key in known if key not in here)
+    return (
+        f"{path} has the columns {', '.join(found)}, but a run of kind {kind.value} needs {needed}{chats}; "
+        f"name the missing ones with --columns '{{{example}}}'"
     )
 
 
@@ -184,7 +224,7 @@ def _digest(question: Any) -> bytes:
 
 def _line(row: DataRow, columns: Columns, more: dict[str, str]) -> str:
     """Return a row as a line of JSON."""
-    names = (*columns.required, *columns.optional)
+    names = (*columns.required, columns.optional)
     values = {name: row.values[name] for name in names if name in row.values}
     try:
         return json.dumps(values | more, allow_nan=False) + "\n"
