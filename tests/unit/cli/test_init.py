@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -133,7 +134,89 @@ def test_files_without_the_columns_of_a_kind_are_refused(
     refused = capsys.readouterr().err
     assert f"{data} has the columns id, question, but a run of kind {USES[kind].kind.value} needs " in refused
     assert needed in refused
+    assert re.search(r"name the missing ones with --columns '\{(\w+: COLUMN(, )?)+\}'$", refused.strip())
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [
+        ("ppo", {"prompt": "Question: new", "ground_truth": "yes", "data_source": "#1"}),
+        ("sft", {"prompt": "{a}, b", "answer": "'"}),
+        ("sft", {"messages": "1.0"}),
+        ("dpo", {"chosen": "+", "rejected": "- "}),
+        ("reward_model", {"prompt": "Frage", "chosen": "gut", "rejected": "é", "margin": "margin"}),
+    ],
+)
+def test_columns_of_any_name_can_be_named(
+    kind: str, columns: dict[str, str], policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def value(key: str, number: int) -> Any:
+        match key:
+            case "prompt":
+                return f"{number}+1="
+            case "messages":
+                return [*CHATS[number], {"role": "assistant", "content": str(number + 1)}]
+            case "margin":
+                return 0.5
+            case "data_source":
+                return "school"
+            case "rejected":
+                return str(number)
+            case _:
+                return str(number + 1)
+
+    found = {} if "prompt" in columns or "messages" in columns else {"prompt": "question"}
+    expected = found | columns
+    rows = [
+        {column: value(key, number) for key, column in expected.items()} | {"id": number}
+        for number in range(20)
+    ]
+    mine = written(tmp_path, policy, rows, "--kind", kind, "--columns", json.dumps(columns))
+    values = yaml.safe_load((mine / "run.yaml").read_text())
+    assert values["data"]["columns"] == expected
+    assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
+    for line in (mine / "train.jsonl").read_text().splitlines():
+        assert json.loads(line).keys() == set(expected.values())
+
+
+@pytest.mark.parametrize(
+    ("columns", "refusal"),
+    [
+        ("{prompt: ask, answer: reply}", "answer: a run of kind ppo has no such column; it has prompt, "),
+        ("{prompt: question}", "rows.jsonl has no column 'question'; it has the columns ask, reply"),
+        ("{prompt: ask}", "name the missing ones with --columns '{ground_truth: COLUMN}'"),
+        ("prompt=ask", "'prompt=ask' does not map keys of data.columns to columns"),
+        ("{prompt: [ask}", "does not map keys"),
+        ("{prompt: null}", "does not map keys"),
+        ("", "'' does not map keys"),
+    ],
+)
+def test_wrong_columns_are_refused(
+    columns: str, refusal: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"ask": "1+1=", "reply": "2"}\n')
+    given = ["--model", str(policy), "--data", str(tmp_path / "rows.jsonl"), "--columns", columns]
+    assert main(["init", str(tmp_path / "mine"), *given]) == 2
+    assert refusal in capsys.readouterr().err
+    assert not (tmp_path / "mine").exists()
+    assert main(["init", str(tmp_path / "mine"), "--model", str(policy), "--columns", "{prompt: ask}"]) == 2
+    assert "--columns requires --data" in capsys.readouterr().err
+
+
+def test_paths_are_quoted_where_yaml_needs_it(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model #1: mine"
+    model.symlink_to(policy)
+    data, validation = tmp_path / "a, b.jsonl", tmp_path / "[c] #2.jsonl"
+    for file in (data, validation):
+        file.write_text('{"question": "1+1=", "answer": "2"}\n')
+    given = ["--model", str(model), "--data", str(data), "--val", str(validation), "--device", "cpu"]
+    assert main(["init", str(tmp_path / "mine"), *given]) == 0, capsys.readouterr().err
+    values = yaml.safe_load((tmp_path / "mine" / "run.yaml").read_text())
+    assert values["model"]["path"] == str(model)
+    assert (values["data"]["train_files"], values["data"]["val_files"]) == ([str(data)], [str(validation)])
 
 
 CHATS = [[{"role": "user", "content": f"{n}+1="}] for n in range(20)]
@@ -599,3 +682,8 @@ def test_the_learning_rate_fits_the_size_of_the_model(
         folder = tmp_path / kind
         assert main(["init", str(folder), "--model", str(model), "--device", "cpu", "--kind", kind]) == 0
         assert yaml.safe_load((folder / "run.yaml").read_text())["actor"]["optim"]["lr"] == rate
+
+    with_critic = tmp_path / "with_critic"
+    assert main(["init", str(with_critic), "--model", str(model), "--algorithm", "ppo"]) == 0
+    values = yaml.safe_load((with_critic / "run.yaml").read_text())
+    assert values["critic"]["optim"]["lr"] == max(rates[0], 1e-5)
