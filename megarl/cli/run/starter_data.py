@@ -177,7 +177,7 @@ def _find_columns(path: str, kind: RunKind, chosen: Mapping[str, str]) -> Column
     # the margin, have no such defaults.
     named = {
         key: name
-        for key, name in (here | chosen).items()
+        for key, name in {**here, **chosen}.items()
         if name not in (key, "reward_model") or key == "margin" or (kind is RunKind.sft and key in known)
     }
     return Columns(
