@@ -92,11 +92,18 @@ class ConsoleLogger(Logger):
             self._seconds.append(metrics["timing_s/step"])
 
         if self._seconds and self._total_steps is not None and step < self._total_steps:
-            usual = self._seconds[1:] or self._seconds  # the first step includes warm-up
-            shown.append(f"{_duration(sum(usual) / len(usual) * (self._total_steps - step))} left")
+            # The first step includes warm-up, so alone it only gives a bound.
+            usual = self._seconds[1:] or self._seconds
+            bound = "" if len(self._seconds) > 1 else "up to "
+            shown.append(f"{bound}{_duration(sum(usual) / len(usual) * (self._total_steps - step))} left")
 
         total = "" if self._total_steps is None else f"/{self._total_steps}"
         self._write(f"step {step}{total}  " + "  ".join(shown))
+
+
+def _number(value: float) -> str:
+    """Return a value with four digits, or a large one as a whole number instead of with an exponent."""
+    return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _duration(seconds: float) -> str:

@@ -115,10 +115,10 @@ def _convert(folder: Path, target: Path, settings: argparse.Namespace) -> None:
     companions = settings.base if has_adapter(folder) and settings.base is not None else settings.config
     model = open_model(folder, settings.role, settings.trust_remote_code, companions)
     with _progress_bar("convert") as report:
-        num_files, nbytes = _write(model, target, settings, report)
+        num_parameters, num_files, nbytes = _write(model, target, settings, report)
     seconds = time.monotonic() - start_s
     print(
-        f"{target}: {counted(model.num_parameters, 'parameter')}, {counted(nbytes, 'byte')} "
+        f"{target}: {counted(num_parameters, 'parameter')}, {counted(nbytes, 'byte')} "
         f"in {counted(num_files, 'file')}, {seconds:.1f} s, {nbytes / seconds / 1e9:.2f} "
         f"GB/s, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB "
         "including the program"
@@ -155,8 +155,10 @@ def _downloaded(parent: Path | None, *models: Path | str) -> Generator[list[Path
         ]
 
 
-def _write(model: ModelSource, target: Path, settings: argparse.Namespace, report: Report) -> tuple[int, int]:
-    """Write the model as the options require, and return the number of files and of bytes.
+def _write(
+    model: ModelSource, target: Path, settings: argparse.Namespace, report: Report
+) -> tuple[int, int, int]:
+    """Write the model as the options require, and return its number of parameters, of files and of bytes.
 
     Raises:
         CheckpointError: The model cannot be written so.
@@ -184,7 +186,8 @@ def _write(model: ModelSource, target: Path, settings: argparse.Namespace, repor
             )
         if settings.dtype == FP8 or settings.max_shard_size != DEFAULT_SHARD_BYTES:
             raise ValueError("--dtype fp8 and --max-shard-size require --to hf")
-        return write_distributed(model, target, Layout(**sizes, data_parallel_size=1), dtype, report)
+        layout = Layout(**sizes, data_parallel_size=1)
+        return model.num_parameters, *write_distributed(model, target, layout, dtype, report)
 
     if list(sizes.values()) != [1, 1, None]:
         raise ValueError("a layout requires --to megatron; a Hugging Face folder has none")
@@ -194,12 +197,13 @@ def _write(model: ModelSource, target: Path, settings: argparse.Namespace, repor
                 f"{model.folder}: has adapters, which are not quantized; merge them into the base model with "
                 "--base HF_DIR, or use --dtype bfloat16"
             )
-        return write_peft(model, target, dtype, report)
+        return model.num_parameters, *write_peft(model, target, dtype, report)
 
     if settings.base is not None:
         model = merged_source(model, open_hugging_face(settings.base, settings.trust_remote_code))
     kept = _read_kept_tensors(model, target, dtype, has_original=settings.config is not None)
-    return write_hugging_face(model, target, dtype, settings.max_shard_size, report, kept)
+    written = write_hugging_face(model, target, dtype, settings.max_shard_size, report, kept)
+    return model.num_parameters, *written
 
 
 def _read_kept_tensors(

@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+
 from megarl.cli.options import positive
 from megarl.cli.run.starter_data import (
     TRAIN_FILE,
@@ -34,10 +36,10 @@ from megarl.config.schema import (
     ChatColumnsConfig,
     DataConfig,
     Device,
-    PairColumnsConfig,
     PPOConfig,
     PreferenceDataConfig,
     PromptColumnsConfig,
+    RatedPairColumnsConfig,
     RunKind,
     SFTDataConfig,
 )
@@ -66,6 +68,7 @@ _SIZES = (1e7, 3e8, inf)
 _RL_RATES = (1e-3, 2e-5, 1e-6)
 _SFT_RATES = (2e-3, 1e-4, 1e-5)
 _DPO_RATES = (5e-4, 5e-6, 5e-7)
+_CRITIC_RATES = (1e-3, 2e-5, 1e-5)
 # Prompts of a step, and samples of a prompt.
 _PROMPTS = 16
 _SAMPLES = 8
@@ -167,6 +170,7 @@ class Wishes:
         model: A Hugging Face folder, or a name on the hub.
         data: A file of questions and answers; None: generated ones.
         validation: A file of held-out questions and answers; None: part of `data` is held out.
+        columns: The columns of `data` that the user named, by key of `data.columns`.
         kind: A key of USES.
         columns: The columns of `data` that the user names, by key of `data.columns`.
         answers: The values of `Use.asks`.
@@ -177,6 +181,7 @@ class Wishes:
     model: str
     data: str | None
     validation: str | None
+    columns: Mapping[str, str]
     kind: str
     columns: Mapping[str, str | None]
     answers: Mapping[str, str]
@@ -193,6 +198,7 @@ def run(
     model: str | None,
     data: str | None,
     val: str | None,
+    columns: str | None,
     kind: str | None,
     algorithm: str | None,
     teacher: str | None,
@@ -226,6 +232,7 @@ def run(
             model=model,
             data=data or None,
             validation=val,
+            columns=_parse_columns(columns),
             kind=kind,
             columns=columns_in(overrides, USES[kind].kind),
             answers={name: wish(name, given[name], *ask) for name, ask in asks.items()},
@@ -237,6 +244,23 @@ def run(
             ),
         )
     )
+
+
+def _parse_columns(text: str | None) -> dict[str, str]:
+    if text is None:
+        return {}
+    try:
+        columns = yaml.safe_load(text)
+    except yaml.YAMLError:
+        columns = None
+    if not isinstance(columns, dict) or not all(
+        isinstance(each, str) for item in columns.items() for each in item
+    ):
+        raise ValueError(
+            f"--columns: {text!r} does not map keys of data.columns to columns of the file, such as "
+            f"'{{prompt: Customer text, answer: Reply}}'"
+        )
+    return columns
 
 
 def _write(wishes: Wishes) -> None:
@@ -381,7 +405,7 @@ def _lengths(model_folder: str, wishes: Wishes, data: UserData | None) -> list[i
             case RunKind.ppo:
                 rows = DataConfig(train_files=files, columns=PromptColumnsConfig(**columns))
             case _:
-                rows = PreferenceDataConfig(train_files=files, columns=PairColumnsConfig(**columns))
+                rows = PreferenceDataConfig(train_files=files, columns=RatedPairColumnsConfig(**columns))
         return row_lengths(model_folder, rows, [add] if "tools.py" in wishes.use.files else [])
 
 
@@ -415,7 +439,8 @@ def _config(
 ) -> str:
     parameters = num_parameters(model)
     use = wishes.use
-    rate = next(rate for most, rate in zip(_SIZES, use.rates, strict=True) if parameters <= most)
+    rates = zip(_SIZES, use.rates, _CRITIC_RATES, strict=True)
+    rate, critic_rate = next(both for most, *both in rates if parameters <= most)
     row_tokens = prompt_tokens + response_tokens
     train, validation, columns = _data_values(wishes, data)
 
@@ -431,9 +456,9 @@ def _config(
         kind=use.kind.value,
         algorithms="or "
         + ", ".join(sorted(file.stem for file in (CONFIGS_DIR / "algorithm").glob("*.yaml"))),
-        model=_from(wishes.folder, wishes.model),
-        train=train,
-        validation=f"[{validation or ''}]",
+        model=_in_list(_from(wishes.folder, wishes.model)),
+        train=_in_list(train),
+        validation=_as_yaml([validation] if validation else []),
         columns=columns,
         system_prompt=json.dumps((reward or OWN).prompt),
         prompt_tokens=prompt_tokens,
@@ -441,7 +466,8 @@ def _config(
         row_tokens=row_tokens,
         result_tokens=max(min(_TOKENS, response_tokens // 4), _LEAST_RESULT_TOKENS),
         batch_tokens=max(4 * row_tokens, 2048),
-        lr=f"{rate:.1e}".replace("e-0", "e-"),
+        lr=_number(rate),
+        critic_lr=_number(critic_rate),
         parameters=f"{parameters:,}",
         devices=wishes.num_devices,
         device=wishes.device.value,

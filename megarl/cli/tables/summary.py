@@ -66,7 +66,11 @@ _NAMES = {
 
 def title_of(config: RunConfig) -> str:
     """Return the common name of the algorithm: that of its loss if it has one, otherwise of its estimator."""
-    return _name(config.algorithm) if isinstance(config, PPOConfig) else config.kind.value.upper()
+    return (
+        _name(config.algorithm)
+        if isinstance(config, PPOConfig)
+        else config.kind.value.upper().replace("_", " ")
+    )
 
 
 def _name(algorithm: AlgorithmConfig) -> str:
@@ -117,11 +121,10 @@ def print_summary(config: RunConfig, console: Console, *, with_push: bool, is_he
 
 def _batch(config: RunConfig) -> Iterator[str]:
     samples = config.samples_per_step
-    of_prompts = (
-        f" ({counted(config.prompts_per_step, 'prompt')} x {config.samples_per_prompt})"
-        if isinstance(config, PPOConfig)
-        else ""
-    )
+    of_prompts = ""
+    if config.samples_per_prompt > 1 or isinstance(config, PPOConfig):
+        prompts = "prompt" if isinstance(config, PPOConfig) else "pair"
+        of_prompts = f" ({counted(config.prompts_per_step, prompts)} x {config.samples_per_prompt})"
     yield (
         f"{title_of(config)}: {counted(config.trainer.total_steps, 'step')} x "
         f"{counted(samples, 'sample')}{of_prompts}, in {counted(config.updates_per_pass, 'mini-batch')} of "

@@ -153,9 +153,9 @@ class RewardConfig:
     # minimum score of a sample that passes, for the metric pass@k; null: no pass@k
     pass_score: float | None = 1.0
     # time limit of one sample, from the start of its scoring
-    time_limit_s: float = only_with(ranged(10.0, above=0), _FUNCTIONS)
+    time_limit_s: float = only_with(ranged(10.0, above=0), _FUNCTIONS, is_usual=True)
     # fraction of a batch's samples whose scoring may fail. They score 0, are excluded from comparisons with
     # other samples, and are counted
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
     # processes that score in parallel
-    num_processes: int = only_with(ranged(2, at_least=1, at_most=10000), _FUNCTIONS)
+    num_processes: int = only_with(ranged(2, at_least=1, at_most=10000), _FUNCTIONS, is_usual=True)

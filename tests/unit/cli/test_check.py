@@ -20,7 +20,7 @@ from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.doctor.checks import load_for_plan
 from megarl.machine.errors import ConfigError
-from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
+from tests.unit.config.folders import model_folder, pair_values, ppo_values, sft_values, write_yaml
 
 ROOT = Path(__file__).parents[3]
 
@@ -128,6 +128,28 @@ def test_the_summary_plans_the_weight_sync_and_the_time_of_a_step(ppo: str, tmp_
     assert "of a step is not predicted: set placement.device_profile" in console.file.getvalue()
     write_plan(config, tmp_path)
     assert "Work of each role" in (tmp_path / "plan.txt").read_text()
+
+
+@pytest.mark.parametrize(("kind", "title"), [("dpo", "DPO"), ("reward_model", "REWARD MODEL")])
+def test_the_summary_of_a_run_on_pairs_counts_them(
+    kind: str, title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_yaml(tmp_path / "run.yaml", {"kind": kind} | pair_values(tmp_path))
+    assert main(["check", "--fast", path, "trainer.pairs_per_step=6", "trainer.total_steps=5"]) == 0
+    said = capsys.readouterr().out
+    assert f"BATCH   {title}: 5 steps x 12 samples (6 pairs x 2), in 1 mini-batch of 12 rows; " in said
+
+
+def test_settings_of_functions_may_stay_when_a_reward_model_scores(
+    ppo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = Path(ppo).parent / "judge"
+    model_folder(judge, architectures=["Qwen2ForSequenceClassification"], num_labels=1)
+    (judge / "chat_template.jinja").write_text("{{ messages }}")
+    scored = ["reward.functions=[]", f"reward.model.path={judge}", "reward.model.micro_batch.max_tokens=40"]
+    unread = ["reward.num_processes=1", "reward.time_limit_s=3"]
+    assert main(["check", "--fast", ppo, *scored, *unread]) == 0, capsys.readouterr().err
+    assert "no effect" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

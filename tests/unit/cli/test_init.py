@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -704,3 +705,8 @@ def test_the_learning_rate_fits_the_size_of_the_model(
         folder = tmp_path / kind
         assert main(["init", str(folder), "--model", str(model), "--device", "cpu", "--kind", kind]) == 0
         assert yaml.safe_load((folder / "run.yaml").read_text())["actor"]["optim"]["lr"] == rate
+
+    with_critic = tmp_path / "with_critic"
+    assert main(["init", str(with_critic), "--model", str(model), "--algorithm", "ppo"]) == 0
+    values = yaml.safe_load((with_critic / "run.yaml").read_text())
+    assert values["critic"]["optim"]["lr"] == max(rates[0], 1e-5)

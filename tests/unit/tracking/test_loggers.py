@@ -64,13 +64,32 @@ def test_console_line_shows_the_main_metrics_that_exist(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (9999.4, "9999"),
+        (9999.6, "10,000"),
+        (-12345.6, "-12,346"),
+        (1.5e7, "15,000,000"),
+        (1e20, "1e+20"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+        (2.5e-6, "2.5e-06"),
+    ],
+)
+def test_large_numbers_are_shown_without_an_exponent(tmp_path, value, shown):
+    written = []
+    ConsoleLogger(TrackedRun(output_dir=tmp_path), written.append).log({"perf/throughput": value}, 1)
+    assert written == [f"step 1  throughput {shown} tokens/s"]
+
+
 def test_console_line_says_how_long_the_rest_takes(tmp_path):
     written = []
     logger = ConsoleLogger(TrackedRun(output_dir=tmp_path, total_steps=100), written.append)
     for step, seconds in ((0, None), (1, 80.0), (2, 40.0), (98, 30.0), (99, 30.0), (100, 30.0)):
         logger.log({"actor/entropy": 1.0} | ({} if seconds is None else {"timing_s/step": seconds}), step)
     left = [line.rpartition("  ")[2] for line in written]
-    assert left[1:5] == ["2.2 h left", "65 min left", "70 s left", "33 s left"]
+    assert left[1:5] == ["up to 2.2 h left", "65 min left", "70 s left", "33 s left"]
     assert not any("left" in line for line in (written[0], written[5]))
     assert written[1].startswith("step 1/100  entropy 1  time 80 s")
 
