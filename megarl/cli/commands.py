@@ -80,12 +80,6 @@ COMMANDS: Mapping[str, Command] = {
                 help="held-out rows; by default, part of --data is held out",
             ),
             argument(
-                "--columns",
-                metavar="MAPPING",
-                help="columns of --data that are not found by their names, as in data.columns of a "
-                "configuration: '{prompt: Customer text, answer: Reply}'",
-            ),
-            argument(
                 "--kind",
                 choices=("ppo", "sft", "dpo", "reward_model", "distillation", "agent", "judge"),
                 help="ppo: reinforcement learning (the default); sft: supervised fine-tuning; dpo and "
@@ -125,7 +119,6 @@ COMMANDS: Mapping[str, Command] = {
             "megarl init my_run --model MODEL_DIR --data rows.csv data.columns.prompt=ticket "
             "data.columns.ground_truth=category",
             "megarl init my_run --model MODEL_DIR --kind sft",
-            "megarl init my_run --model MODEL_DIR --data faq.csv --columns '{prompt: ask, ground_truth: ok}'",
             "megarl init my_run --model MODEL_DIR --kind dpo --data pairs.jsonl",
             "megarl init my_run --model MODEL_DIR --kind distillation --teacher TEACHER_DIR",
         ),

@@ -282,7 +282,8 @@ def drop_quantized_weights(models: Iterable[torch.nn.Module]) -> None:
     """
     for model in models:
         for module in model.modules():
-            getattr(module, "_fp8_workspaces", {}).clear()
+            kept: Any = getattr(module, "_fp8_workspaces", {})
+            kept.clear()
 
 
 def fuse_gradient_accumulation(model: torch.nn.Module) -> None:

@@ -101,11 +101,6 @@ class ConsoleLogger(Logger):
         self._write(f"step {step}{total}  " + "  ".join(shown))
 
 
-def _number(value: float) -> str:
-    """Return a value with four digits, or a large one as a whole number instead of with an exponent."""
-    return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e15 else f"{value:.4g}"
-
-
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"

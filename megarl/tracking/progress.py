@@ -31,7 +31,7 @@ SHOWN = {
 
 def readable(value: float, digits: int) -> str:
     """Return a value with this many significant digits, and large ones as whole numbers."""
-    return f"{value:,.0f}" if 10**digits <= abs(value) < 10**9 else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if 10**digits - 0.5 <= abs(value) < 10**15 else f"{value:.{digits}g}"
 
 
 class ProgressBar:

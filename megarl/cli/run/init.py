@@ -170,7 +170,6 @@ class Wishes:
         model: A Hugging Face folder, or a name on the hub.
         data: A file of questions and answers; None: generated ones.
         validation: A file of held-out questions and answers; None: part of `data` is held out.
-        columns: The columns of `data` that the user named, by key of `data.columns`.
         kind: A key of USES.
         columns: The columns of `data` that the user names, by key of `data.columns`.
         answers: The values of `Use.asks`.
@@ -181,7 +180,6 @@ class Wishes:
     model: str
     data: str | None
     validation: str | None
-    columns: Mapping[str, str]
     kind: str
     columns: Mapping[str, str | None]
     answers: Mapping[str, str]
@@ -198,7 +196,6 @@ def run(
     model: str | None,
     data: str | None,
     val: str | None,
-    columns: str | None,
     kind: str | None,
     algorithm: str | None,
     teacher: str | None,
@@ -232,7 +229,6 @@ def run(
             model=model,
             data=data or None,
             validation=val,
-            columns=_parse_columns(columns),
             kind=kind,
             columns=columns_in(overrides, USES[kind].kind),
             answers={name: wish(name, given[name], *ask) for name, ask in asks.items()},
@@ -244,23 +240,6 @@ def run(
             ),
         )
     )
-
-
-def _parse_columns(text: str | None) -> dict[str, str]:
-    if text is None:
-        return {}
-    try:
-        columns = yaml.safe_load(text)
-    except yaml.YAMLError:
-        columns = None
-    if not isinstance(columns, dict) or not all(
-        isinstance(each, str) for item in columns.items() for each in item
-    ):
-        raise ValueError(
-            f"--columns: {text!r} does not map keys of data.columns to columns of the file, such as "
-            f"'{{prompt: Customer text, answer: Reply}}'"
-        )
-    return columns
 
 
 def _write(wishes: Wishes) -> None:
@@ -447,7 +426,7 @@ def _config(
     # Paths of models are relative to the configuration.
     answers = {name.replace("-", "_"): value for name, value in wishes.answers.items()}
     if "teacher" in answers:
-        answers["teacher"] = _from(wishes.folder, answers["teacher"])
+        answers["teacher"] = _in_list(_from(wishes.folder, answers["teacher"]))
     has_reward = reward is not None or not use.has_reward
     return _template(wishes, has_reward, has_validation=validation is not None).format(
         **answers,
@@ -496,9 +475,24 @@ def _data_values(wishes: Wishes, data: UserData | None) -> tuple[str, str | None
 def _columns(columns: Mapping[str, str | None]) -> str:
     if not columns:
         return ""
-    values = ", ".join(f"{key}: {'null' if name is None else name}" for key, name in columns.items())
     nulls = [_MEANINGS_OF_NULL[key] for key, name in columns.items() if name is None]
-    return f"  columns: {{{values}}}{' # null: ' + ', and '.join(nulls) if nulls else ''}\n"
+    return f"  columns: {_as_yaml(dict(columns))}{' # null: ' + ', and '.join(nulls) if nulls else ''}\n"
+
+
+def _as_yaml(value: dict[str, str | None] | list[str]) -> str:
+    """Return a mapping or a list as YAML on one line, with quotes where a text needs them."""
+    return yaml.safe_dump(
+        value, default_flow_style=True, width=inf, allow_unicode=True, sort_keys=False
+    ).rstrip()
+
+
+def _in_list(text: str) -> str:
+    """Return a text as an item of a YAML list on one line."""
+    return _as_yaml([text])[1:-1]
+
+
+def _number(rate: float) -> str:
+    return f"{rate:.1e}".replace("e-0", "e-")
 
 
 def _template(wishes: Wishes, has_reward: bool, has_validation: bool) -> str:

@@ -58,14 +58,14 @@ class Columns(NamedTuple):
     Attributes:
         question: The column with the question, or with the whole conversation.
         required: The columns that each row has.
-        optional: The column that a row may have.
+        optional: The columns that a row may have.
         named: The columns that `data.columns` names, by key.
         has_source: Whether the rows contain their data source.
     """
 
     question: str
     required: tuple[str, ...]
-    optional: str
+    optional: tuple[str, ...]
     named: dict[str, str | None]
     has_source: bool
 
@@ -149,7 +149,7 @@ def read_user_data(
     if validation is not None:
         # Read only the first row, to check the columns.
         next(read_rows([validation], columns.required))
-    rows = list(read_rows([path], columns.required, (columns.optional,)))
+    rows = list(read_rows([path], columns.required, columns.optional))
     # Hold out whole questions, so that no question is in both files. Equal questions share a digest.
     questions = [_digest(row.values[columns.question]) for row in rows]
     held_out = set[bytes]() if validation is not None else _choose_held_out(list(dict.fromkeys(questions)))
@@ -276,7 +276,7 @@ def _digest(question: Any) -> bytes:
 
 def _line(row: DataRow, columns: Columns, more: dict[str, str]) -> str:
     """Return a row as a line of JSON."""
-    names = (*columns.required, columns.optional)
+    names = (*columns.required, *columns.optional)
     values = {name: row.values[name] for name in names if name in row.values}
     try:
         return json.dumps(values | more, allow_nan=False) + "\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import runpy
 import subprocess
 import sys
@@ -240,6 +239,21 @@ def test_rows_without_answers_are_taken_where_nothing_needs_them(
     capsys.readouterr()
     assert main(["check", str(mine / "run.yaml"), f"reward.functions=[{{path: {reward}}}]"]) == 2
     assert "it is null, and " in capsys.readouterr().err
+
+
+def test_paths_are_quoted_where_yaml_needs_it(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model #1: mine"
+    model.symlink_to(policy)
+    data, validation = tmp_path / "a, b.jsonl", tmp_path / "[c] #2.jsonl"
+    for file in (data, validation):
+        file.write_text('{"question": "1+1=", "answer": "2"}\n')
+    given = ["--model", str(model), "--data", str(data), "--val", str(validation), "--device", "cpu"]
+    assert main(["init", str(tmp_path / "mine"), *given]) == 0, capsys.readouterr().err
+    values = yaml.safe_load((tmp_path / "mine" / "run.yaml").read_text())
+    assert values["model"]["path"] == str(model)
+    assert (values["data"]["train_files"], values["data"]["val_files"]) == ([str(data)], [str(validation)])
 
 
 CHATS = [[{"role": "user", "content": f"{n}+1="}] for n in range(20)]
