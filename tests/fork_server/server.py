@@ -255,7 +255,12 @@ class Server:
     """Fork processes, report to each client how its process ended, and forward signals and the end of the
     client to its process."""
 
-    def __init__(self, listener: socket.socket, kind: str) -> None:
+    def __init__(self, listener: socket.socket, kind: str, raylet: int | None = None) -> None:
+        """Create a server.
+
+        Args:
+            raylet: The raylet whose workers are forked. The server ends after it and them.
+        """
         self._listener = listener
         self._kind = kind
         self._woken, self._wake = os.pipe()
@@ -263,8 +268,11 @@ class Server:
         signal.set_wakeup_fd(self._wake)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._selector = selectors.DefaultSelector()
-        for source in (self._listener, self._woken, sys.stdin):
-            self._selector.register(source, selectors.EVENT_READ)
+        self._raylet = None if raylet is None else os.pidfd_open(raylet)
+        self._outlives_raylet = False
+        for source in (self._listener, self._woken, sys.stdin, self._raylet):
+            if source is not None:
+                self._selector.register(source, selectors.EVENT_READ)
 
         # by the forked process; None: it has ended
         self._clients: dict[int, socket.socket | None] = {}
@@ -284,6 +292,8 @@ class Server:
     def serve(self) -> Request:
         """Serve. Returns in each forked process, with the request that it must run."""
         while True:
+            if self._outlives_raylet and not self._clients:
+                os._exit(0)
             # one at a time: the end of a process closes the connection of its client
             key, _ = self._selector.select()[0]
             if key.fileobj is self._listener:
@@ -293,6 +303,9 @@ class Server:
                 self._tell_of_the_ended()
             elif key.fileobj is sys.stdin:
                 self._end()
+            elif key.fileobj == self._raylet:
+                self._selector.unregister(self._raylet)
+                self._outlives_raylet = True
             elif (
                 isinstance(key.fileobj, socket.socket)
                 and (request := self._hear(key.fileobj, key.data)) is not None
@@ -358,7 +371,9 @@ class Server:
         if os.fork() == 0:
             self._leave_all()
             _import_for_a_node(request)
-            server = Server(listener, _NODE)
+            # a driver's settings name no raylet
+            raylet = request.environment.get("RAY_RAYLET_PID")
+            server = Server(listener, _NODE, None if raylet is None else int(raylet))
             return request if server.start(request, files, client) else server.serve()
 
         for file in files:
@@ -373,8 +388,9 @@ class Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _forget(self._selector)
-        os.close(self._woken)
-        os.close(self._wake)
+        for file in (self._woken, self._wake, self._raylet):
+            if file is not None:
+                os.close(file)
 
     def _tell_of_the_ended(self) -> None:
         while self._clients and (ended := os.waitpid(-1, os.WNOHANG))[0]:
