@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.config.load import dump_config
@@ -33,6 +34,8 @@ from tests.integration.tiny_run import save_inputs, tiny_config, tiny_sft_config
 from tests.processes import gone_within, reached_by_strangers
 
 LIMIT_S = 30.0
+FORKED = fork_server.PYTHON
+FRESH = [sys.executable]  # a forked process ends with its client; these must end by themselves
 SLOW_REWARD = """
 import pathlib, time
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -67,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 def start(folder: Path, forked_processes: None) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(config: PPOConfig | SFTConfig, python: Sequence[str] = fork_server.PYTHON) -> Run:
+    def make(config: PPOConfig | SFTConfig, python: Sequence[str] = FORKED) -> Run:
         runs.append(Run(folder, config, python))
         return runs[-1]
 
@@ -88,8 +91,7 @@ def sft_config(folder: Path) -> SFTConfig:
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[..., Run], folder: Path) -> None:
-    # Fresh: a forked process ends with its client, and here all must end by themselves.
-    run = start(sft_config(folder), python=[sys.executable])
+    run = start(sft_config(folder), python=FRESH)
     run.wait_for(lambda: run.steps() >= 1)
     victim, other = run.processes("ray::WorkerHost")
     everything = run.processes()
@@ -184,18 +186,32 @@ def test_a_second_start_on_a_folder_of_a_run_is_refused_and_the_first_goes_on(
     assert not (run.output_dir / ".lock").exists()
 
 
+def program_of(process: psutil.Process) -> str:
+    """Return the program of a process, or of the forked one for which it stands."""
+    first, *others = process.cmdline()
+    if others[: len(FORKED) - 1] != FORKED[1:]:
+        return first
+    return next(each for each in others[len(FORKED) - 1 :] if not each.startswith("-"))
+
+
+# After the loss of an agent or of the GCS, the raylet ends the node itself.
 @pytest.mark.parametrize(
-    ("killed", "recovers", "named"),
+    ("killed", "recovers", "python", "named"),
     [
-        ("RuntimeEnvAgent", True, "one Ray agent failed, agent_name = runtime_env_agent"),
-        ("RuntimeEnvAgent", False, "one Ray agent failed, agent_name = runtime_env_agent"),
-        ("tail", False, "one Ray agent failed, agent_name = dashboard_agent"),
-        ("raylet", True, "Ray's raylet has ended"),
-        ("gcs_server", True, "Ray's (gcs_server|raylet) has ended"),
+        ("runtime_env/agent/main.py", True, FORKED, "one Ray agent failed, agent_name = runtime_env_agent"),
+        ("tail", False, FORKED, "one Ray agent failed, agent_name = dashboard_agent"),
+        ("raylet", True, FRESH, "Ray's raylet has ended"),
+        ("gcs_server", True, FORKED, "Ray's (gcs_server|raylet) has ended"),
     ],
+    ids=["runtime_env_agent", "dashboard_agent", "raylet", "gcs_server"],
 )
 def test_the_loss_of_a_process_of_rays_own_ends_the_run_and_is_named(
-    killed: str, recovers: bool, named: str, start: Callable[..., Run], folder: Path
+    killed: str,
+    recovers: bool,
+    python: Sequence[str],
+    named: str,
+    start: Callable[..., Run],
+    folder: Path,
 ) -> None:
     """No other node can join this Ray, so a run with recovery does not wait for one."""
     config = sft_config(folder)
@@ -204,14 +220,14 @@ def test_the_loss_of_a_process_of_rays_own_ends_the_run_and_is_named(
         actor=replace(config.actor, parallel=ParallelConfig()),
         recovery=RecoveryConfig(enabled=recovers),
     )
-    run = start(config, python=[sys.executable])
+    run = start(config, python=python)
     run.wait_for(lambda: run.steps() >= 1)
     everything = run.processes()
     (raylet,) = (each for each in everything if each.cmdline()[0].endswith("raylet/raylet"))
     (victim,) = (
         each
         for each in {*everything, *raylet.children(recursive=True)}
-        if re.search(rf"(^|/|::){killed}$", each.cmdline()[0])
+        if re.search(rf"(^|/){killed}$", program_of(each))
     )
     victim.kill()
     assert run.status(60) == 1

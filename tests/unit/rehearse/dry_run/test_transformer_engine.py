@@ -122,9 +122,10 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RankReq
         if "layer_types" in model:
             model["layer_types"] = model["layer_types"][: fewer["num_hidden_layers"]]
         if "text_config" in model:
-            # As many layers as take features of images.
+            # As many layers as take features of images, and as many of the tower as give them.
             fewer["num_hidden_layers"] = 2 * fewer["num_hidden_layers"]
             model["text_config"] |= fewer
+            model["vision_config"] |= {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]}
         else:
             model |= fewer
         (folder / run / "config.json").write_text(json.dumps(model))
