@@ -566,6 +566,7 @@ PRIVATE_ACCESSES = {
     "tests/unit/checkpoints/convert/classic_side.py": (4, "Megatron's writer needs a process of its own"),
     "tests/unit/cli/test_examples.py": (1, "argparse does not list its subcommands otherwise"),
     "tests/unit/engine/test_flash_attention.py": (18, "torch: the adapters of FlashAttention 3 and 4"),
+    "tests/unit/engine/test_fp8_training.py": (1, "Transformer Engine: the weights in FP8 that it keeps"),
     "tests/unit/engine/test_groups.py": (2, "torch: the time limit of a group"),
     "tests/unit/engine/test_layers.py": (2, "torch: the operators of flash attention"),
     "tests/unit/engine/test_nccl_training.py": (1, "torch: all groups of this process"),

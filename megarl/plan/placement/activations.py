@@ -94,7 +94,7 @@ def role_memory(
     """
     both = (False, True) if sharing_is_another_way(config, role, architecture) else (False,)
     trains = role.optim is not None
-    reduced, stepped = step_memory(config, role, architecture, stage)
+    reduced, stepped = step_memory(config, role, architecture, stage) if trains else (0, 0)
     works = [
         _Work(config, role, architecture, stage, uneven=uneven, shares=each)
         for each in (both if shares is None else (shares,))
