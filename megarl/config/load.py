@@ -60,6 +60,7 @@ class Loaded[Config]:
             `model.dtype` may still be `auto`.
         problems: The schema violations, one line each.
         refused: The dotted keys of `problems`. Later checks do not report them again.
+        has_unknown_keys: Whether a key is mistyped, which is reported before inputs are read.
         absent: What is missing on this machine, one line each, which begins with the key: files, models with
             only a `config.json`, and inputs that a run would fetch from a hub.
         warnings: What only a plan assumes, and probable mistakes, one line each.
@@ -69,6 +70,7 @@ class Loaded[Config]:
     config: Config
     problems: tuple[str, ...] = ()
     refused: frozenset[str] = frozenset()
+    has_unknown_keys: bool = False
     absent: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -128,7 +130,7 @@ def read_config[Config](
         hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
 
-    return Loaded(path, config, problems, refused)
+    return Loaded(path, config, problems, refused, review.has_unknown_keys)
 
 
 def resolved[Config](config: Config) -> Config:

@@ -286,6 +286,10 @@ class Review:
         self._read_section(section, {name: value}, read, prefix, self._resolved)
         return read
 
+    @property
+    def has_unknown_keys(self) -> bool:
+        return any(isinstance(each, _Unknown) for each in self._found)
+
     @cached_property
     def _references(self) -> Any:
         """All values that references may name, in OmegaConf's form: the defaults and the merged values."""

@@ -138,7 +138,7 @@ def load_for_run[Run: RunConfig](
     """Load the configuration of a run that starts on this machine, and run its checks.
 
     Inputs on a hub are fetched. Only the first row of the data is read, because the run reads all rows
-    anyway. With a wrong key or value, neither is done, so that it is reported at once.
+    anyway. With an unknown key, neither is done, so that it is reported at once.
 
     Args:
         reads_inputs: Whether to check more of the inputs than each model's `config.json`.
@@ -147,12 +147,12 @@ def load_for_run[Run: RunConfig](
         ConfigError: Lists every problem and every missing input.
     """
     read = read_config(schema, source, overrides)
-    loaded = find_on_hub(read, fetch=not read.problems)
+    loaded = find_on_hub(read, fetch=not read.has_unknown_keys)
     found = findings_here(loaded)
     # Only errors prevent the start of a run, which checks the data itself.
     of_inputs = [
         each
-        for each in (_of_inputs(loaded, found, 1) if reads_inputs and not read.problems else ())
+        for each in (_of_inputs(loaded, found, 1) if reads_inputs and not read.has_unknown_keys else ())
         if each.status is Status.error and each.check != DATA
     ]
     return loaded.required([*with_planned(loaded, found), *of_inputs])
@@ -175,16 +175,14 @@ def load_for_plan[Run: RunConfig](
         starts_elsewhere: See `divided_findings`.
         reads_inputs: Whether to check the inputs that are on this machine: model folders, tokenizers, the
             first rows of the data, reward functions, tools and environments. This imports torch, and is not
-            done with a wrong key or value, so that it is reported at once.
+            done with an unknown key, so that it is reported at once.
 
     Raises:
         ConfigError: Lists every problem.
     """
     loaded = find_planned(schema, path, overrides)
     errors, absent = divided_findings(loaded, starts_elsewhere)
-    # Problems may also be those of models on a hub, with which the other inputs are still checked.
-    if loaded.problems and reads_inputs:
-        reads_inputs = not read_config(schema, path, overrides).problems
+    reads_inputs = reads_inputs and not loaded.has_unknown_keys
     of_inputs = _of_inputs(loaded, [*errors, *absent], ROWS) if reads_inputs else []
     problems = with_planned(loaded, errors)
     problems += [each for each in of_inputs if each.status is Status.error]

@@ -1,4 +1,4 @@
-"""What commands refuse first, before their own modules are imported, which takes seconds.
+"""Refuses mistyped keys before a command's own modules are imported, which takes seconds.
 
 This module does not import torch.
 """
@@ -18,7 +18,7 @@ from megarl.tracking.run_files import CONFIG_FILE
 
 
 def train(config_path: str, overrides: Sequence[str], address: str | None = None) -> None:
-    """Refuse wrong keys and values, with all other problems that are found without the inputs.
+    """Refuse unknown keys, with all other problems that are found without the inputs.
 
     Args:
         address: The cluster on which the run starts; None: this machine.
@@ -29,7 +29,7 @@ def train(config_path: str, overrides: Sequence[str], address: str | None = None
     """
     if address is None:
         _refuse_launched_ranks("train")
-    if not read_config(RunConfig, config_path, overrides).problems:
+    if not read_config(RunConfig, config_path, overrides).has_unknown_keys:
         return
     if address is None:
         load_for_run(RunConfig, config_path, overrides)

@@ -200,7 +200,7 @@ def attention_problems(config: RunConfig, pools: Sequence[PoolRequest]) -> list[
             problems += [
                 f"{roles[first].megatron_key}.transformer.{option}, {roles[other].megatron_key}.transformer."
                 f"{option}: are {given} and {own}, but {first} and {other} share their processes, which have "
-                f"one {option}; set both alike, or give the roles different layouts"
+                f"one {option}; set the same for both, or give the roles different layouts"
                 for other in others
                 if (own := roles[other].megatron.transformer.get(option, default)) != given
             ]
