@@ -111,6 +111,11 @@ def migrated(source: Foreign) -> Migration:
         _convert(source, name, everything, found, is_given=is_given, is_own=name in own)
     _set_launched(found, settings, kind_of(source))
     _complete(found, kind_of(source))
+    if framework == "verl" and found.values.get("reward.functions") == [{"path": MISSING}]:
+        found.differing["reward functions"] = (
+            "they score known data sets, such as GSM8K and MATH, without a setting; for answers in \\boxed{} "
+            "use reward.functions=[{path: megarl/recipes/math/reward.py}], otherwise a function of your own"
+        )
     placed(found)
     return found
 

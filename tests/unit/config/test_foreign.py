@@ -520,6 +520,15 @@ def test_defaults_and_adapters_of_slime_and_miles(tmp_path: Path) -> None:
     assert differing(found, expected) == {}
 
 
+def test_the_functions_that_verl_chooses_by_the_data_set_are_named(tmp_path: Path) -> None:
+    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5"
+    found = converted(tmp_path / "run.sh", command)
+    assert "megarl/recipes/math/reward.py" in found.differing["reward functions"]
+    found = converted(tmp_path / "own.sh", f"{command} custom_reward_function.path=mine.py")
+    assert "reward functions" not in found.differing
+    assert found.values["reward.functions"] == [{"path": "mine.py"}]
+
+
 @pytest.mark.parametrize(
     ("settings", "low", "high"),
     [
