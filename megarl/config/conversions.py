@@ -136,7 +136,7 @@ def _set_launched(found: Migration, settings: Mapping[str, Any], kind: RunKind) 
     is_async = str(settings.get("launcher.program")).endswith("train_async.py")
     if is_async and kind is RunKind.ppo:
         interval = settings.get("update_weights_interval", 1)
-        origin = "train_async.py generates one step ahead"
+        origin = f"train_async.py, update_weights_interval={interval}"
         found.put("rollout.max_staleness", interval, origin, is_own=True)
 
 
@@ -299,6 +299,7 @@ def _set(
     elsewhere = ""
 
     for part in (entry.how or "value").split(" | "):
+        said = origin
         target, how = (match[1], match[2]) if (match := _TARGET.fullmatch(part)) else (entry.ours or "", part)
         target = of_role(target, name)
         try:
@@ -310,18 +311,18 @@ def _set(
                 found.answers[name] = f"{value} has no counterpart; {entry.note}"
                 continue
             result = MISSING
-            origin = f"{origin}: cannot be computed from the source ({error})"
+            said = f"{origin}: cannot be computed from the source ({error})"
 
         if result is None:
             continue
         if isinstance(result, str) and UNKNOWN in result:
             result = MISSING
-            origin = f"{origin}; {entry.note}" if entry.note else origin
+            said = f"{said}; {entry.note}" if entry.note else said
         if not _is_key(target, kind_of(source)):
             elsewhere = target
             continue
         has_set = True
-        found.put(target, result, origin, is_own=is_own)
+        found.put(target, result, said, is_own=is_own)
         if not is_given:
             found.defaults.add(target)
         else:

@@ -428,6 +428,9 @@ def _trl_setting(name: str, value: Any) -> tuple[str, Any]:
     positive = name.removeprefix("no_")
     if positive != name and name not in trl_arguments() and positive in trl_arguments():
         return positive, False
+    # A single service is given as a text or as a list.
+    if name == "report_to" and isinstance(value, list) and len(value) == 1:
+        return name, value[0]
     return name, value
 
 

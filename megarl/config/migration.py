@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
@@ -226,7 +227,10 @@ def _explain_slime(key: str, value: Any, known: Container[str]) -> Problems:
 
 def _trl_knows(key: str) -> bool:
     # A mapping, such as lr_scheduler_kwargs, is an argument as a whole.
-    return key.partition(".")[0].replace("-", "_") in trl_arguments()
+    name = key.replace("-", "_")
+    outer, _, inner = name.partition(".")
+    is_in_mapping = bool(inner) and outer.endswith(("_kwargs", "_config"))
+    return name in trl_arguments() or (is_in_mapping and outer in trl_arguments())
 
 
 def _explain_trl(key: str, value: Any, known: Container[str]) -> Problems:
@@ -331,7 +335,9 @@ Former = tuple[str, str, bool]
 
 
 def with_current_keys(
-    values: Mapping[str, Any], known: Container[str] | None = None
+    values: Mapping[str, Any],
+    known: Container[str] | None = None,
+    below: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], list[Former]]:
     """Return values with today's keys in place of those of earlier versions, and what to say about these.
 
@@ -339,13 +345,14 @@ def with_current_keys(
 
     Args:
         known: The keys of the kind of run. Sections of other kinds stay as they are. None: all are known.
+        below: The values of lower precedence, with today's keys.
     """
     current = deepcopy(dict(values))
     found: list[Former] = []
     for (section, name), former in former_keys().items():
         if known is None or section.partition("[]")[0] in known:
             for key, inside in _sections_at(current, section):
-                found += _make_current(inside, key, name, former)
+                found += _make_current(inside, key, name, former, below)
     return current, found
 
 
@@ -365,7 +372,7 @@ def _sections_at(values: Any, section: str, prefix: str = "") -> Iterator[tuple[
 
 
 def _make_current(
-    inside: dict[str, Any], section: str, name: str, former: Mapping[str, Any]
+    inside: dict[str, Any], section: str, name: str, former: Mapping[str, Any], below: Mapping[str, Any]
 ) -> Iterator[Former]:
     """Replace a former key in its section. Yields what to say about it."""
     if name not in inside:
@@ -379,11 +386,13 @@ def _make_current(
             yield key, f"{value} is now called {inside[name]}; write {key}={inside[name]}", False
         return
     if "reference" in former:
-        yield from _make_reference(inside, key, name, former["reference"])
+        yield from _make_reference(inside, key, name, former["reference"], _value_in(below, key))
         return
 
     del inside[name]
-    if value == former["default"]:
+    # A default may change back what a file of lower precedence has.
+    is_changed = "ours" in former and _value_in(below, f"{section}.{former['ours']}") is not None
+    if value == former["default"] and not is_changed:
         return
     if "suffix_of" in former:
         path = inside.get(former["suffix_of"])
@@ -404,19 +413,39 @@ def _make_current(
         yield key, f"is {value}, but has no effect any more: {former['note']}", False
 
 
-def _make_reference(inside: dict[str, Any], key: str, name: str, usual: str | None) -> Iterator[Former]:
+def _value_in(values: Any, key: str) -> Any:
+    """Return the value of a dotted key; None if it is not given."""
+    for name in key.split("."):
+        if not isinstance(values, Mapping):
+            return None
+        values = values.get(name)
+    return values
+
+
+def _make_reference(
+    inside: dict[str, Any], key: str, name: str, usual: str | None, below: Any
+) -> Iterator[Former]:
     """Replace a section with a path and a name, or a list of such sections, by FILE.py:NAME.
 
     Args:
         usual: The former default of the name.
+        below: The reference of lower precedence, which has the half that is not given.
     """
     value = inside[name]
     items = value if isinstance(value, list) else [value]
+    if isinstance(below, str) and isinstance(value, dict) and usual is not None:
+        path, _, named = below.rpartition(":")
+        usual = named if path and value.keys() == {"path"} else usual
+        value = {"path": path, **value} if path and value.keys() == {"name"} else value
+        items = [value]
     if isinstance(value, dict) and usual is not None and value.keys() == {"name"}:
-        # The path may be in a file of lower precedence, where it has a name of its own now.
         if value["name"] != usual:
             yield f"{key}.name", f"is now part of the path; write {key}=FILE.py:{value['name']}", True
         del inside[name]
+        return
+    if usual is None and any(isinstance(item, dict) and item.keys() == {"path"} for item in items):
+        del inside[name]
+        yield key, f"is {value}, but each is FILE.py:NAME now; write {key}=[FILE.py:NAME]", True
         return
 
     current = [_reference(item, usual) for item in items]

@@ -78,7 +78,7 @@ def configured(text: str, options: Mapping[str, Any], classes: Collection[str]) 
         ]
         if loaded:
             settings["model_name_or_path"] = loaded[0]
-    return class_name, settings | script.arguments(config)
+    return class_name, settings | script.arguments(config) | script.set_later(config)
 
 
 def _of_trainer(node: ast.Call, script: _Script) -> dict[str, Any]:
@@ -98,7 +98,11 @@ def _names(node: ast.expr) -> str | list[str]:
 
 
 def _called(node: ast.Call) -> str:
-    return ast.unparse(node.func).rpartition(".")[2]
+    """Return the last name of the called function; empty if it is no name."""
+    match node.func:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""
 
 
 class _Script:
@@ -109,6 +113,7 @@ class _Script:
         self._assigned: dict[str, ast.expr] = {}
         self._values: dict[str, Any] = {}  # a name whose value is being looked up is UNKNOWN
         self._arguments: dict[str, Any] = {}
+        self._changed: set[str] = set()  # attributes that are assigned, such as config.beta
         times: Counter[str] = Counter()
 
         for node in ast.walk(tree):
@@ -117,6 +122,8 @@ class _Script:
                     times[name] += 1
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._assigned[name] = value
+                case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Store()):
+                    self._changed.add(f"{name}.{attribute}")
                 case ast.Call(func=ast.Attribute(attr="add_argument")):
                     self._declare(node, options)
         self._assigned = {name: value for name, value in self._assigned.items() if times[name] == 1}
@@ -129,8 +136,12 @@ class _Script:
             return
         given = self.arguments(node)
         name = str(given.get("dest", longest)).lstrip("-").replace("-", "_")
-        usual = given.get("default", False if given.get("action") == "store_true" else None)
-        self._arguments[name] = options.get(name, usual)
+        action = given.get("action")
+        usual = given.get("default", {"store_true": False, "store_false": True}.get(str(action)))
+        written = [each.lstrip("-").replace("-", "_") for each in names]
+        value = next((options[each] for each in written if each in options), usual)
+        is_off = action == "store_false" and any(each in options for each in written)
+        self._arguments[name] = False if is_off else value
 
     def reached(self) -> Iterator[ast.AST]:
         """Yield all nodes but those of branches whose test is known not to hold."""
@@ -148,6 +159,17 @@ class _Script:
         """Return the values of a call's named arguments."""
         return {keyword.arg: self.value(keyword.value) for keyword in node.keywords if keyword.arg}
 
+    def set_later(self, call: ast.Call) -> dict[str, Any]:
+        """Return the attributes that the script assigns to the result of a call."""
+        results = {name for name, value in self._assigned.items() if value is call}
+        found: dict[str, Any] = {}
+        for node in self.reached():
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                match target:
+                    case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in results:
+                        found[attribute] = self.value(node.value)
+        return found
+
     def value(self, node: ast.expr) -> Any:
         """Return the value of an expression; UNKNOWN if only a running script has it."""
         if isinstance(node, ast.JoinedStr):
@@ -157,7 +179,7 @@ class _Script:
             return self.value(node.value)
         try:
             value = evaluate(ast.unparse(node), self._look_up)
-        except ValueError:
+        except (ValueError, RecursionError):
             return UNKNOWN
         return UNKNOWN if is_too_large(value) else value
 
@@ -166,7 +188,7 @@ class _Script:
             return "__main__"
         parsed, _, argument = name.partition(".")
         assigned = self._assigned.get(parsed)
-        if assigned is None:
+        if assigned is None or name in self._changed:
             raise ValueError(f"{name} has no known value")
         if argument in self._arguments and "parse_" in ast.unparse(assigned):
             return self._arguments[argument]

@@ -116,7 +116,7 @@ class Review:
         # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
         for section in layer.replaces:
             _remove(self._values, section)
-        values, former = with_current_keys(layer.values, set(schema_keys(self._schema)))
+        values, former = with_current_keys(layer.values, set(schema_keys(self._schema)), self._values)
         for key, problem, is_refused in former:
             if is_refused:
                 self._refuse(key, f"{key}: {problem}", layer)

@@ -88,7 +88,8 @@ class RewardWorker(Worker):
         lost = [uid for uid in self._unreported if any(begun.is_lost for begun in self._begun[uid])]
         if lost:
             self._num_fruitless += 1
-            refuse_fruitless(self._num_fruitless, sum(len(self._begun[uid]) for uid in lost))
+            num_waiting = sum(len(self._begun[uid]) for uid in lost)
+            refuse_fruitless(self._num_fruitless, num_waiting, "all samples of a prompt")
         for uid in lost:
             self._begun[uid] = self._scorer.begin([begun.request for begun in self._begun[uid]])
 

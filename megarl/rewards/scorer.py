@@ -200,7 +200,7 @@ class RewardScorer:
             begun = {}  # samples left by a broken pool start again
             # Only attempts without any progress count towards the limit.
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
-            refuse_fruitless(num_fruitless, len(waiting))
+            refuse_fruitless(num_fruitless, len(waiting), "a sample")
             waiting = unscored
 
         rows = [outcomes[index] for index in range(len(requests))]
@@ -389,11 +389,11 @@ class RewardScorer:
         )
 
 
-def refuse_fruitless(num_fruitless: int, num_waiting: int) -> None:
-    """Raise RewardError if the pool broke too often before it scored one of the samples that wait."""
+def refuse_fruitless(num_fruitless: int, num_waiting: int, what: str) -> None:
+    """Raise RewardError if the pool broke too often before it completed anything, of which `what` is one."""
     if num_fruitless == MAX_POOL_RESTARTS:
         raise RewardError(
-            f"the reward processes died {num_fruitless} times before they scored a sample, and left "
+            f"the reward processes died {num_fruitless} times before they scored {what}, and left "
             f"{counted(num_waiting, 'sample')}. Find out what kills them: the kernel's log shows processes "
             "that ran out of memory"
         )

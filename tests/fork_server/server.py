@@ -136,7 +136,7 @@ def _import_for_a_node(request: Request) -> None:
     _raylet.getproctitle()
 
     for name in (
-        *(("megarl.cli.main", "megarl.cli.run.train") if is_of_drivers(request) else ()),
+        *(("megarl.cli.main", "megarl.cli.run.train") if _is_of_drivers(request) else ()),
         "megarl.controller.host",
         "pyarrow.json",
         "ray._common.pydantic_compat",
@@ -151,7 +151,7 @@ def _import_for_a_node(request: Request) -> None:
         importlib.import_module(name)
 
 
-def is_of_drivers(request: Request) -> bool:
+def _is_of_drivers(request: Request) -> bool:
     """Return whether the node of a request stands for the settings that several commands have."""
     return Path(request.node).name.startswith(DRIVER)
 
@@ -387,7 +387,7 @@ class Server:
             server = Server(listener, _NODE)
             if server.start(request, files, client):
                 return request
-            if not is_of_drivers(request):
+            if not _is_of_drivers(request):
                 server.end_after(request.parent)
             return server.serve()
 

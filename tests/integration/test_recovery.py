@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,13 +77,12 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Outco
     return Outcome(run_ppo(grpo(inputs, tmp_path_factory.mktemp("grpo"))))
 
 
-def killer(phases: Mapping[int, str], rank: int) -> Callable[[int | None, str, PPORoles], None]:
-    """Kill a rank of the actor when the phase of each of these steps begins for the first time."""
-    left = dict(phases)
+def killer(phases: dict[int, str], rank: int) -> Callable[[int | None, str, PPORoles], None]:
+    """Kill a rank of the actor when the phase of each of these steps begins, and remove the step."""
 
     def look(now: int | None, begun: str, roles: PPORoles) -> None:
-        if now is not None and left.get(now) == begun:
-            del left[now]
+        if now is not None and phases.get(now) == begun:
+            del phases[now]
             os.kill(roles.actor.group.pids[rank], signal.SIGKILL)
 
     return look
@@ -97,6 +96,7 @@ def test_a_run_that_loses_a_rank_in_each_step_ends_like_one_that_loses_none(
     config = grpo(inputs, tmp_path)
     config = replace(config, recovery=RecoveryConfig(enabled=True, max_restarts=len(phases)))
     finished = run_ppo(config, look_at_phase=killer(phases, rank=1))
+    assert phases == {}  # a rank was killed in each of them
     assert Outcome(finished).difference(undisturbed) == []
 
     # The first line is the validation before the first step; the last step was complete when it was saved.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.load import read_config, schema_of
+from megarl.config.load import Loaded, read_config, schema_of
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.sources import Layer
 from megarl.doctor.checks import load_for_plan, load_for_run
@@ -38,7 +38,7 @@ def train(config_path: str, overrides: Sequence[str], address: str | None = None
 
 
 def evaluate(model: str, rows_path: str | None, config: str | None, overrides: Sequence[str]) -> None:
-    """Refuse wrong keys and values of the configuration of an evaluation, or of rewards on rows.
+    """Refuse unknown keys of the configuration of an evaluation, or of rewards on rows.
 
     A configuration that is only known when the model has been opened, that of a run's checkpoints, is not
     read.
@@ -48,7 +48,7 @@ def evaluate(model: str, rows_path: str | None, config: str | None, overrides: S
         ValueError: A launcher has started this process.
     """
     if rows_path is not None:
-        read_config(PPOConfig, model, overrides).required()
+        _refuse_unknown_keys(read_config(PPOConfig, model, overrides))
         return
     _refuse_launched_ranks("eval")
 
@@ -61,18 +61,24 @@ def evaluate(model: str, rows_path: str | None, config: str | None, overrides: S
     elif config is None and folder.is_dir() and not (folder / "config.json").is_file():
         return
     given = Layer("options", {"model": {"path": model}, "data": {"train_files": []}})
-    read_config(PPOConfig, source, overrides, given).required()
+    _refuse_unknown_keys(read_config(PPOConfig, source, overrides, given))
 
 
 def generate(agent: str | None) -> None:
-    """Refuse wrong keys and values of the configuration of an agent. Raises ConfigError."""
+    """Refuse unknown keys of the configuration of an agent. Raises ConfigError."""
     if agent is not None:
-        read_config(PPOConfig, agent).required()
+        _refuse_unknown_keys(read_config(PPOConfig, agent))
 
 
 def replay(run_dir: str, overrides: Sequence[str]) -> None:
-    """Refuse wrong keys and values of a changed run. Raises ConfigError."""
-    read_config(RunConfig, Path(run_dir) / CONFIG_FILE, overrides).required()
+    """Refuse unknown keys of a changed run. Raises ConfigError."""
+    _refuse_unknown_keys(read_config(RunConfig, Path(run_dir) / CONFIG_FILE, overrides))
+
+
+def _refuse_unknown_keys(loaded: Loaded[Any]) -> None:
+    # Missing and wrong values may be those that the command's options replace.
+    if loaded.has_unknown_keys:
+        loaded.required()
 
 
 def _refuse_launched_ranks(command: str) -> None:

@@ -427,6 +427,8 @@ def _config(
     answers = {name.replace("-", "_"): value for name, value in wishes.answers.items()}
     if "teacher" in answers:
         answers["teacher"] = _in_list(_from(wishes.folder, answers["teacher"]))
+    for name in answers.keys() & {"judge_url", "judge_model"}:
+        answers[name] = _in_list(answers[name])
     has_reward = reward is not None or not use.has_reward
     return _template(wishes, has_reward, has_validation=validation is not None).format(
         **answers,

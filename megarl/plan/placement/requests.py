@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from megarl.config.roles import ENVIRONMENT, WITHOUT_DEVICES, judge_roles, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
-from megarl.machine.errors import counted
+from megarl.machine.errors import counted, written
 
 # Megatron's options of attention that it writes into the environment, with their defaults.
 _ATTENTION = {"attention_backend": "auto", "flash_attention_version": None}
@@ -199,8 +199,8 @@ def attention_problems(config: RunConfig, pools: Sequence[PoolRequest]) -> list[
             given = roles[first].megatron.transformer.get(option, default)
             problems += [
                 f"{roles[first].megatron_key}.transformer.{option}, {roles[other].megatron_key}.transformer."
-                f"{option}: are {given} and {own}, but {first} and {other} share their processes, which have "
-                f"one {option}; set the same for both, or give the roles different layouts"
+                f"{option}: are {written(given)} and {written(own)}, but {first} and {other} share their "
+                f"processes, which have one {option}; set the same for both, or give them different layouts"
                 for other in others
                 if (own := roles[other].megatron.transformer.get(option, default)) != given
             ]

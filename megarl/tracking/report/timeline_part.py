@@ -83,6 +83,12 @@ PHASE_NAMES = {
     # Environments of agents.
     "exchange": "run environment",
 }
+# Also the methods that older timelines have.
+_NAMES = PHASE_NAMES | {
+    "reserve_weight_group": "connect weight sync",
+    "join_weight_group": "connect weight sync",
+    "serve_weights": "prepare weights",
+}
 
 
 def timeline_part(path: Path) -> dict[str, Any]:
@@ -134,4 +140,4 @@ def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def phase_name(span_name: str) -> str:
     """Return the readable name of a span. Phases that a user's own worker names keep their names."""
-    return PHASE_NAMES.get(span_name, span_name)
+    return _NAMES.get(span_name, span_name)

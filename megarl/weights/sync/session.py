@@ -101,6 +101,14 @@ class TransferSession:
 
         # Collect the engines' results first: a dead engine is the reason why its trainers report a failure.
         results_of(joining, lost, is_lost)
+
+        # Wait for all trainer ranks at once first: those that meet wait for one that has died.
+        try:
+            gather(*(future for futures in meeting.values() for future in futures))
+        except WorkerError as error:
+            if error.error_type != qualified_name(WeightTransferError):
+                raise
+
         for number, future in ((number, future) for number, futures in meeting.items() for future in futures):
             try:
                 future.get()

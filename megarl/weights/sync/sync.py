@@ -119,6 +119,8 @@ class WeightSync:
         limit_s: float,
         sends_changes: bool = False,
     ) -> None:
+        assert transport is not Transport.auto
+        assert transport.needs.sends_changes or not sends_changes
         self._source = source
         self._trainer_places = trainer_places
         self._limit_s = limit_s

@@ -46,15 +46,15 @@ def _route(
             for rank, target in enumerate(targets)
             if (source, target) in plan.schedules
         }
-        senders[source] = replace(link, peers=PeerTransfers(schedules), rank=number, size=size)
+        senders[source] = replace(link, peers=PeerTransfers(schedules), rank=number)
 
     receivers: list[EngineLink] = []
     for number, target in enumerate(targets, start=len(sources)):
         schedules = plan.of_target(target).schedules
         peers = PeerTransfers({numbers[source]: schedule for source, schedule in schedules.items()})
-        receivers.append(replace(link, peers=peers, rank=number, size=size))
+        receivers.append(replace(link, peers=peers, rank=number))
 
-    return Routes({sources[0]: senders[sources[0]]}, senders, receivers)
+    return Routes({sources[0]: replace(link, size=size)}, senders, receivers)
 
 
 class GroupSender(Sender):
@@ -81,6 +81,12 @@ class GroupSender(Sender):
             self._listener = None
         p2p = P2PGroup.join(P2PAddress(*link.addresses[0]), link.rank, self._own.device, listener)
         self._channels[replica] = Channel(p2p, link.peers, replica=replica)
+
+    def close(self) -> None:
+        super().close()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
 
 class GroupDeltaSender(DeltaSender, GroupSender):

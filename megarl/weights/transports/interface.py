@@ -59,7 +59,7 @@ class EngineLink:
         sends_changes: Whether only what changed since the engine's last weights is sent.
         peers: What the rank sends or receives, by the numbers of its peers.
         rank: The number of the rank, as its transport counts: in the group, or within the engine.
-        size: The number of all ranks, if they form a group.
+        size: The number of all ranks of a group, for its listener.
         device: The name of an engine rank's device in the plan, if its transport shares devices.
         addresses: What the listeners have published, in their order.
         words: The numbers of words of tensors with a wider dtype (see message_words.py).

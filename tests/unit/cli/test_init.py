@@ -89,7 +89,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "reward_model": (),
     "distillation": ("--teacher", "policy"),
     "agent": (),
-    "judge": ("--judge-url", "http://localhost:30000/v1", "--judge-model", "Qwen/Qwen3-8B"),
+    # The name of a model on OpenRouter has characters that YAML reserves.
+    "judge": ("--judge-url", "http://localhost:30000/v1", "--judge-model", "@preset/grader #1"),
 }
 
 

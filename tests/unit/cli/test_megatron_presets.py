@@ -66,7 +66,7 @@ PPO = "configs/qwen2.5_7b_ppo.yaml"
         (
             DENSE,
             ("actor.megatron.transformer.flash_attention_version=3", OWN_OPTIONS),
-            "are 3 and None, but actor and reference share",
+            "are 3 and null, but actor and reference share",
         ),
         (
             PPO,

@@ -159,6 +159,9 @@ MISTAKES: dict[str, Mistake] = {
     "a huge seed": override(
         "trainer.seed=18446744073709551616", said="the largest number allowed is 1,000,000,000"
     ),
+    "a section of the optimizer at the top": override(
+        "optim.lr=1e-5", said="optim.lr: unknown key; use actor.optim.lr"
+    ),
     "a huge learning rate": override("actor.optim.lr=1e30", said="must be in (0, 1]"),
     "validation without data": override(
         "data.val_files=[]",

@@ -805,3 +805,56 @@ def test_every_conversion_of_the_tables_is_an_expression() -> None:
         assert how.count("(") == how.count(")"), how
     for name in ("verl", "slime", "nemo_rl", "trl"):
         assert foreign_defaults(name)
+
+
+OPTIONS_OF_A_SCRIPT = """
+'''
+accelerate launch train.py --lr 3e-6 -g 8 --no-shuffle
+'''
+import argparse
+from trl import GRPOConfig, GRPOTrainer
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", dest="learning_rate", default=1e-5)
+parser.add_argument("-g", "--group", default=4)
+parser.add_argument("--no-shuffle", dest="shuffle", action="store_false")
+parser.add_argument("--no-mask", dest="mask", action="store_false")
+parser.add_argument("--steps", default=7)
+args = parser.parse_args()
+args.steps = args.steps * 2
+config = GRPOConfig(
+    learning_rate=args.learning_rate,
+    num_generations=args.group,
+    shuffle_dataset=args.shuffle,
+    mask_truncated_completions=args.mask,
+    max_steps=args.steps,
+    report_to=["wandb"],
+)
+config.beta = 0.04
+GRPOTrainer(model="m", args=config, reward_funcs=score, train_dataset=rows)
+"""
+
+
+def test_options_of_a_script_are_read_under_the_names_that_they_are_written_with(tmp_path: Path) -> None:
+    found = converted(tmp_path / "train.py", OPTIONS_OF_A_SCRIPT)
+    expected = {
+        "actor.optim.lr": 3e-6,
+        "rollout.n": 8,
+        "data.shuffle": False,
+        "trainer.total_steps": "???",  # changed after it was parsed
+        "algorithm.kl.coefficient": 0.04,
+        "tracking.loggers": ["console", "jsonl", "wandb"],
+    }
+    assert differing(found, expected) == {}
+
+
+def test_only_the_key_that_cannot_be_computed_says_so(tmp_path: Path) -> None:
+    found = converted(tmp_path / "run.yaml", "per_device_train_batch_size: 4\nnum_generations: 4\n")
+    assert "cannot be computed" in found.origins["trainer.prompts_per_step"]
+    assert found.origins["actor.micro_batch.sequences"] == "per_device_train_batch_size=4"
+
+
+def test_save_hf_of_slime_is_a_key(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(SHAPE)
+    text = SLIME.replace("--advantage-estimator grpo", "--advantage-estimator grpo --save-hf out")
+    assert converted(tmp_path / "run.sh", text).values["checkpoint.save_hf"] is True

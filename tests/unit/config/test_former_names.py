@@ -142,6 +142,13 @@ def test_deterministic_kernels_are_an_argument_of_the_engine(
     assert said.startswith(f"rollout.sglang.deterministic: is now {new}; write that")
 
 
+def test_a_former_default_changes_back_what_a_file_has(values: dict[str, Any], tmp_path: Path) -> None:
+    for sglang in ({"deterministic": True}, {"server_args": {"enable_deterministic_inference": True}}):
+        path = write_yaml(tmp_path / "run.yaml", merged(values, {"rollout": {"sglang": sglang}}))
+        config = load_config(PPOConfig, path, ["rollout.sglang.deterministic=false"])
+        assert config.rollout.sglang.server_args == {"enable_deterministic_inference": False}
+
+
 def test_a_path_and_a_name_become_one(
     values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,16 +187,17 @@ def test_a_path_and_a_name_become_one(
 @pytest.mark.parametrize(
     ("override", "environment"),
     [
-        ("agent.environment.path=other.py", "other.py:Environment"),
+        ("agent.environment.path=other.py", "other.py:Game"),
         ("agent.environment=other.py", "other.py:Environment"),
         ("agent.environment={path: other.py, name: Game}", "other.py:Game"),
         ("agent.environment.path=???", None),
         ("agent.environment=null", None),
         ("agent.environment={path: null}", None),
-        ("agent.environment.name=Environment", "/e.py:Game"),
+        ("agent.environment.name=Environment", "/e.py:Environment"),
+        ("agent.environment.name=Other", "/e.py:Other"),
     ],
 )
-def test_an_override_of_a_former_section_replaces_the_whole_reference(
+def test_an_override_of_a_former_section_keeps_the_half_that_it_does_not_give(
     values: dict[str, Any], tmp_path: Path, override: str, environment: str | None
 ) -> None:
     path = write_yaml(tmp_path / "run.yaml", values | {"agent": {"environment": "/e.py:Game"}})
@@ -201,11 +209,13 @@ def test_an_override_of_a_former_section_replaces_the_whole_reference(
 
 
 def test_a_former_name_without_its_path_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
-    path = write_yaml(tmp_path / "run.yaml", values | {"agent": {"environment": "/e.py:Game"}})
+    path = write_yaml(tmp_path / "run.yaml", values)
     with pytest.raises(ConfigError) as refused:
-        load_config(PPOConfig, path, ["agent.environment.name=Other"])
+        load_config(PPOConfig, path, ["agent.environment.name=Other", "agent.tools=[{path: /t.py}]"])
     assert refused.value.problems == (
         "agent.environment.name: is now part of the path; write agent.environment=FILE.py:Other [command line]",
+        "agent.tools: is [{'path': '/t.py'}], but each is FILE.py:NAME now; write agent.tools=[FILE.py:NAME] "
+        "[command line]",
     )
 
 

@@ -126,7 +126,9 @@ def test_begun_groups_whose_processes_die_again_and_again_end_the_run(
         monkeypatch.setattr(BegunScore, "is_lost", True)
         assert worker.scored(wait_s=0.0) == {}
         assert worker.scored(wait_s=0.0) == {}
-        with pytest.raises(RewardError, match="died 3 times before they scored a sample, and left 1 sample"):
+        with pytest.raises(
+            RewardError, match="died 3 times before they scored all samples of a prompt, and left 1"
+        ):
             worker.scored(wait_s=0.0)
     finally:
         worker.close()
