@@ -40,7 +40,7 @@ from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
 from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
 from megarl.controller.node_resources import NodeResources
 from megarl.controller.resource_pool import ResourcePoolManager
-from megarl.doctor import agents_and_judges, devices, inputs, machine, network, software, storage
+from megarl.doctor import agents_and_judges, devices, inputs, machine, network, software, storage, texts
 from megarl.doctor import ray_cluster as ray_checks
 from megarl.doctor.checks import read_subject
 from megarl.doctor.run_inputs import ExaminedRun
@@ -493,11 +493,11 @@ def test_transformer_engine_without_its_compiled_part(
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     run = PPOConfig(engine=EngineConfig(layers=asked), model=ModelConfig(path="m", dtype=DType.bfloat16))
-    on_gpu = SimpleNamespace(config=run, use_gpu=True)
+    on_gpu = SimpleNamespace(config=run, architectures={}, use_gpu=True)
     found = list(software.layers(on_gpu))  # type: ignore[arg-type]
     assert [result.status for result in found] == statuses
     assert "transformer_engine_torch" in found[0].message
-    on_cpu = SimpleNamespace(config=run, use_gpu=False)
+    on_cpu = SimpleNamespace(config=run, architectures={}, use_gpu=False)
     assert Status.warning not in [result.status for result in software.layers(on_cpu)]  # type: ignore[arg-type]
 
 
@@ -595,8 +595,8 @@ def test_tools_that_do_not_end_loading_are_ended(tmp_path: Path) -> None:
 
 def test_rows_that_are_too_long() -> None:
     config = PPOConfig(data=DataConfig(train_files=["a.parquet"], max_prompt_length=4))
-    assert inputs.judge_rows(config, "data.train_files", "a.parquet", 7, [2]).status is Status.ok
-    long = inputs.judge_rows(config, "data.train_files", "a.parquet", 7, [2, 5])
+    assert texts.judge_rows(config, "data.train_files", "a.parquet", 7, [2]).status is Status.ok
+    long = texts.judge_rows(config, "data.train_files", "a.parquet", 7, [2, 5])
     assert (long.status, long.facts["longer"]) == (Status.error, 1)
     assert "data.overlong=filter" in (long.hint or "")
 

@@ -13,7 +13,7 @@ from megarl.config.finding import Status
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import AgentConfig, DataConfig, PPOConfig
-from megarl.doctor import agents_and_judges, inputs
+from megarl.doctor import agents_and_judges, texts
 from tests.unit.config.folders import ppo_values, write_yaml
 from tests.unit.data.chats import character_tokenizer, prompt_row, write
 
@@ -30,7 +30,7 @@ def test_a_template_that_closes_answers_with_no_end_token(config: PPOConfig) -> 
     """
     actor = next(role for role in model_roles(config) if role.name == "actor")
     base = character_tokenizer(eos_token="<|pad|>")
-    found = inputs.judge_tokenizer(actor, base)
+    found = texts.judge_tokenizer(actor, base)
     assert found.status is Status.warning
     end = base.convert_tokens_to_ids("<|end|>")
     assert (
@@ -38,12 +38,12 @@ def test_a_template_that_closes_answers_with_no_end_token(config: PPOConfig) -> 
         f"'<|pad|>'" in found.message
     )
     assert "until data.max_response_length" in found.message
-    assert inputs.judge_tokenizer(actor, character_tokenizer()).status is Status.ok
+    assert texts.judge_tokenizer(actor, character_tokenizer()).status is Status.ok
     (Path(actor.path) / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [end, base.eos_token_id]})
     )
-    assert inputs.endless_turns(actor.path, base) is None
-    assert inputs.judge_tokenizer(actor, base).status is Status.ok
+    assert texts.endless_turns(actor.path, base) is None
+    assert texts.judge_tokenizer(actor, base).status is Status.ok
 
 
 def test_rows_that_spell_special_tokens_are_said(config: PPOConfig, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_rows_that_spell_special_tokens_are_said(config: PPOConfig, tmp_path: Pa
         for name, text in (("a", "b"), ("b", "c<|end|>"))
     )
     tokenizer = character_tokenizer(vocabulary_extra="<|>")
-    results = inputs.data(replace(config, data=DataConfig(train_files=[good, evil])), tokenizer, [], 8)
+    results = texts.data(replace(config, data=DataConfig(train_files=[good, evil])), tokenizer, [], 8)
     assert [(result.status, Path(str(result.facts["file"])).name) for result in results[:3]] == [
         (Status.ok, "a.parquet"),
         (Status.ok, "b.parquet"),
@@ -69,7 +69,7 @@ def test_a_validation_file_that_is_trained_is_a_warning(config: PPOConfig, tmp_p
     around = os.path.relpath(trained)
 
     data = DataConfig(train_files=[str(trained)], val_files=[str(held_out), str(link), around])
-    results = list(inputs.judge_held_out(replace(config, data=data)))
+    results = list(texts.judge_held_out(replace(config, data=data)))
     assert [result.status for result in results] == [Status.warning] * 2
     assert f"{link} is also in data.train_files, as {trained}" in results[0].message
     assert f"{around} is also in data.train_files, as {trained}" in results[1].message
