@@ -194,14 +194,14 @@ def program_of(process: psutil.Process) -> str:
     return next(each for each in others[len(FORKED) - 1 :] if not each.startswith("-"))
 
 
-# After the loss of an agent or of the GCS, the raylet ends the node itself.
+# After the loss of an agent, the raylet ends the node itself.
 @pytest.mark.parametrize(
     ("killed", "recovers", "python", "named"),
     [
         ("runtime_env/agent/main.py", True, FORKED, "one Ray agent failed, agent_name = runtime_env_agent"),
         ("tail", False, FORKED, "one Ray agent failed, agent_name = dashboard_agent"),
         ("raylet", True, FRESH, "Ray's raylet has ended"),
-        ("gcs_server", True, FORKED, "Ray's (gcs_server|raylet) has ended"),
+        ("gcs_server", True, FRESH, "Ray's (gcs_server|raylet) has ended"),
     ],
     ids=["runtime_env_agent", "dashboard_agent", "raylet", "gcs_server"],
 )
