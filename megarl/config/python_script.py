@@ -164,10 +164,10 @@ class _Script:
         results = {name for name, value in self._assigned.items() if value is call}
         found: dict[str, Any] = {}
         for node in self.reached():
-            for target in node.targets if isinstance(node, ast.Assign) else ():
-                match target:
-                    case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in results:
-                        found[attribute] = self.value(node.value)
+            match node:
+                case ast.Assign([ast.Attribute(value=ast.Name(id=name), attr=attribute)], value):
+                    if name in results:
+                        found[attribute] = self.value(value)
         return found
 
     def value(self, node: ast.expr) -> Any:
