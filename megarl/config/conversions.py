@@ -113,8 +113,8 @@ def migrated(source: Foreign) -> Migration:
     _complete(found, kind_of(source))
     if framework == "verl" and found.values.get("reward.functions") == [{"path": MISSING}]:
         found.differing["reward functions"] = (
-            "they score known data sets, such as GSM8K and MATH, without a setting; for answers in \\boxed{} "
-            "use reward.functions=[{path: megarl/recipes/math/reward.py}], otherwise a function of your own"
+            "they score known data sets without a setting; for GSM8K and MATH, with answers after #### or in "
+            "\\boxed{}, use reward.functions=[{path: megarl/recipes/math/reward.py}], otherwise your own"
         )
     placed(found)
     return found

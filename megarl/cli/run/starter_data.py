@@ -259,9 +259,11 @@ def _find_columns(
 def _absent_columns(path: str, use: str, known: Mapping[str, Sequence[str]], found: Sequence[str]) -> str:
     """Describe the problem of a file without the columns that a run needs, of which these are known."""
     needed = "; ".join(f"the {_CONTENTS[key]} in one of {', '.join(names)}" for key, names in known.items())
+    # A pair of whole chats has no prompt of its own, but other pairs do.
+    named = known if "prompt" in known else ["prompt", *known]
     return (
         f"{path} has the columns {', '.join(found)}, but --kind {use} needs {needed}; name yours, such as "
-        f"{' '.join(f'data.columns.{key}=COLUMN' for key in known)}"
+        f"{' '.join(f'data.columns.{key}=COLUMN' for key in named)}"
         + (f", with {NO_ANSWERS} if the rows have no answers" if "ground_truth" in known else "")
     )
 
