@@ -17,7 +17,7 @@ from megarl.models.architecture import (
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.models.family import Family
-from megarl.models.unsupported import MISSING
+from megarl.models.unsupported import MISSING_PARTS
 
 _HEAD = """# Model families
 
@@ -80,7 +80,7 @@ def models_page() -> str:
     )
     refused = _table(
         ("what is missing", "`model_type`"),
-        ((missing, ", ".join(f"`{name}`" for name in names)) for missing, names in MISSING.items()),
+        ((missing, ", ".join(f"`{name}`" for name in names)) for missing, names in MISSING_PARTS.items()),
     )
     sizes = "## Published models\n\nTheir files are in `configs/models`, so you can plan a run without them."
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 _VISION = "image inputs and the vision tower"
 # The types that need what is missing.
-MISSING: Mapping[str, tuple[str, ...]] = {
+MISSING_PARTS: Mapping[str, tuple[str, ...]] = {
     # ---- attention
     "attention with biases of positions": ("bloom", "cpmant", "mpt"),
     "attention by hashing": ("reformer",),
@@ -247,5 +247,5 @@ MISSING: Mapping[str, tuple[str, ...]] = {
 }
 
 UNSUPPORTED: Mapping[str, str] = {
-    model_type: missing for missing, model_types in MISSING.items() for model_type in model_types
+    model_type: missing for missing, model_types in MISSING_PARTS.items() for model_type in model_types
 }

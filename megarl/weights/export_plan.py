@@ -131,11 +131,9 @@ def plan_export(
     send equal shares.
 
     Args:
-        architecture: The model.
         layouts: The layouts of all ranks, replicas included.
         nodes: The node of each rank.
         dtype: The dtype of the files.
-        head: The head of the model.
         message_bytes: The maximum number of bytes that a rank sends, and receives, in a round.
         max_file_bytes: The maximum size of a file.
 

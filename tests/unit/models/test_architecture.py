@@ -27,7 +27,7 @@ from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture, Experts, Llama3Scaling
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import FAMILIES, family_of, read_architecture
-from megarl.models.unsupported import MISSING, UNSUPPORTED
+from megarl.models.unsupported import MISSING_PARTS, UNSUPPORTED
 
 SIZES = {
     "hidden_size": 48,
@@ -418,7 +418,7 @@ def test_folder_without_a_readable_config(tmp_path: Path) -> None:
 def test_every_type_of_transformers_is_trained_or_refused_with_what_is_missing() -> None:
     assert UNSUPPORTED.keys() <= CONFIG_MAPPING_NAMES.keys()
     assert [name for name in UNSUPPORTED if family_of(name) is not None] == []
-    assert sum(map(len, MISSING.values())) == len(UNSUPPORTED)
+    assert sum(map(len, MISSING_PARTS.values())) == len(UNSUPPORTED)
     of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
     assert sorted(of_text - FAMILIES.keys() - UNSUPPORTED.keys()) == []
 
