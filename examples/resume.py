@@ -13,7 +13,6 @@ import sys
 import time
 
 from megarl.config.load import load_config
-from megarl.config.paths import checkpoint_path
 from megarl.config.schema import PPOConfig, SFTConfig
 
 EVERY_STEPS = 2
@@ -24,7 +23,7 @@ def main(command: str, config_path: str, overrides: list[str]) -> int:
     overrides = [*overrides, f"checkpoint.every_steps={EVERY_STEPS}"]
     kind: type[PPOConfig | SFTConfig] = PPOConfig if command == "train" else SFTConfig
     config = load_config(kind, config_path, overrides)
-    latest = checkpoint_path(config) / "latest"  # a file that names the newest complete checkpoint
+    latest = config.checkpoint_path / "latest"  # a file that names the newest complete checkpoint
     run = [sys.executable, "-m", "megarl", "train", config_path, *overrides]
     first = subprocess.Popen(run)
     while not latest.exists() and first.poll() is None:

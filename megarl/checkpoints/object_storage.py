@@ -30,7 +30,7 @@ from megarl.checkpoints.run_folder import (
     files_of,
     read_description,
 )
-from megarl.config.paths import is_url
+from megarl.config.sources import is_url
 from megarl.machine.errors import CheckpointError, counted
 from megarl.machine.files import parse_json
 

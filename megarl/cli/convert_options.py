@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from megarl.cli.options import argument, group, positive
-from megarl.config.paths import is_url
+from megarl.config.sources import is_url
 
 DTYPES = ("float32", "bfloat16", "float16")
 FP8 = "fp8"  # Hugging Face folders only

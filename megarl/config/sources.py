@@ -49,6 +49,7 @@ COMMAND_LINE = "command line"
 FILE_FOLDER = "${file_folder}"  # in an output path of a file
 GIVEN = "given values"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # such as `Qwen/Qwen3-0.6B`
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # file suffixes that no hub name has
 HOW_TO_REFER = (
     "use ${section.key} for another key of this configuration, or ${oc.env:NAME} for an environment variable"
@@ -129,6 +130,11 @@ def _from_here(path: Path) -> str:
 def is_hub_name(path: str) -> bool:
     """Whether the path looks like a name on the Hugging Face hub and is not in the current folder."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_ENDINGS) and not os.path.exists(path)
+
+
+def is_url(path: str) -> bool:
+    """Return whether a value is a URL, as of object storage, and not a path."""
+    return _URL.match(path) is not None
 
 
 def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> list[Layer]:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.finding import Finding, Status, doubtful, good, wrong
-from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.speculation import draft_of
@@ -97,7 +96,7 @@ def _files_of(subject: ExaminedRun) -> Generator[list[str]]:
             paths.append(
                 stack.enter_context(
                     tempfile.NamedTemporaryFile(
-                        prefix=MARK, dir=existing_folder(checkpoint_path(subject.config))
+                        prefix=MARK, dir=existing_folder(subject.config.checkpoint_path)
                     )
                 ).name
             )

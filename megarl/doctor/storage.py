@@ -17,7 +17,6 @@ import psutil
 
 from megarl.config.finding import Finding, doubtful, good, wrong
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
-from megarl.config.paths import checkpoint_path
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
 from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.errors import CheckpointError, ConfigError, counted, sized
@@ -214,7 +213,7 @@ def check(subject: ExaminedRun) -> Iterator[Finding]:
         return
     one = checkpoint_bytes(config, subject.architectures) if subject.all_models_known else 0
     yield from judge(
-        probe(checkpoint_path(config)),
+        probe(config.checkpoint_path),
         num_nodes=1 if subject.plan is None else subject.plan.num_nodes,
         one=one,
         most=most_checkpoints(config),

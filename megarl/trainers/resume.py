@@ -20,7 +20,6 @@ from megarl.checkpoints.run_folder import (
     step_of,
 )
 from megarl.config.compare import FIXED, Difference, differences
-from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, RunConfig
 from megarl.config.validate import read_architectures
@@ -58,7 +57,7 @@ class Resume:
 
 
 def checkpoint_folder(config: RunConfig) -> CheckpointFolder:
-    return CheckpointFolder(checkpoint_path(config))
+    return CheckpointFolder(config.checkpoint_path)
 
 
 def find_resume(config: RunConfig) -> Resume | None:

@@ -28,12 +28,11 @@ from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
 import megarl
 from megarl.config.load import read_config, with_paths
-from megarl.config.paths import is_url
 from megarl.config.rules.machine import code_files
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, PPOConfig, RunConfig
 from megarl.config.schema.keys import PathKind, split_code
 from megarl.config.shipped import CONFIGS_DIR
-from megarl.config.sources import is_hub_name
+from megarl.config.sources import is_hub_name, is_url
 from megarl.config.values import contents_of, escaped
 from megarl.controller.environment import users_settings
 from megarl.doctor.checks import load_for_plan

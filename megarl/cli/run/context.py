@@ -19,7 +19,6 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megarl.cli.run.end import how_to_resume
-from megarl.config.paths import checkpoint_path
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import ConfigError
 from megarl.machine.folder_lock import locked_folder
@@ -117,7 +116,7 @@ def locked_folders(config: RunConfig) -> Generator[None]:
     """
     folders = {
         "trainer.output_dir": Path(config.trainer.output_dir),
-        "checkpoint.dir": checkpoint_path(config),
+        "checkpoint.dir": config.checkpoint_path,
     }
     with ExitStack() as locks:
         for key, folder in folders.items():
@@ -143,7 +142,7 @@ def run_context_of(config: RunConfig, verbose: bool = False) -> Generator[RunCon
         # Before the run has a folder there is nothing to resume.
         if context.output_dir is None:
             raise
-        raise KeyboardInterrupt(how_to_resume(checkpoint_path(config))) from None
+        raise KeyboardInterrupt(how_to_resume(config.checkpoint_path)) from None
     except Exception as error:
         raise RunFailedError(error, context) from error
 

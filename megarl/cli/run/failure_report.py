@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from megarl.checkpoints.run_folder import LATEST_FILE
 from megarl.cli.run.context import RunContext
 from megarl.cli.run.hints import Cause, hint_for
-from megarl.config.paths import checkpoint_path
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError
 from megarl.machine.errors import HintedError, RunError, counted, hint_of
 from megarl.machine.files import write_whole
@@ -176,7 +175,7 @@ def _logs(call: _Call | None, context: RunContext) -> list[str]:
     if files := [name for name in _FILES if (context.output_dir / name).exists()]:
         lines.append(f"{context.output_dir}: {', '.join(files)}")
     lines.append(f"{context.output_dir / FAILURE_FILE}: this page, with the tracebacks")
-    checkpoints = checkpoint_path(context.config)
+    checkpoints = context.config.checkpoint_path
     if (checkpoints / LATEST_FILE).is_file():
         lines.append(f"{checkpoints}: checkpoints; the same command resumes from the latest")
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller import hints
@@ -157,7 +156,7 @@ def _free_disk(config: RunConfig | None) -> str:
     if config is not None:
         of_run = {
             "trainer.output_dir": Path(config.trainer.output_dir),
-            "checkpoints": checkpoint_path(config),
+            "checkpoints": config.checkpoint_path,
         }
         places = {**of_run, **places}
 

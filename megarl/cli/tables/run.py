@@ -26,7 +26,6 @@ from megarl.config.layers import describe_layers
 from megarl.config.load import is_on_cuda, plain_values
 from megarl.config.megatron_options import options_of
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
-from megarl.config.paths import checkpoint_path
 from megarl.config.readers import unread_keys
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, role_named
 from megarl.config.schema import (
@@ -321,11 +320,11 @@ def _print_checkpoints(
                 ),
                 ("size", gib(size), parts),
                 ("maximum on disk", gib(most * size), counted(most, "checkpoint")),
-                ("free disk space", gib(free_bytes(checkpoint_path(config))), "now"),
+                ("free disk space", gib(free_bytes(config.checkpoint_path)), "now"),
             ),
         )
     )
-    print_line(console, f"checkpoints in {checkpoint_path(config)}")
+    print_line(console, f"checkpoints in {config.checkpoint_path}")
 
 
 def when_saved(config: RunConfig) -> tuple[str, str]:
@@ -348,7 +347,7 @@ def when_saved(config: RunConfig) -> tuple[str, str]:
 
 def _of_a_full_disk(config: RunConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
     needed = most_checkpoints(config) * checkpoint_bytes(config, architectures)
-    path = checkpoint_path(config)
+    path = config.checkpoint_path
 
     if needed > (free := free_bytes(path)):
         yield (

@@ -26,7 +26,6 @@ from megarl.cli.tables.run import (
 )
 from megarl.config.batch_arithmetic import work_of_roles
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
-from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     AdvantageEstimator,
@@ -191,7 +190,7 @@ def _disk(config: RunConfig, architectures: Mapping[str, Architecture]) -> Itera
     most = most_checkpoints(config)
     yield (
         f"checkpoints {when_saved(config)[0]}: {gib(size)} each, at most {most:,} = {gib(most * size)} in "
-        f"{checkpoint_path(config)}"
+        f"{config.checkpoint_path}"
     )
 
 

@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 from megarl.config.finding import Absence, Finding, Findings
-from megarl.config.paths import is_url
 from megarl.config.roles import RoleKind, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
@@ -28,7 +27,7 @@ from megarl.config.schema import (
     RunConfig,
 )
 from megarl.config.schema.keys import PathKind, leaves, names_code, split_code
-from megarl.config.sources import is_hub_name
+from megarl.config.sources import is_hub_name, is_url
 from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.machine.files import existing_folder, read_json_object
 from megarl.machine.processors import has_gpu

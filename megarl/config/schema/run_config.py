@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 from megarl.config.dotted import value_at
@@ -144,6 +145,12 @@ class RunConfig:
         return 1.0
 
     # ---- what a run needs on its machines
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The folder of the run's checkpoints."""
+        given = self.checkpoint.dir
+        return Path(self.trainer.output_dir) / "checkpoints" if given is None else Path(given)
 
     @property
     def rollout_engine(self) -> RolloutEngineKind | None:
