@@ -45,6 +45,25 @@ def _with(section: Any, parts: Sequence[str | int], value: Any) -> Any:
     return replace(section, **{first: _with(getattr(section, first), rest, value)})
 
 
+def given_at(values: Any, key: str) -> Any:
+    """Return the value of a key in nested mappings; None if it is not given. An empty key is all of them."""
+    for name in key.split(".") if key else ():
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted keys as nested sections."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *outer, last = key.split(".")
+        section = tree
+        for name in outer:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return tree
+
+
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested sections with their dotted keys. An empty section is a value."""
     for name, value in values.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from megarl.config.dotted import with_value
 from megarl.config.review import Review
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
-from megarl.config.schema.keys import PathKind, names_code, naming
+from megarl.config.schema.keys import PathKind, leaves, names_code, naming
 from megarl.config.sources import GIVEN, Layer, is_hub_name, read_layers
-from megarl.config.values import contents_of, each_text, escaped, item_section, key_types
+from megarl.config.values import contents_of, each_text, escaped
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.processors import has_gpu
@@ -212,27 +213,26 @@ def with_paths[Section](section: Section, change: Callable[[PathKind, str], str]
     Args:
         change: Called with the kind of a path, and the path.
     """
-    changes: dict[str, Any] = {}
-    for entry in fields(typing.cast(Any, section)):
-        value = getattr(section, entry.name)
-        if is_dataclass(value):
-            changes[entry.name] = with_paths(value, change)
-        # A list of sections, such as reward.functions, contains paths too.
-        elif isinstance(value, list) and item_section(key_types(type(section))[entry.name]):
-            changes[entry.name] = [with_paths(item, change) for item in value]
-        elif (kind := entry.metadata.get(PathKind)) is PathKind.function:
-            changes[entry.name] = each_text(
-                value, lambda path: change(PathKind.function, path) if names_code(path) else path
-            )
-        elif kind is not None:
-            changes[entry.name] = each_text(value, partial(change, kind))
-        elif inputs := entry.metadata.get(naming):
-            whole = partial(change, PathKind.data)
-            changes[entry.name] = {
-                name: each_text(item, whole) if name in inputs else item for name, item in value.items()
-            }
 
-    return replace(typing.cast(Any, section), **changes)
+    def changed(kind: PathKind, path: str) -> str:
+        has_no_file = kind is PathKind.function and not names_code(path)
+        return path if has_no_file else change(kind, path)
+
+    for leaf in leaves(section):
+        if leaf.path is not None:
+            section = with_value(section, leaf.key, each_text(leaf.value, partial(changed, leaf.path)))
+        elif inputs := leaf.entry.metadata.get(naming):
+            whole = partial(change, PathKind.data)
+            section = with_value(
+                section,
+                leaf.key,
+                {
+                    name: each_text(item, whole) if name in inputs else item
+                    for name, item in leaf.value.items()
+                },
+            )
+
+    return section
 
 
 def _as_yaml(config: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megarl.config.dotted import flat
+from megarl.config.dotted import flat, given_at
 from megarl.config.megatron_options import find_section, owned_fields
 from megarl.config.schema.keys import MISSING, names_code
 
@@ -386,12 +386,12 @@ def _make_current(
             yield key, f"{value} is now called {inside[name]}; write {key}={inside[name]}", False
         return
     if "reference" in former:
-        yield from _make_reference(inside, key, name, former["reference"], _value_in(below, key))
+        yield from _make_reference(inside, key, name, former["reference"], given_at(below, key))
         return
 
     del inside[name]
     # A default may change back what a file of lower precedence has.
-    is_changed = "ours" in former and _value_in(below, f"{section}.{former['ours']}") is not None
+    is_changed = "ours" in former and given_at(below, f"{section}.{former['ours']}") is not None
     if value == former["default"] and not is_changed:
         return
     if "suffix_of" in former:
@@ -411,15 +411,6 @@ def _make_current(
         yield key, f"is {value}: {former['note']}", True
     else:
         yield key, f"is {value}, but has no effect any more: {former['note']}", False
-
-
-def _value_in(values: Any, key: str) -> Any:
-    """Return the value of a dotted key; None if it is not given."""
-    for name in key.split("."):
-        if not isinstance(values, Mapping):
-            return None
-        values = values.get(name)
-    return values
 
 
 def _make_reference(

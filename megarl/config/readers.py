@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field
 from typing import Any
 
 from megarl.config.dotted import values_at
 from megarl.config.finding import Finding
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
-from megarl.config.schema.keys import OnlyWith, Reader, default_of, needs_of
+from megarl.config.schema.keys import OnlyWith, Reader, default_of, leaves, needs_of
 from megarl.machine.errors import written
 from megarl.models.architecture import Architecture
 
-_Need = tuple[str, OnlyWith]  # with the prefix of keys that begin with a dot
 _PROPERTIES = {"experts": "has no experts", "vision": "has no vision tower"}
 
 
@@ -30,14 +29,14 @@ def unread_keys(
         refused: Whether to yield the keys that are refused, or those that the user is warned of.
     """
     found: dict[tuple[str, OnlyWith, str], list[tuple[str, Any]]] = {}
-    for key, value, needs in _changed(config, default_of(type(config)), "", ()):
-        for prefix, needed in needs:
-            role = _role_of(config, key)
+    for leaf in leaves(config, default_of(type(config))):
+        for prefix, needed in leaf.needs if leaf.value != leaf.usual else ():
+            role = _role_of(config, leaf.key)
             if not any(
                 _is_met(config, role, _whole(reader, prefix), architectures) for reader in needed.readers
             ):
                 of_model = role if any(reader.architecture for reader in needed.readers) else ""
-                found.setdefault((prefix, needed, of_model), []).append((key, value))
+                found.setdefault((prefix, needed, of_model), []).append((leaf.key, leaf.value))
                 break
 
     for (prefix, needed, role), keys in found.items():
@@ -64,26 +63,6 @@ def _in_words(reader: Reader) -> str:
     if reader.values:
         return f"`{key}` {', '.join(f'`{written(value)}`' for value in reader.values)}"
     return f"`{key}` above {reader.above:g}" if reader.above else f"`{key}`"
-
-
-def _changed(
-    section: Any, default: Any, prefix: str, outer: tuple[_Need, ...]
-) -> Iterator[tuple[str, Any, tuple[_Need, ...]]]:
-    """Yield each key that has been changed, its value, and what it and the sections around it need."""
-    for entry in fields(section):
-        value = getattr(section, entry.name)
-        usual = getattr(default, entry.name)
-        needs = (*outer, *((prefix, needed) for needed in needs_of(entry)))
-        key = f"{prefix}{entry.name}"
-        if value == usual:
-            continue
-        if is_dataclass(value):
-            yield from _changed(value, usual, f"{key}.", needs)
-            continue
-        yield key, value, needs
-        for index, item in enumerate(value if isinstance(value, list) else ()):
-            if is_dataclass(item):
-                yield from _changed(item, default_of(type(item)), f"{key}[{index}].", outer)
 
 
 def _whole(reader: Reader, prefix: str) -> Reader:

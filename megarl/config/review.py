@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.dotted import merged
+from megarl.config.dotted import given_at, merged
 from megarl.config.migration import (
     Problems,
     framework_of,
@@ -115,7 +115,8 @@ class Review:
 
         # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
         for section in layer.replaces:
-            _remove(self._values, section)
+            outer, _, name = section.rpartition(".")
+            (given_at(self._values, outer) or {}).pop(name, None)
         values, former = with_current_keys(layer.values, set(schema_keys(self._schema)), self._values)
         for key, problem, is_refused in former:
             if is_refused:
@@ -358,14 +359,6 @@ def _kinds_with(key: str) -> str:
 def _metadata(section: Any) -> dict[str, Mapping[Any, Any]]:
     """Return the metadata of each key of a section."""
     return {entry.name: entry.metadata for entry in fields(section)}
-
-
-def _remove(values: dict[str, Any], section: str) -> None:
-    """Remove a section, named by its dotted key, so that its keys have their defaults."""
-    *outer, name = section.split(".")
-    for each in outer:
-        values = values.get(each, {})
-    values.pop(name, None)
 
 
 def _is_table(value: Any) -> bool:

@@ -27,7 +27,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from megarl.config.dotted import replaced
+from megarl.config.dotted import given_at, nested, replaced
 from megarl.config.schema.keys import MISSING, PathKind, names_code, split_code
 from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
 from megarl.machine.errors import ConfigError
@@ -214,10 +214,8 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
     layers = []
     for section in GROUPS:
         # A preset is chosen by its name, or by a section with the name under `base`.
-        *outer, last = section.split(".")
-        parent: Any = values
-        for name in outer:
-            parent = parent.get(name) if isinstance(parent, dict) else None
+        outer, _, last = section.rpartition(".")
+        parent = given_at(values, outer)
         if not isinstance(parent, dict):
             continue
         choice = parent.get(last)
@@ -252,17 +250,10 @@ def _chosen_layers(section: str, choice: object, source: str, near: Path) -> lis
                 key.removeprefix(f"{WITH}.") if key.startswith(f"{WITH}.") else f"{section}.{key}": text
                 for key, text in layer.texts.items()
             }
-            values = _below(section, layer.values) | others
+            values = nested({section: layer.values}) | others
             layers.append(layer._replace(values=values, replaces=replaces, texts=texts))
 
     return layers
-
-
-def _below(section: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return values of a section, which may be nested, as values of the root."""
-    for name in reversed(section.split(".")):
-        values = {name: values}
-    return values
 
 
 def _group_file(section: str, name: object, near: Path) -> Path | str:

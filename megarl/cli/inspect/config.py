@@ -12,12 +12,11 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
-from functools import reduce
 from typing import Any
 
 import yaml
 
-from megarl.config.dotted import values_at
+from megarl.config.dotted import nested, values_at
 from megarl.config.json_schema import explanation, json_schema, section_explanation
 from megarl.config.load import plain_values, read_config
 from megarl.config.migration import former_keys
@@ -133,8 +132,7 @@ def _unknown(schema: type, key: str) -> ConfigError:
     if "ours" in former or "note" in former:
         now = f"it is now {section}.{former['ours']}" if "ours" in former else former["note"]
         return ConfigError("explain", [f"{key}: was a key of an earlier version; {now}"])
-    values = reduce(lambda inner, name: {name: inner}, reversed(key.split(".")), typing.cast(Any, 0))
-    problems = read_config(schema, values).problems
+    problems = read_config(schema, nested({key: 0})).problems
     return ConfigError("explain", [line for line in problems if ": is required;" not in line])
 
 

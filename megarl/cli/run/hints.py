@@ -10,14 +10,15 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+from megarl.config.dotted import given_at
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
+from megarl.config.values import contents_of
 from megarl.controller import hints
 from megarl.machine.errors import LESS_ENGINE_MEMORY, counted, written
 from megarl.machine.files import existing_folder
@@ -112,10 +113,7 @@ def _value(field: str, cause: Cause, config: RunConfig | None, found: Mapping[st
 
 
 def _setting(config: RunConfig | None, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-    return value.value if isinstance(value, Enum) else value
+    return given_at(contents_of(config), key)
 
 
 def _section(role: str, config: RunConfig | None) -> str:

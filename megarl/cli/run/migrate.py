@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from megarl.config.conversions import NULL, Migration, kind_of, migrated
+from megarl.config.dotted import given_at, nested
 from megarl.config.foreign import Foreign, read_foreign
 from megarl.config.kinds import RolloutEngineKind
 from megarl.config.load import read_config
@@ -122,14 +123,8 @@ def _is_open(value: Any) -> bool:
 
 def _nested(values: Mapping[str, Any], kind: RunKind) -> dict[str, Any]:
     """Return dotted keys as sections."""
-    tree: dict[str, Any] = {} if kind is RunKind.ppo else {"kind": kind.value}
-    for key, value in values.items():
-        *outer, last = key.split(".")
-        section = tree
-        for name in outer:
-            section = section.setdefault(name, {})
-        section[last] = None if value is NULL else value
-    return tree
+    plain = {key: None if value is NULL else value for key, value in values.items()}
+    return nested(plain if kind is RunKind.ppo else {"kind": kind.value} | plain)
 
 
 def _preset(found: Migration, kind: RunKind) -> str | None:
@@ -196,10 +191,7 @@ def _written(found: Migration, kind: RunKind) -> Iterator[str]:
 
 
 def _default(key: str, kind: RunKind) -> Any:
-    value = contents_of(default_of(SCHEMAS[kind]))
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    return given_at(contents_of(default_of(SCHEMAS[kind])), key)
 
 
 def _in_schema_order(values: Mapping[str, Any], kind: RunKind) -> dict[str, Any]:

@@ -204,13 +204,26 @@ class Leaf(NamedTuple):
 
     Attributes:
         key: The dotted key, with the index of the element in a list of sections.
-        path: The kind of path that the key contains; None if it contains none.
+        entry: The field of its section.
+        usual: Its value in the defaults, if they are given.
+        needs: What the key and the sections around it need, each with the prefix of keys that begin with a
+            dot.
     """
 
     key: str
     value: Any
-    range: Range
-    path: PathKind | None = None
+    entry: Field[Any]
+    usual: Any
+    needs: tuple[tuple[str, OnlyWith], ...]
+
+    @property
+    def range(self) -> Range:
+        return range_of(self.entry)
+
+    @property
+    def path(self) -> PathKind | None:
+        """The kind of path that the key contains; None if it contains none."""
+        return self.entry.metadata.get(PathKind)
 
 
 @cache
@@ -219,18 +232,29 @@ def default_of(section: Any) -> Any:
     return section()
 
 
-def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
+def leaves(
+    section: Any, default: Any = None, prefix: str = "", outer: tuple[tuple[str, OnlyWith], ...] = ()
+) -> Iterator[Leaf]:
     """Yield every value of a section and of its nested sections.
 
     A list is a value, and so is each value inside a list of sections.
+
+    Args:
+        default: The section with its defaults; None: they are not needed.
+        prefix: What the keys of the section begin with.
+        outer: What the section needs, see `Leaf.needs`.
     """
     for entry in fields(section):
         value = getattr(section, entry.name)
+        usual = None if default is None else getattr(default, entry.name)
+        needs = (*outer, *((prefix, needed) for needed in needs_of(entry)))
         key = f"{prefix}{entry.name}"
         if is_dataclass(value):
-            yield from leaves(value, f"{key}.")
+            yield from leaves(value, usual, f"{key}.", needs)
             continue
-        yield Leaf(key, value, range_of(entry), entry.metadata.get(PathKind))
-        for number, element in enumerate(value if isinstance(value, list) else ()):
-            if is_dataclass(element):
-                yield from leaves(element, f"{key}[{number}].")
+        yield Leaf(key, value, entry, usual, needs)
+        for number, item in enumerate(value if isinstance(value, list) else ()):
+            if is_dataclass(item):
+                # What the list needs is said of its key.
+                usual = None if default is None else default_of(type(item))
+                yield from leaves(item, usual, f"{key}[{number}].", outer)
