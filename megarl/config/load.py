@@ -222,15 +222,9 @@ def with_paths[Section](section: Section, change: Callable[[PathKind, str], str]
         if leaf.path is not None:
             section = with_value(section, leaf.key, each_text(leaf.value, partial(changed, leaf.path)))
         elif inputs := leaf.entry.metadata.get(naming):
-            whole = partial(change, PathKind.data)
-            section = with_value(
-                section,
-                leaf.key,
-                {
-                    name: each_text(item, whole) if name in inputs else item
-                    for name, item in leaf.value.items()
-                },
-            )
+            paths = {name: value for name, value in leaf.value.items() if name in inputs}
+            whole = each_text(paths, partial(change, PathKind.data))
+            section = with_value(section, leaf.key, leaf.value | whole)
 
     return section
 
