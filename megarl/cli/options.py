@@ -128,8 +128,7 @@ class Command:
         """Say what an option needs that none of the selected functions takes."""
         places = self.parts.items()
         owners = [names[part] for part, place in places if option in self._call(place, {option: 0})[1]]
-        is_of_command = option in self._call(self.module, {option: 0})[1]
-        if owners and not is_of_command:
+        if owners and option not in self._call(self.module, {option: 0})[1]:
             return f"requires {' or '.join(owners)}"
         return f"does not apply to {' and '.join(names[part] for part in selected)}; remove it"
 

@@ -107,8 +107,7 @@ def migrated(source: Foreign) -> Migration:
     # The source's own settings come last, so that they win over those of inherited files and of defaults.
     own = {name.lstrip("+~") for name in source.own}
     for name in sorted(everything, key=lambda each: (each in settings) + (each in own)):
-        is_given = name in settings
-        _convert(source, name, everything, found, is_given=is_given, is_own=name in own)
+        _convert(source, name, everything, found, is_given=name in settings, is_own=name in own)
     _set_launched(found, settings, kind_of(source))
     _complete(found, kind_of(source))
     if framework == "verl" and found.values.get("reward.functions") == [{"path": MISSING}]:
@@ -133,8 +132,7 @@ def _set_launched(found: Migration, settings: Mapping[str, Any], kind: RunKind) 
         found.put("placement.num_nodes", nodes, origin, is_own=True)
         found.put("placement.devices_per_node", max(1, processes // nodes), origin, is_own=True)
     # slime's other script trains on the samples of the step before.
-    is_async = str(settings.get("launcher.program")).endswith("train_async.py")
-    if is_async and kind is RunKind.ppo:
+    if str(settings.get("launcher.program")).endswith("train_async.py") and kind is RunKind.ppo:
         interval = settings.get("update_weights_interval", 1)
         origin = f"train_async.py, update_weights_interval={interval}"
         found.put("rollout.max_staleness", interval, origin, is_own=True)
@@ -492,8 +490,7 @@ def placed(found: Migration) -> None:
         engines = max(size or 1, whole // 2) if whole else None
         actor = whole - engines if whole and engines else None
     if is_split and actor and engines and isinstance(per_node, int):
-        total = actor + engines
-        nodes = max(1, ceil(total / per_node))
+        nodes = max(1, ceil((actor + engines) / per_node))
         found.put("placement.num_nodes", nodes, f"{actor} + {counted(engines, 'device')}", is_own=True)
     if not is_split:
         engines = actor

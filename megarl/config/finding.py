@@ -99,8 +99,7 @@ def refused(check: str, key: str, error: Exception, hint: str, **facts: Any) -> 
 
 
 def worst(results: Sequence[Finding]) -> Status:
-    order = list(Status)
-    return max((finding.status for finding in results), key=order.index, default=Status.ok)
+    return max((finding.status for finding in results), key=list(Status).index, default=Status.ok)
 
 
 def nearest_multiples(value: int, divisor: int) -> list[int]:
@@ -113,8 +112,7 @@ def nearest_divisors(number: int, value: int) -> list[int]:
     """Return the divisors of `number` nearest to `value`: at most one below and one above."""
     divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
     below = [divisor for divisor in divisors if divisor <= value]
-    above = [divisor for divisor in divisors if divisor > value]
-    return below[-1:] + above[:1]
+    return below[-1:] + [divisor for divisor in divisors if divisor > value][:1]
 
 
 def is_http_url(text: str) -> bool:

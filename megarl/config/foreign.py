@@ -124,8 +124,7 @@ def _best_command(
             settings = _command_settings(words, file.parent)
             best = named or (framework_of(settings) if len(settings) > 1 else None)
             # The options of a Python script may all be those of its own parser.
-            starts_file = any(word.endswith(file.name) for word in words)
-            if settings and (best is not None or starts_file):
+            if settings and (best is not None or any(word.endswith(file.name) for word in words)):
                 num_known = sum(map(best.knows, settings)) if best is not None else 0
                 found.append((num_known, settings, words))
     if not found:
@@ -225,8 +224,7 @@ def _program_end(words: Sequence[str]) -> int:
     """Return the number of words up to the program: a Python file, a module, or a subcommand of trl."""
     for index in range(len(words) - 1, -1, -1):
         is_script = words[index].endswith(".py") and "=" not in words[index]
-        is_value = words[index - 1].startswith("--") and "=" not in words[index - 1]
-        if is_script and not is_value:
+        if is_script and not (words[index - 1].startswith("--") and "=" not in words[index - 1]):
             return index + 1
         if words[index] == "-m" or words[index] == "trl":
             return min(index + 2, len(words))

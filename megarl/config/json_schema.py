@@ -103,11 +103,10 @@ def _with_presets(folder: str, section: Schema) -> Schema:
 
     Its value is the preset's name, or a mapping with a preset under `base` and keys that override it.
     """
-    presets = [file.stem for file in sorted((CONFIGS_DIR / folder).glob("*.yaml"))]
     preset: Schema = {
         "type": "string",
         "description": f"a built-in preset, or a file {folder}/NAME.yaml next to this file",
-        "examples": presets,
+        "examples": [file.stem for file in sorted((CONFIGS_DIR / folder).glob("*.yaml"))],
     }
     several: list[Schema] = [{"type": "array", "items": preset}] if folder in COMBINED else []
     section["properties"][BASE] = {"anyOf": [preset, *several]} if several else preset
@@ -273,8 +272,7 @@ def explanation(owner: type, name: str) -> str:
 def section_explanation(section: type) -> str:
     """Return the docstring of a section in one line; an empty string if there is none."""
     text = section.__doc__ or ""
-    is_made_by_dataclass = text.startswith(f"{section.__name__}(")
-    return "" if is_made_by_dataclass else " ".join(text.split())
+    return "" if text.startswith(f"{section.__name__}(") else " ".join(text.split())
 
 
 @cache
@@ -285,8 +283,7 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
     found = {}
 
     # Fields are annotated assignments; members of an enumeration are plain ones.
-    owners = [each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)]
-    for owner in owners:
+    for owner in [each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)]:
         for node in owner.body:
             if not isinstance(node, ast.AnnAssign | ast.Assign):
                 continue
@@ -294,8 +291,7 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
             assert isinstance(target, ast.Name)
 
             above = takewhile(lambda line: line.lstrip().startswith("#"), reversed(lines[: node.lineno - 1]))
-            last = lines[(node.end_lineno or node.lineno) - 1]
-            after = last.encode()[node.end_col_offset :].decode()
+            after = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :].decode()
             texts = (each.strip().removeprefix("#").strip() for each in (*reversed([*above]), after))
             found[owner.name, target.id] = " ".join(
                 text for text in texts if text and not text.startswith(_FOR_TOOLS)

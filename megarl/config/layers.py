@@ -90,13 +90,12 @@ def choose_layers(
     # An explicit choice is kept; `rules.run.layers` reports where it cannot work.
     if asked is not Layers.auto:
         return LayerChoice(asked, f"engine.layers={asked.value}")
-    obstacles = (
+    for exists, why in (
         (not on_cuda, "Transformer Engine does not support CPU"),
         (dtype is DType.float32, "Transformer Engine has no float32 attention for packed rows"),
         (not has_transformer_engine, "Transformer Engine is not installed"),
         (has_adapters, "adapters (lora) are added to local layers"),
-    )
-    for exists, why in obstacles:
+    ):
         if exists:
             return LayerChoice(Layers.local, why)
     return LayerChoice(Layers.transformer_engine, "on CUDA with Transformer Engine installed")

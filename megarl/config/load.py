@@ -126,8 +126,7 @@ def read_config[Config](
     refused = frozenset(key for key, _ in found if key is not None)
 
     # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
-    is_ppo_by_default = schema is PPOConfig and kind is None
-    if problems and is_ppo_by_default and _is_sft(source, overrides, options):
+    if problems and schema is PPOConfig and kind is None and _is_sft(source, overrides, options):
         hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
         raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
 

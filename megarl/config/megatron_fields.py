@@ -120,7 +120,6 @@ def _annotations(file: Path, config: str) -> Iterator[tuple[str, ast.expr]]:
 
 def _enumerations(file: Path) -> dict[str, tuple[str, ...]]:
     """Return the names of the members of each enumeration in a file."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
     return {
         node.name: tuple(
             target.id
@@ -129,7 +128,7 @@ def _enumerations(file: Path) -> dict[str, tuple[str, ...]]:
             for target in statement.targets
             if isinstance(target, ast.Name)
         )
-        for node in tree.body
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     }
 

@@ -38,8 +38,7 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     if role.runs_base:
         kinds = (architecture, without_saved_modules(architecture))
         trained, adapters = (_counts(role, kind, trained_only=True)[0] for kind in kinds)
-        copied = trained - adapters
-        total += -(-copied // dense_cut) * weight_bytes
+        total += -(-(trained - adapters) // dense_cut) * weight_bytes
 
     # They also have fewer copies for ZeRO 1. Frozen parameters have neither gradients nor state.
     dense, of_experts = _counts(role, architecture, trained_only=architecture.lora is not None)

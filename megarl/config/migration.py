@@ -217,8 +217,7 @@ def _explain_slime(key: str, value: Any, known: Container[str]) -> Problems:
     if (entry := keys_of("slime").get(name)) is not None:
         return [hint_of(name, entry, "slime argument", known)]
     if name.startswith(SERVER_PREFIX) and _SERVER_ARGS in known:
-        option = f"{_SERVER_ARGS}.{name.removeprefix(SERVER_PREFIX)}"
-        return [(f"{name}: is a slime argument; use {option}", None)]
+        return [(f"{name}: is a slime argument; use {_SERVER_ARGS}.{name.removeprefix(SERVER_PREFIX)}", None)]
     if (section := find_section(name)) is None:
         return []
     reason = owned_fields(section).get(name, f"use actor.megatron.{section}.{name}")
@@ -286,8 +285,7 @@ def _entries(framework: str) -> dict[str, Any]:
 
 
 def _table(framework: str) -> dict[str, Any]:
-    path = Path(__file__).with_name(f"{framework}_names.yaml")
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return yaml.safe_load(Path(__file__).with_name(f"{framework}_names.yaml").read_text(encoding="utf-8"))
 
 
 @cache

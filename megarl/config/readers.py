@@ -67,8 +67,7 @@ def _in_words(reader: Reader) -> str:
 
 def _whole(reader: Reader, prefix: str) -> Reader:
     """Return a reader with a whole key."""
-    is_near = reader.key.startswith(".")
-    return reader._replace(key=prefix + reader.key[1:]) if is_near else reader
+    return reader._replace(key=prefix + reader.key[1:]) if reader.key.startswith(".") else reader
 
 
 def _is_met(config: RunConfig, role: str, reader: Reader, architectures: Mapping[str, Architecture]) -> bool:

@@ -173,8 +173,7 @@ class Review:
         self, section: type, name: str, value: Any, into: dict[str, Any], key: str, layer: Layer
     ) -> None:
         hint = key_types(section)[name]
-        metadata = _metadata(section)[name]
-        kind = metadata.get(PathKind)
+        kind = _metadata(section)[name].get(PathKind)
         if without_null(hint) in _OF_STRINGS:
             value = layer.as_written(key, value)
         # A single file instead of a list of files is the only one.
@@ -344,8 +343,7 @@ def _explained(schema: type, unknown: _Unknown, known: set[str]) -> Problems:
 
     # A branch that is no typing error is explained leaf by leaf, if its leaves have other names here.
     leaves = {leaf: synonym_hint(leaf, known) for leaf in leaf_names(key, value)}
-    is_typing_error = hint.startswith("did you mean")
-    if not is_typing_error and key not in leaves and any(leaves.values()):
+    if not hint.startswith("did you mean") and key not in leaves and any(leaves.values()):
         return [(f"{leaf}: unknown key; {meant or hint}", None) for leaf, meant in leaves.items()]
     return [(f"{key}: unknown key; {hint}", None)]
 

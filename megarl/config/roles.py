@@ -406,9 +406,8 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     section: ActorConfig | None = None if role.trained_key is None else value_at(config, role.trained_key)
     megatron_key, megatron = _megatron_options(role, config)
 
-    row = vars(role) | {"base_of": role.base_of if _is_base(role, config, path_key) else None}
     return ModelRole(
-        **row,
+        **vars(role) | {"base_of": role.base_of if _is_base(role, config, path_key) else None},
         path=value_at(config, path_key),
         path_key=path_key,
         parallel=value_at(config, role.parallel_key),

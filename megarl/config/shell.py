@@ -91,8 +91,7 @@ class ShellScript:
 
             if first in ("if", "elif"):
                 taken = first == "elif" and bool(branches) and branches.pop()[0]
-                is_open = all(frame[1] is not False for frame in branches)
-                holds = self._holds(words[1:]) if is_open else False
+                holds = self._holds(words[1:]) if all(frame[1] is not False for frame in branches) else False
                 branches.append([taken or holds, not taken and holds is not False])
                 in_condition = not taken
                 continue

@@ -54,11 +54,10 @@ def is_shipped(path: Path) -> bool:
     """
     for folder in path.resolve().parents:
         # A clone is recognized by megarl's source next to its folder of configurations.
-        is_of_clone = (
+        if folder == CONFIGS_DIR or (
             folder.name == _NAME
             and (folder.parent / _PACKAGE.name / "config" / Path(__file__).name).is_file()
-        )
-        if folder == CONFIGS_DIR or is_of_clone:
+        ):
             return True
     return False
 

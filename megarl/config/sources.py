@@ -334,8 +334,7 @@ def _parse_yaml(text: str, name: str) -> tuple[object, Mapping[str, str]]:
         return None, {}
     # OmegaConf also refuses aliases that stand for thousands of values. Interpolations stay unresolved until
     # all layers are merged.
-    values = OmegaConf.to_container(OmegaConf.load(_NamedText(text, name)))
-    return values, dict(_unquoted(root, ""))
+    return OmegaConf.to_container(OmegaConf.load(_NamedText(text, name))), dict(_unquoted(root, ""))
 
 
 def _unquoted(node: yaml.Node | None, key: str) -> Iterator[tuple[str, str]]:
@@ -387,8 +386,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
             values = OmegaConf.merge(_with_paths(values, key), OmegaConf.from_dotlist([override]))
             texts.update(_unquoted(yaml.compose(written, Loader=yaml.CSafeLoader), key))
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping at one key
-            is_half = isinstance(error, GrammarParseError)
-            why = _half_a_reference(error) if is_half else in_one_line(error)
+            why = _half_a_reference(error) if isinstance(error, GrammarParseError) else in_one_line(error)
             refused.append((key, f"{override!r}: {why}"))
 
     container = OmegaConf.to_container(values)

@@ -317,12 +317,10 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Finding]]
     violations = []
 
     # Judges that the run serves are no model roles, but their memory is planned.
-    judges = judge_roles(config).items()
-    folders = [
+    for name, folder, key, adapters in [
         *((role.name, role.path, role.path_key, role.lora) for role in model_roles(config)),
-        *((name, judge.path, f"{judge.key}.path", None) for name, judge in judges),
-    ]
-    for name, folder, key, adapters in folders:
+        *((name, judge.path, f"{judge.key}.path", None) for name, judge in judge_roles(config).items()),
+    ]:
         try:
             architecture = read_architecture(folder, config.model.trust_remote_code)
             architectures[name] = replace(architecture, lora=adapters)

@@ -58,10 +58,9 @@ def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> 
         has_answer=bool(sources) and all(keys.has_answer for keys in sources.values()),
         numbers=frozenset().union(*(keys.numbers for keys in sources.values())),
     )
-    names = [f"val/{name}" for name in source_metrics(config, together)]
 
     return [
-        *names,
+        *(f"val/{name}" for name in source_metrics(config, together)),
         *(
             f"val/{source}/{name}"
             for source in sorted(sources)

@@ -201,10 +201,9 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
 def _annotate_ends(axis: Axes, points: Points, color: str) -> None:
     """Annotate the first value (below its marker) and the last value (above it), which readers look for."""
     for index, side, offset_points in ((0, "left", -11), (len(points.steps) - 1, "right", 6)):
-        place = (points.steps[index], points.values[index])
         axis.annotate(
             f"{points.values[index]:.3g}",
-            place,
+            (points.steps[index], points.values[index]),
             xytext=(0, offset_points),
             textcoords="offset points",
             fontsize=7,
@@ -239,8 +238,7 @@ def _draw_timings(axis: Axes, timings: Series) -> None:
     shown = list(timings.items())[: len(_COLORS)]
     names = [name.removeprefix("timing_s/") for name, _ in shown]
     means = [sum(points.values) / len(points.values) for _, points in shown]
-    bars = axis.barh(names, means, color=_COLORS[0])
-    axis.bar_label(bars, fmt="%.2g", fontsize=7, padding=2)
+    axis.bar_label(axis.barh(names, means, color=_COLORS[0]), fmt="%.2g", fontsize=7, padding=2)
     axis.invert_yaxis()
     axis.margins(x=0.15)
     axis.set_title("Time per phase (phases may overlap)", fontsize=10)

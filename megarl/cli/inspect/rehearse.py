@@ -148,8 +148,7 @@ def _rehearse(
     with progress_line(f"rehearse: loading torch and Megatron-Core for {num_ranks}") as show:
 
         def report(rank: int, phase: str) -> None:
-            done = f"{len(records)} of {num_ranks} done"
-            show(f"rehearse: rank {rank}: {phase} finished; {done}")
+            show(f"rehearse: rank {rank}: {phase} finished; {len(records)} of {num_ranks} done")
 
         for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0)), report=report):
             records.append(record)

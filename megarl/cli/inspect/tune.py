@@ -163,9 +163,8 @@ def _space(
     placement = config.placement
     size = per_node or placement.devices_per_node or device.devices_per_node
     num_nodes = nodes or placement.num_nodes
-    given = replace(placement, num_nodes=num_nodes, devices_per_node=size)
     return Space(
-        config=config.with_sections(placement=given),
+        config=config.with_sections(placement=replace(placement, num_nodes=num_nodes, devices_per_node=size)),
         pinned=pinned_keys(config, wishes.pin, ()),
         num_nodes=num_nodes,
         devices_per_node=size,

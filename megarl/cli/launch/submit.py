@@ -163,8 +163,7 @@ class Job:
         stopped = False
         while True:
             try:
-                info = asyncio.run(self._follow())
-                return INTERRUPTED if stopped else _status(info)
+                return INTERRUPTED if stopped else _status(asyncio.run(self._follow()))
             except KeyboardInterrupt:
                 # The second interrupt detaches from the job without asking.
                 if stopped or not self._is_to_stop():
@@ -293,8 +292,7 @@ def _own_files() -> Iterator[tuple[Path, Path]]:
 
     Each item is the path in the package, and the file on this machine.
     """
-    package = Path(megarl.__file__).parent
-    for root, place in ((package, Path()), (CONFIGS_DIR, Path("configs"))):
+    for root, place in ((Path(megarl.__file__).parent, Path()), (CONFIGS_DIR, Path("configs"))):
         for file in root.rglob("*"):
             if file.is_file() and file.suffix != ".pyc":
                 yield place / file.relative_to(root), file

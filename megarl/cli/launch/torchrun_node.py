@@ -142,20 +142,18 @@ class RayNode:
     def __init__(
         self, address: str, head: str | None = None, *, num_cpus: int, environment: Mapping[str, str]
     ) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "megarl.cli.launch.ray_node",
-            "--address",
-            address,
-            "--num-cpus",
-            str(num_cpus),
-            *(["--head", head] if head else []),
-        ]
-
         # A separate session, so that a signal to the run does not end the cluster before the run has saved.
         self._process = subprocess.Popen(
-            command,
+            [
+                sys.executable,
+                "-m",
+                "megarl.cli.launch.ray_node",
+                "--address",
+                address,
+                "--num-cpus",
+                str(num_cpus),
+                *(["--head", head] if head else []),
+            ],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

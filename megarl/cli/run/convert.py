@@ -304,10 +304,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     # Show the first tensors that differ; the verdict counts all of them.
     if differing := comparison.differing:
         shown = differing[:_MAX_DIFFERING]
-        title = f"Tensors that differ: {len(differing):,}, the first {len(shown)}"
         console.print(
             _table(
-                title,
+                f"Tensors that differ: {len(differing):,}, the first {len(shown)}",
                 ("name", "elements", "largest difference", ""),
                 [(each.name, *_extent(each), each.reason or each.match.value) for each in shown],
             )

@@ -96,8 +96,7 @@ def run(**options: Any) -> None:
         ray_processes(context, Console(quiet=True)) as processes,
     ):
         rules = token_rules(config, tokenizer)
-        weights = FolderWeights(folder)
-        rollout, reward = start_evaluation(config, architectures, weights, rules, *processes)
+        rollout, reward = start_evaluation(config, architectures, FolderWeights(folder), rules, *processes)
         samples = _samples(config, data, rollout, reward, output / PARTIAL_FILE, console)
 
     # Compute the metrics, and compare them with those of the other evaluation.

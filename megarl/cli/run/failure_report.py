@@ -35,8 +35,7 @@ def print_failure(error: Exception, command: str, context: RunContext | None) ->
     """Print the report to standard error, and write `failure.txt` if the run has a folder."""
     # A RunError has the tracebacks of the workers in its message.
     tracebacks = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))
-    page = last_page(error, command, context)
-    text = f"{tracebacks.rstrip()}\n\n{page}"
+    text = f"{tracebacks.rstrip()}\n\n{last_page(error, command, context)}"
     print(text, file=sys.stderr)
 
     if context is not None and context.output_dir is not None:
@@ -82,8 +81,7 @@ def _cause(error: Exception) -> Cause:
 
     # A hang has no single cause, so show the positions of up to six ranks.
     if isinstance(error, PhaseTimeoutError):
-        first = str(error).splitlines()[0]
-        lines = [first, *(f"  {report.summary}" for report in error.reports[:6])]
+        lines = [str(error).splitlines()[0], *(f"  {report.summary}" for report in error.reports[:6])]
         more = len(error.reports) - 6
         if more > 0:
             lines.append(f"  and {counted(more, 'more rank')}")

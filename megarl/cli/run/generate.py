@@ -403,11 +403,10 @@ async def _play(
 
 def _print_end(writer: Writer, trajectory: Trajectory, with_log_probs: bool) -> None:
     assert trajectory.end is not None
-    errors = [f"{count} {kind.value}" for kind, count in trajectory.call_errors.items()]
     counts = [
         f"turns {trajectory.num_turns}",
         f"calls {trajectory.num_calls}",
-        *errors,
+        *(f"{count} {kind.value}" for kind, count in trajectory.call_errors.items()),
         f"tokens {len(trajectory.token_ids)}",
     ]
     print(f"[{trajectory.end.value}: {', '.join(counts)}]")

@@ -90,9 +90,8 @@ def _filled(
     """
     lines: list[str] = []
     for line in hint:
-        values = [_value(field, cause, config, found) for field in _FIELD.findall(line)]
         # A line with a value that this run does not have would mislead.
-        if all(values):
+        if all(_value(field, cause, config, found) for field in _FIELD.findall(line)):
             lines += _FIELD.sub(lambda field: _value(field[1], cause, config, found), line).split("\n")
 
     return lines

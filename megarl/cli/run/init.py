@@ -310,13 +310,12 @@ def _user_data(wishes: Wishes) -> UserData | None:
 
 
 def _refuse_existing(wishes: Wishes) -> None:
-    script = [DATA_SCRIPT] if wishes.data is None else []
     names = [
         CONFIG_FILE,
         SCHEMA_FILE,
         *([REWARD_FILE] if wishes.use.has_reward else []),
         *wishes.use.files,
-        *script,
+        *([DATA_SCRIPT] if wishes.data is None else []),
         *_MADE,
     ]
 

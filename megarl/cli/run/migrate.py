@@ -207,8 +207,7 @@ def _in_schema_order(values: Mapping[str, Any], kind: RunKind) -> dict[str, Any]
 
 def _section(values: Mapping[str, Any], found: Migration, prefix: str, indent: str) -> Iterator[str]:
     """Yield the lines of a section, with a blank line before each top-level one."""
-    names = dict.fromkeys(key.removeprefix(prefix).partition(".")[0] for key in values)
-    for name in names:
+    for name in dict.fromkeys(key.removeprefix(prefix).partition(".")[0] for key in values):
         key = f"{prefix}{name}"
         if key in values:
             if not indent:
@@ -259,8 +258,7 @@ def _differences(found: Migration, foreign: Foreign, kind: RunKind) -> Iterator[
     """Yield the defaults of the framework that the file states, because megarl has others."""
     for key in sorted(found.defaults & found.values.keys()):
         usual = _default(key, kind)
-        is_known = found.values[key] not in (usual, MISSING)
-        if is_known and _scalar(found.values[key]) != _scalar(usual):
+        if found.values[key] not in (usual, MISSING) and _scalar(found.values[key]) != _scalar(usual):
             yield (
                 f"{key}: {_scalar(found.values[key])} is {foreign.framework.name}'s default, which is kept; "
                 f"megarl's is {_scalar(usual)}"

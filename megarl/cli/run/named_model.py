@@ -168,9 +168,8 @@ def hugging_face_folder(
         stored = read_checkpoint_index(source.folder)
         # Engines read every file of the folder, so extra files would be loaded too. Packed tensors are
         # converted.
-        is_plain = all(each.scales is None for each in stored.values())
         if (
-            is_plain
+            all(each.scales is None for each in stored.values())
             and stored.keys() == expected.keys()
             and {each.file for each in stored.values()} == set(source.folder.glob("*.safetensors"))
         ):

@@ -75,8 +75,7 @@ def run(
     first = folder / "original" if against is None else Path(against)
     good = True
     if against is None:
-        metrics = repeat(config, "original")
-        good = _agrees_with_run(console, logged, metrics, tolerance)
+        good = _agrees_with_run(console, logged, repeat(config, "original"), tolerance)
     # Without overrides there is no second layout: the original was compared with what the run logged.
     if not overrides and against is None:
         return 0 if good else 1
@@ -105,8 +104,7 @@ def _agrees_with_run(
     """Compare gradient norms with those that the run logged."""
     good = True
     for name in sorted(name for name in metrics if name in logged):
-        relative = abs(metrics[name] - logged[name]) / abs(logged[name])
-        agrees = relative <= tolerance
+        agrees = abs(metrics[name] - logged[name]) / abs(logged[name]) <= tolerance
         verdict = "agrees" if agrees else "differs"
         print_line(
             console,
@@ -202,8 +200,7 @@ def replay(
                 if role in trained_roles(config, step):
                     _update(model, batch, step, config)
 
-            trace = str((folder / role.name).absolute())
-            model.group.call(MegatronWorker.begin_trace, trace, share).get()
+            model.group.call(MegatronWorker.begin_trace, str((folder / role.name).absolute()), share).get()
             metrics |= _update(model, last, last_step, config)
             model.group.call(MegatronWorker.end_trace).get()
         finally:

@@ -266,6 +266,5 @@ def finish(
 
     # The summary is written last, because it marks the run as complete.
     numbers = {"steps": checkpoints.last_step, "seconds": round(checkpoints.seconds, 1)}
-    ended = print_end(session, checkpoints, recovery)
-    write_summary(session.output_dir, {**numbers, **told, **ended})
+    write_summary(session.output_dir, {**numbers, **told, **print_end(session, checkpoints, recovery)})
     return 0

@@ -278,8 +278,7 @@ def _digest(question: Any) -> bytes:
 
 def _line(row: DataRow, columns: Columns, more: dict[str, str]) -> str:
     """Return a row as a line of JSON."""
-    names = (*columns.required, *columns.optional)
-    values = {name: row.values[name] for name in names if name in row.values}
+    values = {name: row.values[name] for name in (*columns.required, *columns.optional) if name in row.values}
     try:
         return json.dumps(values | more, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:

@@ -252,10 +252,8 @@ def looks_mathematical(answer: Any) -> bool:
     if "\\boxed" in answer:
         return True
     # LaTeX commands and function names are allowed; any other word makes it prose.
-    has_words = re.search(r"[A-Za-z]{3,}", _MATH_WORDS.sub(" ", answer)) is not None
-
     return (
-        not has_words
+        re.search(r"[A-Za-z]{3,}", _MATH_WORDS.sub(" ", answer)) is None
         and not _DATE_OR_TIME.search(answer)
         and re.search(r"[\d\\^=]|^\W*[A-Za-z]\W*$", answer) is not None
     )

@@ -119,8 +119,7 @@ def read_inputs(
     train = data_sets[_TRAIN]
     loader = prompt_loader(train, config.data, config.trainer.prompts_per_step)
 
-    sources = {train[index].data_source for index in range(len(train))}
-    if problem := absent_teacher(config, sources):
+    if problem := absent_teacher(config, {train[index].data_source for index in range(len(train))}):
         raise ConfigError(_TRAIN, ["; ".join(problem)])
     if REWARD_MODEL in models:
         check_reward_chats(config, models[REWARD_MODEL], data_sets, rules.chat_time)

@@ -107,9 +107,8 @@ def _folded(group: GroupPlan) -> Iterator[tuple[list[int], list[int], str]]:
     # Consecutive nodes with equal devices fold into one row.
     for devices, nodes in groupby(by_node, key=lambda each: _devices(each[1])):
         rows = list(nodes)
-        ranks = [process.rank for _, processes in rows for process in processes]
         yield (
-            ranks,
+            [process.rank for _, processes in rows for process in processes],
             [node for node, _ in rows],
             f"{devices} on each" if len(rows) > 1 and group.uses_devices else devices,
         )

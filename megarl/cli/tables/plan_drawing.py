@@ -78,16 +78,14 @@ def draw_forecasts(forecasts: Forecasts, path: Path) -> None:
 
     for frame, label, attribute in zip(frames, rows, ("step_s", "waiting", "busy"), strict=True):
         for number, max_staleness in enumerate(stalenesses):
-            heights = [
-                getattr(run, attribute)
-                for (_, staleness), run in forecasts.items()
-                if staleness == max_staleness
-            ]
             # Each split has a width of 1, of which its bars fill 0.8.
-            left = [index + 0.1 + 0.8 * number / len(stalenesses) for index in range(len(splits))]
             frame.bar(
-                left,
-                heights,
+                [index + 0.1 + 0.8 * number / len(stalenesses) for index in range(len(splits))],
+                [
+                    getattr(run, attribute)
+                    for (_, staleness), run in forecasts.items()
+                    if staleness == max_staleness
+                ],
                 0.75 / len(stalenesses),
                 align="edge",
                 color=COLORS[number],

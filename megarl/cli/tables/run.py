@@ -121,8 +121,7 @@ def _parameters(row: RoleArithmetic, architecture: Architecture) -> str:
     """Return the number of parameters, and how many of them are those of adapters."""
     if architecture.lora is None:
         return f"{row.num_parameters:,}"
-    with_head = role_named(row.role).with_value_head
-    trained = num_parameters(architecture, with_head, trained_only=True)
+    trained = num_parameters(architecture, role_named(row.role).with_value_head, trained_only=True)
     return f"{row.num_parameters:,} ({trained:,} trained)"
 
 

@@ -138,8 +138,7 @@ def _memory(config: RunConfig, memory: Sequence[DeviceMemory]) -> Iterator[str]:
     """Yield the memory of the fullest device of each pool by phase, and the parts of the fullest phase."""
     budget_gb = config.placement.device_memory_gb
     budget = "" if budget_gb is None else f", budget {budget_gb:g} GiB"
-    pools = fullest_devices(memory)
-    for pool, device in sorted(pools.items(), key=lambda item: -item[1].peak):
+    for pool, device in sorted(fullest_devices(memory).items(), key=lambda item: -item[1].peak):
         sizes = {phase: gib(device.total(phase)) for phase in device.phases}
         by_phase = ", ".join(f"{phase} {size}" for phase, size in sizes.items())
         constant = f"{gib(device.peak)} in every phase" if len(set(sizes.values())) == 1 else ""
@@ -216,8 +215,7 @@ def _time(
     if device is None:
         yield "of a step is not predicted: set placement.device_profile, or use --plan, which assumes one"
     else:
-        costs = PredictedCosts(device, expected_lengths(config))
-        step = costs.predict_step(config, plan, architectures)
+        step = PredictedCosts(device, expected_lengths(config)).predict_step(config, plan, architectures)
         speed = f"{step.tokens_per_device_s:,.0f} tokens/s per device"
         yield f"{step.seconds:,.4g} s per step are predicted on {device.name}, {speed}"
 

@@ -189,9 +189,8 @@ def aggregations(config: PPOConfig) -> Findings:
         ("value_loss", config.algorithm.value_loss),
     ):
         keys = (f"algorithm.{section}.norm_tokens", f"algorithm.{section}.aggregation")
-        with_norm = loss.aggregation is Aggregation.sequence_mean_token_sum_norm
 
-        if with_norm and loss.norm_tokens is None:
+        if loss.aggregation is Aggregation.sequence_mean_token_sum_norm and loss.norm_tokens is None:
             yield Finding(
                 keys,
                 f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; use "

@@ -109,8 +109,7 @@ def _ranks(parallel: ParallelConfig, key: str) -> Findings:
 
 def layers_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that Transformer Engine's layers are not used for experts with biases."""
-    is_local = config.device is Device.cpu or config.engine.layers is Layers.local
-    if architecture.linear_bias and not is_local:
+    if architecture.linear_bias and not (config.device is Device.cpu or config.engine.layers is Layers.local):
         yield Finding(
             ("engine.layers",),
             f"is {config.engine.layers.value}, but the experts of {role.path} ({architecture.model_type}) "

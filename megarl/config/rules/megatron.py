@@ -80,8 +80,7 @@ def options(config: RunConfig, role: ModelRole) -> Findings:
 
 
 def _nearest(option: Option) -> str:
-    fields = megatron_fields(option.section)
-    if near := get_close_matches(option.name, fields, n=3):
+    if near := get_close_matches(option.name, megatron_fields(option.section), n=3):
         return f"did you mean {' or '.join(near)}?"
     return f"see the fields of Megatron's configuration of {option.section}"
 
@@ -126,8 +125,7 @@ def fit_model(_: RunConfig, role: ModelRole, architecture: Architecture) -> Find
         yield from _deepep_ranks(role)
         return
     for option in options_of(role.megatron):
-        is_of_experts = option.name.startswith("moe_") or option.name in _OF_EXPERTS
-        if option.section == "transformer" and is_of_experts:
+        if option.section == "transformer" and (option.name.startswith("moe_") or option.name in _OF_EXPERTS):
             yield Finding(
                 (f"{role.megatron_key}.{option.section}.{option.name}",),
                 f"is for mixture-of-experts models, but {role.path} is dense; remove it",

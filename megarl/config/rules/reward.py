@@ -91,12 +91,10 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Findings:
     longest = architecture.row_limit
     tokens = config.max_row_tokens
     # A conversation must fit both the model and one micro-batch.
-    room = {
+    for name, limit in {
         longest.field: longest.tokens,
         "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel),
-    }
-
-    for name, limit in room.items():
+    }.items():
         if model.max_length is not None and limit is not None and model.max_length > limit:
             yield Finding(
                 (
