@@ -60,19 +60,25 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-# The keys of another setting, whether it has the conflicting value, and why both cannot be combined.
-Conflict = tuple[tuple[str, ...], bool, str]
+# Keys, whether they have the values that are refused, and why these are.
+Refusal = tuple[tuple[str, ...], bool, str]
 
 
-def conflicts(key: str, said: str, others: Iterable[Conflict]) -> Findings:
+def refusals(*rows: Refusal) -> Findings:
+    """Yield the rows that apply as errors of the configuration."""
+    for keys, is_refused, message in rows:
+        if is_refused:
+            yield Finding(keys, message)
+
+
+def conflicts(key: str, said: str, others: Iterable[Refusal]) -> Findings:
     """Yield what a setting cannot be combined with.
 
     Args:
         said: The beginning of each message, such as the value of the key.
+        others: The keys of each other setting, whether it has the conflicting value, and why.
     """
-    for keys, is_set, why in others:
-        if is_set:
-            yield Finding((key, *keys), said + why)
+    yield from refusals(*(((key, *keys), is_set, said + why) for keys, is_set, why in others))
 
 
 def good(check: str, message: str, **facts: Any) -> Finding:

@@ -103,8 +103,11 @@ class Check:
             try:
                 function = getattr(importlib.import_module(module), name)
             except ImportError as error:
-                hint = "install the packages that the check of versions reports, then run this command again"
-                yield wrong(self.title, f"cannot be checked: {error}", hint)
+                yield wrong(
+                    self.title,
+                    f"cannot be checked: {error}",
+                    "install the packages that the check of versions reports, then run this command again",
+                )
                 return
         yield from function(*arguments)
 

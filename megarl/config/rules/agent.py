@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from megarl.config.finding import Finding, Findings, conflicts
+from megarl.config.finding import Finding, Findings, conflicts, refusals
 from megarl.config.schema import HarnessConfig, PPOConfig, SandboxProvider
 
 # A name, with a registry, a tag and a digest; or the start of an image's hash.
@@ -28,20 +28,20 @@ def episodes(config: PPOConfig) -> Findings:
     if not agent.is_used:
         return
     most = config.data.max_response_length
-
-    if agent.max_turn_tokens is not None and agent.max_turn_tokens > most:
-        yield Finding(
+    yield from refusals(
+        (
             ("agent.max_turn_tokens", "data.max_response_length"),
+            agent.max_turn_tokens is not None and agent.max_turn_tokens > most,
             f"max_turn_tokens {agent.max_turn_tokens} is above max_response_length {most}, the limit of all "
             f"turns together; use {most} or less",
-        )
-
-    if config.rollout.validation.min_new_tokens:
-        yield Finding(
+        ),
+        (
             ("agent", "rollout.validation.min_new_tokens"),
+            config.rollout.validation.min_new_tokens != 0,
             f"min_new_tokens is {config.rollout.validation.min_new_tokens}, but the last turn of an episode "
             f"may have room for fewer; use 0",
-        )
+        ),
+    )
 
 
 def _harness(config: PPOConfig) -> Findings:
@@ -53,21 +53,20 @@ def _harness(config: PPOConfig) -> Findings:
         "agent.harness.external": agent.harness.external,
     }
 
-    if len(used := tuple(key for key, is_set in kinds.items() if is_set)) > 1:
-        yield Finding(used, "are set together, but an episode is run by one of them; remove the others")
-
-    if (agent.harness.external or agent.harness.port is not None) and agent.num_workers > 1:
-        yield Finding(
+    used = tuple(key for key, is_set in kinds.items() if is_set)
+    yield from refusals(
+        (used, len(used) > 1, "are set together, but an episode is run by one of them; remove the others"),
+        (
             ("agent.harness.external", "agent.num_workers"),
+            (agent.harness.external or agent.harness.port is not None) and agent.num_workers > 1,
             f"num_workers is {agent.num_workers}, but clients elsewhere need one address; use 1",
-        )
-
-    if agent.harness.external and agent.harness.port is None:
-        yield Finding(
+        ),
+        (
             ("agent.harness.external", "agent.harness.port"),
+            agent.harness.external and agent.harness.port is None,
             "port is null, so clients would not know where to claim episodes; choose one, such as 8100",
-        )
-
+        ),
+    )
     yield from _sandbox(agent.harness)
     if agent.tools or agent.environment is not None:
         yield Finding(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.config.finding import Finding, Findings, conflicts
+from megarl.config.finding import Finding, Findings, conflicts, refusals
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import (
     Aggregation,
@@ -37,35 +37,37 @@ def estimator(config: PPOConfig) -> Findings:
     # A reward model adds one score to those of the functions and judges.
     num_scores = len(config.reward.functions) + len(config.reward.judges) + needs_reward_model(config)
 
-    if needs.compares_samples and n < 2:
-        yield Finding(
+    unread = f"{kind.name} reads scores instead of rewards, so a penalty in the rewards has no effect"
+    yield from refusals(
+        (
             ("rollout.n", _ESTIMATOR),
+            needs.compares_samples and n < 2,
             f"{kind.name} compares the samples of a prompt, but n is {n}, so every advantage would be 0; "
             f"use 2 or more",
-        )
-
-    if needs.greedy_baseline and n < 2:
-        yield Finding(
+        ),
+        (
             ("rollout.n", _ESTIMATOR),
+            needs.greedy_baseline and n < 2,
             f"{kind.name} generates an additional greedy response to every prompt that is not trained on, "
             f"which with n {n} is half of all responses; use 2 or more",
-        )
-
-    if needs.score_parts:
-        if num_scores == 1:
-            yield Finding(
-                ("reward.functions", _ESTIMATOR),
-                f"{kind.name} normalizes several scores separately, but there is only one reward function "
-                "(or model); add another, or use grpo",
-            )
-        unread = f"{kind.name} reads scores instead of rewards, so a penalty in the rewards has no effect"
-        if config.algorithm.kl.in_reward:
-            yield Finding((_WHERE, _ESTIMATOR), f"{unread}; use where=loss")
-        if config.algorithm.overlong.buffer_share:
-            yield Finding(
-                ("algorithm.overlong.buffer_share", _ESTIMATOR),
-                f"{unread}; use 0, and a reward function that scores the length",
-            )
+        ),
+        (
+            ("reward.functions", _ESTIMATOR),
+            needs.score_parts and num_scores == 1,
+            f"{kind.name} normalizes several scores separately, but there is only one reward function "
+            "(or model); add another, or use grpo",
+        ),
+        (
+            (_WHERE, _ESTIMATOR),
+            needs.score_parts and config.algorithm.kl.in_reward,
+            f"{unread}; use where=loss",
+        ),
+        (
+            ("algorithm.overlong.buffer_share", _ESTIMATOR),
+            needs.score_parts and config.algorithm.overlong.buffer_share != 0,
+            f"{unread}; use 0, and a reward function that scores the length",
+        ),
+    )
 
 
 def teacher(config: PPOConfig) -> Findings:
@@ -82,24 +84,26 @@ def teacher(config: PPOConfig) -> Findings:
         )
     yield from _source_teachers(config)
 
-    weight = advantage.distillation.reward_weight
-    if weight and config.rollout.n < 2:
-        yield Finding(
+    reads_rewards = advantage.distillation.reward_weight != 0
+    unread = "with reward_weight 0 the rewards are not read, so a penalty in them has no effect"
+    yield from refusals(
+        (
             ("rollout.n", _REWARD_WEIGHT),
+            reads_rewards and config.rollout.n < 2,
             f"the rewards of the samples of a prompt are compared, but n is {config.rollout.n}, so they have "
             f"no effect; use 2 or more, or reward_weight 0",
-        )
-    if weight:
-        return
-
-    unread = "with reward_weight 0 the rewards are not read, so a penalty in them has no effect"
-    if config.algorithm.kl.in_reward:
-        yield Finding((_WHERE, _REWARD_WEIGHT), f"{unread}; use where=none or where=loss")
-    if config.algorithm.overlong.buffer_share:
-        yield Finding(
+        ),
+        (
+            (_WHERE, _REWARD_WEIGHT),
+            not reads_rewards and config.algorithm.kl.in_reward,
+            f"{unread}; use where=none or where=loss",
+        ),
+        (
             ("algorithm.overlong.buffer_share", _REWARD_WEIGHT),
+            not reads_rewards and config.algorithm.overlong.buffer_share != 0,
             f"{unread}; use 0, or a reward_weight above 0",
-        )
+        ),
+    )
 
 
 def _source_teachers(config: PPOConfig) -> Findings:
@@ -109,27 +113,31 @@ def _source_teachers(config: PPOConfig) -> Findings:
     for index, teacher in enumerate(config.teachers):
         key = f"teachers[{index}]"
 
-        # Roles and timings are named after the teacher.
-        if re.fullmatch(r"[A-Za-z0-9_]+", teacher.name) is None:
-            yield Finding(
+        first = names.setdefault(teacher.name, index)
+        yield from refusals(
+            # Roles and timings are named after the teacher.
+            (
                 (f"{key}.name",),
+                re.fullmatch(r"[A-Za-z0-9_]+", teacher.name) is None,
                 f"is {teacher.name!r}, but is part of the role teacher_<name>; use letters, digits and '_'",
-            )
-        if teacher.name in names:
-            yield Finding(
+            ),
+            (
                 (f"{key}.name",),
-                f"is {teacher.name!r}, the name of teachers[{names[teacher.name]}]; use another",
-            )
-        names.setdefault(teacher.name, index)
-
-        if teacher.path is None:
-            yield Finding((f"{key}.path",), "is null; give the folder of a model with the policy's tokenizer")
-        if not teacher.data_sources:
-            yield Finding(
+                first != index,
+                f"is {teacher.name!r}, the name of teachers[{first}]; use another",
+            ),
+            (
+                (f"{key}.path",),
+                teacher.path is None,
+                "is null; give the folder of a model with the policy's tokenizer",
+            ),
+            (
                 (f"{key}.data_sources",),
+                not teacher.data_sources,
                 "is empty, so the teacher would score nothing; list values of the column data_source, or use "
                 "the section `teacher`, which scores all other samples",
-            )
+            ),
+        )
         for source in teacher.data_sources:
             if source in sources:
                 yield Finding(
@@ -143,7 +151,6 @@ def _source_teachers(config: PPOConfig) -> Findings:
 def critic(config: PPOConfig) -> Findings:
     warmup = config.trainer.critic_warmup_steps
     total = config.trainer.total_steps
-
     if warmup >= total:
         yield Finding(
             ("trainer.critic_warmup_steps", "trainer.total_steps"),
@@ -166,20 +173,21 @@ def policy_loss(config: PPOConfig) -> Findings:
             f"{loss.aggregation.name}; use aggregation={needs.aggregation.name}, or another kind",
         )
 
-    if not needs.ratio and updates > 1:
-        yield Finding(
+    covariance = loss.covariance
+    yield from refusals(
+        (
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
+            not needs.ratio and updates > 1,
             f"{loss.kind.name} has no ratio, so it is valid only for samples of the policy that is updated, "
             f"but a step makes {updates} updates; use updates_per_step=1 and epochs_per_batch=1, or another "
             "kind",
-        )
-
-    covariance = loss.covariance
-    if covariance.low >= covariance.high:
-        yield Finding(
+        ),
+        (
             ("algorithm.policy_loss.covariance.low", "algorithm.policy_loss.covariance.high"),
+            covariance.low >= covariance.high,
             f"no covariance is above {covariance.low:g} and below {covariance.high:g}; use a low below high",
-        )
+        ),
+    )
 
 
 def aggregations(config: PPOConfig) -> Findings:
@@ -254,19 +262,17 @@ def rollout_correction(config: PPOConfig) -> Findings:
 def dynamic_sampling(config: PPOConfig) -> Findings:
     section = config.algorithm.dynamic_sampling
     kind = config.algorithm.advantage.estimator
-    if not section.enabled:
-        return
-
-    if not kind.needs.compares_samples:
-        yield Finding(
+    yield from refusals(
+        (
             (f"{_DYNAMIC}.enabled", _ESTIMATOR),
+            section.enabled and not kind.needs.compares_samples,
             f"drops prompts whose samples all score the same, but {kind.name} does not compare the samples "
             f"of a prompt and learns from such prompts too; use false, or an estimator such as grpo",
-        )
-
-    if section.max_generations < 2:
-        yield Finding(
+        ),
+        (
             (f"{_DYNAMIC}.max_generations",),
+            section.enabled and section.max_generations < 2,
             f"is {section.max_generations}, so the first dropped prompt could not be replaced and would end "
             f"the run; use 2 or more",
-        )
+        ),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.finding import Finding, Findings
+from megarl.config.finding import Finding, Findings, refusals
 from megarl.config.rules.reward import has_scores
 from megarl.config.schema import CurriculumKind, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
@@ -26,17 +26,18 @@ def train_files(config: RunConfig) -> Findings:
         return
     keys = ("data.train_weights", "data.train_files")
 
-    if len(weights) != len(files):
-        yield Finding(
+    yield from refusals(
+        (
             keys,
+            len(weights) != len(files),
             f"there are {len(weights)} weights for {counted(len(files), 'file')}; give one for each, or none",
-        )
-
-    if not all(0 < weight <= LARGEST for weight in weights):
-        yield Finding(
+        ),
+        (
             ("data.train_weights",),
+            not all(0 < weight <= LARGEST for weight in weights),
             f"is {weights}, but every weight must be above 0; remove files that are not to be read",
-        )
+        ),
+    )
 
     # Rows are counted by file, so a file that is listed twice would count twice.
     if twice := sorted({file for file in files if files.count(file) > 1}):
@@ -47,24 +48,24 @@ def curriculum(config: PPOConfig) -> Findings:
     section = config.data.curriculum
     is_learned = section.kind is CurriculumKind.learnability
 
-    if section.sampler is not None and is_learned:
-        yield Finding(
+    yield from refusals(
+        (
             (_KIND, _SAMPLER),
+            section.sampler is not None and is_learned,
             f"{section.sampler!r} would replace {section.kind.value}; set only one of them",
-        )
-
-    if config.data.train_weights and (is_learned or section.sampler is not None):
-        yield Finding(
+        ),
+        (
             ("data.train_weights", _SAMPLER if section.sampler is not None else _KIND),
+            bool(config.data.train_weights) and (is_learned or section.sampler is not None),
             "the weights and the curriculum would both decide how often a prompt is used; remove one of them",
-        )
-
-    if is_learned and not (config.algorithm.reads_rewards or has_scores(config)):
-        yield Finding(
+        ),
+        (
             (_KIND, "reward.functions"),
+            is_learned and not (config.algorithm.reads_rewards or has_scores(config)),
             "learnability samples prompts by the scores of their samples, but nothing scores them; give a "
             "reward function, or use epochs",
-        )
+        ),
+    )
 
 
 def chat_columns(config: SFTConfig) -> Findings:

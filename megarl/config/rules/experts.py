@@ -5,7 +5,15 @@ They cover expert parallelism in training and in an engine, router settings, and
 
 from __future__ import annotations
 
-from megarl.config.finding import Conflict, Finding, Findings, conflicts, either, nearest_divisors
+from megarl.config.finding import (
+    Finding,
+    Findings,
+    Refusal,
+    conflicts,
+    either,
+    nearest_divisors,
+    refusals,
+)
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import (
     Device,
@@ -76,13 +84,20 @@ def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Fin
 def _fit_router(role: ModelRole, architecture: Architecture, experts: Experts) -> Findings:
     """Check the updates of the routers' selection bias."""
     rate = role.routers.bias_update_rate
-    rate_key = f"{role.name}.experts.bias_update_rate"
-    if rate and not experts.has_selection_bias:
-        said = f"but the routers of {role.path} ({architecture.model_type}) have no selection bias; use 0"
-        yield Finding((rate_key,), f"is {rate}, {said}")
-    elif rate and role.routers.freeze_router:
-        said = "but freeze_router keeps routers as loaded; use 0, or freeze_router=false"
-        yield Finding((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
+    key = f"{role.name}.experts.bias_update_rate"
+    yield from refusals(
+        (
+            (key,),
+            rate != 0 and not experts.has_selection_bias,
+            f"is {rate}, but the routers of {role.path} ({architecture.model_type}) have no selection bias; "
+            "use 0",
+        ),
+        (
+            (key, f"{role.name}.experts.freeze_router"),
+            rate != 0 and experts.has_selection_bias and role.routers.freeze_router,
+            f"is {rate}, but freeze_router keeps routers as loaded; use 0, or freeze_router=false",
+        ),
+    )
 
 
 def _ranks(parallel: ParallelConfig, key: str) -> Findings:
@@ -135,18 +150,20 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
         )
         return
 
-    if policy.linear_bias and expert_parallel > 1:
-        yield Finding(
+    yield from refusals(
+        (
             (_ENGINE_KEY,),
+            policy.linear_bias and expert_parallel > 1,
             f"is {expert_parallel}, but SGLang's class of {path} ({policy.model_type}) loads the experts of "
             "all ranks into each rank; use 1",
-        )
-    if policy.is_packed:
-        yield Finding(
+        ),
+        (
             ("model.path", "rollout.engine"),
+            policy.is_packed,
             f"{path} has its experts in MXFP4, for which SGLang would build layers that cannot receive "
             f"bfloat16; convert it with `megarl convert {path} NEW_FOLDER --to hf`",
-        )
+        ),
+    )
 
     # The checks below use tensor // expert_parallel, which has to be exact.
     if tensor % expert_parallel:
@@ -198,7 +215,7 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Findings:
     yield from conflicts(_REPLAY, f"is {replay.value}, ", others)
 
 
-def _without_scoring(config: PPOConfig) -> tuple[Conflict, ...]:
+def _without_scoring(config: PPOConfig) -> tuple[Refusal, ...]:
     bypass = config.algorithm.rollout_correction.bypass
     return (
         (
@@ -216,7 +233,7 @@ def _without_scoring(config: PPOConfig) -> tuple[Conflict, ...]:
     )
 
 
-def _without_routes_of_engine(config: PPOConfig) -> tuple[Conflict, ...]:
+def _without_routes_of_engine(config: PPOConfig) -> tuple[Refusal, ...]:
     rollout = config.rollout
     others = " or ".join(kind.name for kind in RolloutEngineKind if kind.needs.returns_routes)
     return (

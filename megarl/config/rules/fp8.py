@@ -126,11 +126,9 @@ def recipe(config: RunConfig, role: ModelRole) -> Findings:
     if not is_delayed or config.device is Device.cpu:  # where FP8 is refused anyway
         return
 
-    key = f"{role.megatron_key}.transformer.fp8_recipe"
     given = "is delayed" if "fp8_recipe" in options else "is not set, so it is delayed"
-
     yield Finding(
-        (key,),
+        (f"{role.megatron_key}.transformer.fp8_recipe",),
         f"{given}: its scales come from earlier micro-batches, so log-probs would depend on what ran "
         "before, and a recovered or resumed run would differ; use blockwise (Hopper), mxfp8 (Blackwell) or "
         "tensorwise",

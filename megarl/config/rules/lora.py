@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.finding import Finding, Findings, conflicts
+from megarl.config.finding import Finding, Findings, conflicts, refusals
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import (
     Layers,
@@ -35,18 +35,20 @@ def options(config: RunConfig, role: ModelRole) -> Findings:
     key = f"{role.name}.lora"
     yield from _saved_modules(settings, role, f"{key}.modules_to_save")
 
-    if settings.sync is LoRASync.adapter and (role.name != "actor" or not isinstance(config, PPOConfig)):
-        yield Finding(
+    is_sent = role.name == "actor" and isinstance(config, PPOConfig)
+    yield from refusals(
+        (
             (f"{key}.sync",),
+            settings.sync is LoRASync.adapter and not is_sent,
             "is adapter, but only the actor of an RL run is sent to engines; remove it",
-        )
-
-    if settings.rank is not None and role.routers.bias_update_rate:
-        yield Finding(
+        ),
+        (
             (f"{role.name}.experts.bias_update_rate", f"{key}.rank"),
+            settings.rank is not None and role.routers.bias_update_rate != 0,
             f"is {role.routers.bias_update_rate:g}, which changes selection biases, but with adapters the "
             "model is frozen; use 0",
-        )
+        ),
+    )
 
 
 def _saved_modules(settings: LoRAConfig, role: ModelRole, key: str) -> Findings:
@@ -58,14 +60,14 @@ def _saved_modules(settings: LoRAConfig, role: ModelRole, key: str) -> Findings:
                 f"{name!r} cannot train in full next to adapters; use {' or '.join(SAVED_MODULES)}",
             )
 
-    if len(set(saved)) < len(saved):
-        yield Finding((key,), f"is [{', '.join(saved)}]; name each module once")
-
-    if role.with_value_head and OUTPUT_MODULE in saved:
-        yield Finding(
+    yield from refusals(
+        ((key,), len(set(saved)) < len(saved), f"is [{', '.join(saved)}]; name each module once"),
+        (
             (key,),
+            role.with_value_head and OUTPUT_MODULE in saved,
             f"has {OUTPUT_MODULE}, but the {role.name} has a value head, which always trains; remove it",
-        )
+        ),
+    )
 
 
 def reference(config: PPOConfig) -> Findings:
@@ -75,20 +77,19 @@ def reference(config: PPOConfig) -> Findings:
         return
 
     why = f"with {role.base_of}.lora, the {role.name} is the model of {role.base_of} without its adapters"
-    if config.reference.megatron.transformer is not None:
-        yield Finding(
+    own, owners = (config.placement.roles.get(name or "") for name in (role.name, role.base_of))
+    yield from refusals(
+        (
             ("reference.megatron.transformer", f"{role.base_of}.lora.rank"),
+            config.reference.megatron.transformer is not None,
             f"is set, but {why}; remove it, or set reference.path",
-        )
-
-    pools = config.placement.roles
-    own = pools.get(role.name)
-    owners = pools.get(str(role.base_of))
-    if config.placement.strategy is PlacementStrategy.custom and own != owners:
-        yield Finding(
+        ),
+        (
             (f"placement.roles.{role.name}",),
+            config.placement.strategy is PlacementStrategy.custom and own != owners,
             f"is {own}, but {why} and runs in its processes; use {owners}, or set reference.path",
-        )
+        ),
+    )
 
 
 def served(config: PPOConfig) -> Findings:

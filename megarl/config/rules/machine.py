@@ -129,13 +129,15 @@ def _model_files(config: RunConfig) -> Findings:
         if not os.path.isfile(Path(folder) / "config.json"):
             continue
         if (outside := _file_outside(Path(folder))) is not None:
-            message = f"{folder!r} has an index ({_INDEX}) that lists {outside!r}"
-            yield Finding((key,), f"{message}; only files in this folder are allowed")
+            yield Finding(
+                (key,),
+                f"{folder!r} has an index ({_INDEX}) that lists {outside!r}; only files in this folder are "
+                "allowed",
+            )
         elif not has_weights(folder):
             # Weights in another format can be converted; otherwise they have to be downloaded.
-            others = any(any(Path(folder).glob(pattern)) for pattern in _OTHER_WEIGHTS)
             message = f"{folder!r} has no weights in safetensors files"
-            if others:
+            if any(any(Path(folder).glob(pattern)) for pattern in _OTHER_WEIGHTS):
                 yield Finding(
                     (key,),
                     f"{message}; convert the existing weights: save_pretrained(..., safe_serialization=True)",
@@ -167,14 +169,14 @@ def _draft_folder(config: RunConfig) -> Findings:
     folder = draft_of(config.rollout) if isinstance(config, PPOConfig) else None
     if folder is None:
         return
+    message = None
     if not os.path.isfile(Path(folder) / "config.json"):
         message = f"there is no draft model in {folder!r}: its config.json is missing"
     elif not has_weights(folder) and not any(Path(folder).glob("*.bin")):
         message = f"{folder!r} has no weights"
-    else:
-        return
-    download = f"{message}; download the model (hf download NAME --local-dir {folder})"
-    yield Finding((f"{SECTION}.{DRAFT}",), download, Absence.input)
+    if message is not None:
+        download = f"{message}; download the model (hf download NAME --local-dir {folder})"
+        yield Finding((f"{SECTION}.{DRAFT}",), download, Absence.input)
 
 
 def logger_problem(logger: LoggerKind) -> str | None:
@@ -195,11 +197,12 @@ def _can_be_imported(module: str) -> bool:
 def _gpus(config: RunConfig) -> Findings:
     """Check that this machine has a GPU if the run needs one and joins no cluster."""
     if config.device is Device.cuda and cluster_address() is None and not has_gpu():
-        message = (
+        yield Finding(
+            ("device",),
             "is cuda, but this machine has no GPU that torch can use; use device=cpu, or join a cluster "
-            "with GPUs (RAY_ADDRESS=HOST:PORT)"
+            "with GPUs (RAY_ADDRESS=HOST:PORT)",
+            Absence.gpu,
         )
-        yield Finding(("device",), message, Absence.gpu)
 
 
 def _engine_switches(config: RunConfig) -> Findings:
@@ -280,30 +283,32 @@ def writable_folders(config: RunConfig) -> Findings:
             # Creating a folder is the only reliable test: mode bits do not show a read-only mount.
             tempfile.TemporaryDirectory(dir=nearest).cleanup()
         except OSError as error:
-            message = f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a writable folder"
-            yield Finding((key,), message)
+            yield Finding(
+                (key,), f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a writable folder"
+            )
 
 
 def _resumed_folder(config: RunConfig) -> Findings:
     resume = config.checkpoint.resume
-    if resume in (RESUME_AUTO, RESUME_DISABLE) or (resume.strip() and os.path.isdir(resume)):
-        return
     if is_url(resume):
         yield from _known_protocol("checkpoint.resume", resume)
-        return
-    message = f"there is no folder {resume!r}; give auto, disable, or the path or URL of a checkpoint"
-    yield Finding(("checkpoint.resume",), message, Absence.input if resume.strip() else None)
+    elif resume not in (RESUME_AUTO, RESUME_DISABLE) and not (resume.strip() and os.path.isdir(resume)):
+        yield Finding(
+            ("checkpoint.resume",),
+            f"there is no folder {resume!r}; give auto, disable, or the path or URL of a checkpoint",
+            Absence.input if resume.strip() else None,
+        )
 
 
 def _upload(config: RunConfig) -> Findings:
     upload = config.checkpoint.upload
-    if upload is None:
-        return
-    if not is_url(upload):
-        message = f"{upload!r} is not a URL; give one such as s3://bucket/folder, or file:///path/of/a/folder"
-        yield Finding(("checkpoint.upload",), message)
-        return
-    yield from _known_protocol("checkpoint.upload", upload)
+    if upload is not None and is_url(upload):
+        yield from _known_protocol("checkpoint.upload", upload)
+    elif upload is not None:
+        yield Finding(
+            ("checkpoint.upload",),
+            f"{upload!r} is not a URL; give one such as s3://bucket/folder, or file:///path/of/a/folder",
+        )
 
 
 def _known_protocol(key: str, url: str) -> Findings:
@@ -313,8 +318,9 @@ def _known_protocol(key: str, url: str) -> Findings:
 
     protocol = get_protocol(url)
     if protocol not in available_protocols():
-        message = f"{url!r}: fsspec has no protocol {protocol!r}; use s3, gs, hdfs, file or another of them"
-        yield Finding((key,), message)
+        yield Finding(
+            (key,), f"{url!r}: fsspec has no protocol {protocol!r}; use s3, gs, hdfs, file or another of them"
+        )
         return
     try:
         get_filesystem_class(protocol)

@@ -105,8 +105,10 @@ def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Fin
         return
 
     if option.name in _FP8_ATTENTION and option.value and config.engine.packing:
-        message = f"{option.name} has no kernel for packed rows; remove it, or set engine.packing=false"
-        yield Finding((key, "engine.packing"), message)
+        yield Finding(
+            (key, "engine.packing"),
+            f"{option.name} has no kernel for packed rows; remove it, or set engine.packing=false",
+        )
         return
 
     may_be_on_cuda = config.device is not Device.cpu
@@ -150,10 +152,9 @@ def _deepep_ranks(role: ModelRole) -> Findings:
 
 def requirements_here(config: RunConfig) -> Findings:
     """Check that this machine has what the options need, if the run joins no cluster."""
-    if cluster_address() is not None or config.device is Device.cpu:
-        return
-    for role in model_roles(config):
-        yield from _requirements_here(config, role)
+    if cluster_address() is None and config.device is not Device.cpu:
+        for role in model_roles(config):
+            yield from _requirements_here(config, role)
 
 
 def _has_dispatcher(role: ModelRole) -> bool:
@@ -166,19 +167,29 @@ def _requirements_here(config: RunConfig, role: ModelRole) -> Iterator[Finding]:
     for option in options_of(role.megatron):
         key = f"{role.megatron_key}.{option.section}.{option.name}"
         if option.value == "flex" and not _has_dispatcher(role):
-            message = f"{option.value} requires the package deep_ep, which is not installed"
-            yield Finding((key,), f"{message}; install it, or remove the option", Absence.package)
+            yield Finding(
+                (key,),
+                f"{option.value} requires the package deep_ep, which is not installed; install it, or remove "
+                "the option",
+                Absence.package,
+            )
         # With device=cuda, the missing GPU is reported once.
         if option.requirement is not Requirement.nothing and config.device is Device.auto and not has_gpu():
-            message = f"{option.name} requires CUDA, but this machine has no GPU that torch can use"
-            yield Finding((key,), f"{message}; remove it, or use a machine with GPUs", Absence.gpu)
+            yield Finding(
+                (key,),
+                f"{option.name} requires CUDA, but this machine has no GPU that torch can use; remove it, or "
+                "use a machine with GPUs",
+                Absence.gpu,
+            )
         elif option.requirement is Requirement.transformer_engine and not has_transformer_engine():
             choice = choose_layers(
                 config.engine.layers, config.model.dtype, on_cuda=True, has_transformer_engine=False
             )
             # With the layers requested explicitly, the missing package is reported where they are checked.
             if choice.layers is Layers.local or option.section == "optimizer":
-                message = f"{option.name} requires Transformer Engine, which is not installed"
                 yield Finding(
-                    (key,), f"{message}; see docs/install.md, or remove the option", Absence.package
+                    (key,),
+                    f"{option.name} requires Transformer Engine, which is not installed; see "
+                    "docs/install.md, or remove the option",
+                    Absence.package,
                 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import gcd
 
 from megarl.config.batch_arithmetic import room_of_longest_row
-from megarl.config.finding import Finding, Findings, either, nearest_divisors, nearest_multiples
+from megarl.config.finding import Finding, Findings, either, nearest_divisors, nearest_multiples, refusals
 from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import (
     Device,
@@ -28,18 +28,20 @@ def optimizers(config: RunConfig) -> Findings:
     for section, model in config.trained_models.items():
         key = f"{section}.optim"
         optim = model.optim
-        if optim.min_lr > optim.lr:
-            yield Finding(
+        yield from refusals(
+            (
                 (f"{key}.min_lr", f"{key}.lr"),
+                optim.min_lr > optim.lr,
                 f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}, from which the learning rate decays; "
                 f"use a min_lr of {optim.lr:g} or less",
-            )
-        if optim.on_nonfinite is OnNonFinite.recover and not config.recovery.enabled:
-            yield Finding(
+            ),
+            (
                 (f"{key}.on_nonfinite", "recovery.enabled"),
+                optim.on_nonfinite is OnNonFinite.recover and not config.recovery.enabled,
                 "on_nonfinite=recover returns to a snapshot, but recovery.enabled is false, so there is "
                 "none; use recovery.enabled=true, or skip or stop",
-            )
+            ),
+        )
 
 
 def layout(config: RunConfig, role: ModelRole) -> Findings:

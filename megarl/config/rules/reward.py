@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_room
-from megarl.config.finding import Finding, Findings, is_http_url
+from megarl.config.finding import Finding, Findings, is_http_url, refusals
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import JudgeConfig, OverlongConversation, PPOConfig
 from megarl.models.architecture import Architecture
@@ -29,20 +29,24 @@ def has_scores(config: PPOConfig) -> bool:
 
 
 def something_scores(config: PPOConfig) -> Findings:
-    if not has_scores(config) and config.algorithm.reads_rewards:
-        yield Finding(
+    if has_scores(config):
+        return
+    reads_rewards = config.algorithm.reads_rewards
+    yield from refusals(
+        (
             ("reward.functions", "reward.model.path"),
+            reads_rewards,
             "there are neither functions nor a model, so samples have no scores; give a list such as "
             "[{path: reward.py}], the folder of a reward model, or reward.judges",
-        )
-
-    if not has_scores(config) and not config.algorithm.reads_rewards and config.data.val_files:
-        yield Finding(
+        ),
+        (
             ("data.val_files", "reward.functions"),
+            not reads_rewards and bool(config.data.val_files),
             "nothing scores the responses to held-out prompts, because there are neither reward functions "
             "nor a model; remove the files, or give a reward function (it does not affect the training with "
             "algorithm.advantage.distillation.reward_weight 0)",
-        )
+        ),
+    )
 
 
 def reads_conversations(config: PPOConfig, architecture: Architecture) -> Findings:
@@ -75,9 +79,7 @@ def _scores_with_one_number(folder: Path) -> Findings:
         return
 
     # config.json gives the number of labels as num_labels or id2label; without both the default applies.
-    labels = fields.get(
-        "num_labels", len(fields["id2label"]) if fields.get("id2label") else _LABELS_BY_DEFAULT
-    )
+    labels = fields.get("num_labels", len(fields.get("id2label") or ()) or _LABELS_BY_DEFAULT)
     if labels != 1:
         yield Finding(
             ("reward.model.path",),
@@ -152,19 +154,21 @@ def judges(config: PPOConfig) -> Findings:
     for index, judge in enumerate(config.reward.judges):
         key = f"reward.judges[{index}]"
 
-        # Metrics are named after the judge.
-        if re.fullmatch(r"[A-Za-z0-9_-]+", judge.name) is None:
-            yield Finding(
+        first = seen.setdefault(judge.name, index)
+        yield from refusals(
+            # Metrics are named after the judge.
+            (
                 (f"{key}.name",),
+                re.fullmatch(r"[A-Za-z0-9_-]+", judge.name) is None,
                 f"is {judge.name!r}, but is part of metrics such as reward/judge/<name>/mean; use letters, "
                 "digits, '_' and '-'",
-            )
-        if judge.name in seen:
-            yield Finding(
+            ),
+            (
                 (f"{key}.name",),
-                f"is {judge.name!r}, the name of reward.judges[{seen[judge.name]}]; use another",
-            )
-        seen.setdefault(judge.name, index)
+                first != index,
+                f"is {judge.name!r}, the name of reward.judges[{first}]; use another",
+            ),
+        )
 
         yield from _server(judge, key) if judge.path is None else _served(judge, key)
         yield from _request(judge, key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from megarl.config.finding import Finding, Findings, conflicts, either, nearest_divisors
+from megarl.config.finding import Finding, Findings, conflicts, either, nearest_divisors, refusals
 from megarl.config.roles import WITHOUT_DEVICES
 from megarl.config.schema import (
     CorrectionLevel,
@@ -58,27 +58,26 @@ def sampling(config: PPOConfig) -> Findings:
             )
 
     # Validation samples are not trained on, so any meaningful sampler is allowed.
-    if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
-        yield Finding(
-            ("rollout.validation.top_k",),
-            f"is {rollout.validation.top_k}, but must be at least 1, or -1 for all tokens",
-        )
-
-    if rollout.validation.n > 1 and rollout.validation.temperature == 0:
-        yield Finding(
-            ("rollout.validation.n", "rollout.validation.temperature"),
-            f"{rollout.validation.n} greedy samples of a prompt are identical; use n=1, or a temperature "
-            f"above 0",
-        )
-
-    least = rollout.validation.min_new_tokens
+    validation = rollout.validation
     most = config.data.max_response_length
-
-    if least > most:
-        yield Finding(
+    yield from refusals(
+        (
+            ("rollout.validation.top_k",),
+            validation.top_k != -1 and validation.top_k < 1,
+            f"is {validation.top_k}, but must be at least 1, or -1 for all tokens",
+        ),
+        (
+            ("rollout.validation.n", "rollout.validation.temperature"),
+            validation.n > 1 and validation.temperature == 0,
+            f"{validation.n} greedy samples of a prompt are identical; use n=1, or a temperature above 0",
+        ),
+        (
             ("rollout.validation.min_new_tokens", "data.max_response_length"),
-            f"min_new_tokens {least} is above max_response_length {most}; use {most} or fewer",
-        )
+            validation.min_new_tokens > most,
+            f"min_new_tokens {validation.min_new_tokens} is above max_response_length {most}; use {most} or "
+            "fewer",
+        ),
+    )
 
 
 def whole_model(config: PPOConfig) -> Findings:

@@ -13,6 +13,7 @@ from megarl.config.finding import (
     is_http_url,
     nearest_divisors,
     nearest_multiples,
+    refusals,
 )
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
@@ -97,26 +98,29 @@ def profile(config: RunConfig) -> Findings:
 
     num_ranks = max((sizes[role] for role in chosen.roles if role in sizes), default=0)
     if num_ranks and (absent := [rank for rank in chosen.ranks if not 0 <= rank < num_ranks]):
-        message = f"has {absent[0]}, but the ranks of {' and '.join(chosen.roles)} are 0 to {num_ranks - 1}"
-        yield Finding(("profile.ranks",), message)
+        yield Finding(
+            ("profile.ranks",),
+            f"has {absent[0]}, but the ranks of {' and '.join(chosen.roles)} are 0 to {num_ranks - 1}",
+        )
 
 
 def tracking(config: RunConfig) -> Findings:
     """Check the addresses of loggers."""
     host = config.tracking.prometheus_host
-    # A single number is an address to the system, though not one that anybody means.
-    if not host or host.isdigit() or any(character.isspace() or character in "/@" for character in host):
-        yield Finding(
-            ("tracking.prometheus_host",),
-            f"is {host!r}, which is not a host name or an address; use one, such as 127.0.0.1 or 0.0.0.0",
-        )
-
     endpoint = config.tracking.otlp_endpoint
-    if endpoint is not None and not is_http_url(endpoint):
-        yield Finding(
+    yield from refusals(
+        # A single number is an address to the system, though not one that anybody means.
+        (
+            ("tracking.prometheus_host",),
+            not host or host.isdigit() or any(each.isspace() or each in "/@" for each in host),
+            f"is {host!r}, which is not a host name or an address; use one, such as 127.0.0.1 or 0.0.0.0",
+        ),
+        (
             ("tracking.otlp_endpoint",),
+            endpoint is not None and not is_http_url(endpoint),
             f"is {endpoint!r}, which is not an http or https URL; use one, such as http://collector:4318",
-        )
+        ),
+    )
 
 
 def loss_metrics(config: SFTConfig | PreferenceConfig) -> Findings:

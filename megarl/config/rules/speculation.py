@@ -144,8 +144,9 @@ def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Findings:
                     f"has no effect with NGRAM; use {TOKENS} and speculative_ngram_max_bfs_breadth",
                 )
         if tokens == 1:
-            message = "is 1, which is the policy's own token alone; use 2 or more"
-            yield Finding((f"{SECTION}.{TOKENS}",), message)
+            yield Finding(
+                (f"{SECTION}.{TOKENS}",), "is 1, which is the policy's own token alone; use 2 or more"
+            )
         return
 
     if steps is None and top_k is None and tokens is None:
