@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 from megarl.cli.commands import COMMANDS, FIRST, GROUPS
-from megarl.cli.former import FORMER
-from megarl.cli.main import build_parser, commands_of
+from megarl.cli.main import FORMER, build_parser, commands_of
 
 _WIDTH = "110"
 _FORMER = """## Former names

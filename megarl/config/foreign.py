@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megarl.config.dotted import flat, merged
-from megarl.config.expressions import evaluate
-from megarl.config.limits import MOST_VALUES, is_too_large, read_limited
+from megarl.config.expressions import MOST_VALUES, evaluate, is_too_large, read_limited
 from megarl.config.migration import FRAMEWORKS, Framework, framework_of, leaf_names, trl_arguments, trl_names
 from megarl.config.python_script import configured
 from megarl.config.shell import UNKNOWN, ShellScript

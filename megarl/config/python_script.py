@@ -15,8 +15,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megarl.config.expressions import evaluate
-from megarl.config.limits import is_too_large
+from megarl.config.expressions import evaluate, is_too_large
 from megarl.config.shell import UNKNOWN
 
 _LONGEST = 10_000  # characters of a text that is joined from others

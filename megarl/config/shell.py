@@ -17,8 +17,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.expressions import evaluate
-from megarl.config.limits import MOST_CHARACTERS, read_limited
+from megarl.config.expressions import MOST_CHARACTERS, evaluate, read_limited
 from megarl.config.shell_words import closing, split_commands
 
 UNKNOWN = "???"

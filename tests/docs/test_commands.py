@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megarl.cli.former import FORMER
-from megarl.cli.main import build_parser, commands_of, main
+from megarl.cli.main import FORMER, build_parser, commands_of, main
 from megarl.config.load import load_config
 from megarl.config.schema import DataConfig, LossyText, PPOConfig
 from megarl.data.prompts import PromptDataset

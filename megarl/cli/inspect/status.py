@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from megarl.cli.run.end import cause_of, how_to_resume_in, result_of
+from megarl.cli.run.context import cause_of, how_to_resume_in, result_of
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig

@@ -1,4 +1,4 @@
-"""The state of a run that the failure report shows, and the signals that end a run.
+"""The state of a run that the failure report shows, how it has ended, and the signals that end it.
 
 SIGTERM, which schedulers send, and Ctrl-C end it after its step and a checkpoint. A second signal ends it
 immediately, as does Ctrl-C before the first step.
@@ -9,6 +9,7 @@ This module does not import torch, because every command imports it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -18,11 +19,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megarl.cli.run.end import how_to_resume
+from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.config.schema import RunConfig
-from megarl.machine.errors import ConfigError
+from megarl.machine.errors import CheckpointError, ConfigError
+from megarl.machine.files import parse_yaml, read_json_object
 from megarl.machine.folder_lock import locked_folder
-from megarl.tracking.run_files import CONFIG_FILE
+from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, SUMMARY_FILE
 
 if TYPE_CHECKING:
     from megarl.trainers.monitor import Position
@@ -34,6 +36,7 @@ INTERRUPTED = 128 + signal.SIGINT
 # Names of the causes.
 SIGTERM = "SIGTERM"
 CTRL_C = "Ctrl-C"
+_CAUSE = re.compile(r"^what +(\S.*)$", re.MULTILINE)  # the cause in the failure report
 
 
 @dataclass
@@ -145,6 +148,71 @@ def run_context_of(config: RunConfig, verbose: bool = False) -> Generator[RunCon
         raise KeyboardInterrupt(how_to_resume(config.checkpoint_path)) from None
     except Exception as error:
         raise RunFailedError(error, context) from error
+
+
+# ---- how a run has ended, and how to continue
+
+
+def how_to_resume(checkpoints: Path) -> str:
+    """Describe the newest checkpoint in this folder and how to continue from it."""
+    try:
+        latest = CheckpointFolder(checkpoints).latest()
+    except CheckpointError as error:
+        return f"its checkpoints are damaged: {error}"
+
+    if latest is None:
+        return f"no checkpoint is saved in {checkpoints}; the same command starts from the beginning"
+    return f"the newest checkpoint is {latest}; the same command resumes from it"
+
+
+def how_to_resume_in(run_dir: Path) -> str:
+    """Describe the newest checkpoint of the run in this folder and how to continue from it.
+
+    The checkpoints are in `checkpoints` in its folder, or in the folder that its configuration gives.
+    """
+    path = run_dir / CONFIG_FILE
+    damage = f"{path} is damaged, so the folder of its checkpoints is unknown"
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        return f"{damage}: {error}"
+
+    section = values.get("checkpoint", {}) if isinstance(values, dict) else None
+    given = section.get("dir") if isinstance(section, dict) else section
+    if not isinstance(section, dict) or not isinstance(given, str | None):
+        return damage
+    return how_to_resume(run_dir / "checkpoints" if given is None else Path(given))
+
+
+def result_of(run_dir: Path) -> str:
+    """Describe the result of a complete run in a few words; empty if it is unknown."""
+    path = run_dir / SUMMARY_FILE
+    if not path.is_file():
+        return ""
+    try:
+        summary = read_json_object(path)
+    except ValueError as error:
+        return f"{path} is damaged: it {error}"
+
+    validation: Any = summary.get("validation", {})
+    if not isinstance(validation, dict) or not all(
+        isinstance(score, int | float | None) for score in validation.values()
+    ):
+        return f"{path} is damaged: validation is {str(validation)[:60]!r}, but must be a mapping of numbers"
+
+    parts = [f"stopped early: {summary['stopped_early']}"] if "stopped_early" in summary else []
+    scores = {when: score for when, score in validation.items() if score is not None}
+    if scores:
+        parts.append("validation " + ", ".join(f"{score:.4g} {when}" for when, score in scores.items()))
+
+    return "; ".join(parts)
+
+
+def cause_of(run_dir: Path) -> str:
+    """Return the cause in the failure report of a run; empty if there is no report."""
+    path = run_dir / FAILURE_FILE
+    found = _CAUSE.search(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+    return found[1] if found else ""
 
 
 # ---- signals

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from megarl.cli.commands import COMMANDS
-from megarl.cli.former import FORMER, in_current_words, message
-from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
+from megarl.cli.main import (
+    FORMER,
+    build_parser,
+    commands_of,
+    in_argparse_order,
+    in_current_words,
+    main,
+    message,
+)
 
 
 @pytest.mark.parametrize(

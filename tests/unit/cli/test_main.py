@@ -17,8 +17,7 @@ import torch
 
 from megarl.algorithms.scores import refuse_unusable
 from megarl.cli.commands import COMMANDS, FIRST, GROUPS
-from megarl.cli.former import FORMER
-from megarl.cli.main import build_parser, commands_of, in_argparse_order, main
+from megarl.cli.main import FORMER, build_parser, commands_of, in_argparse_order, main
 from megarl.cli.run.context import run_context_of
 from megarl.config.schema import PPOConfig
 from megarl.controller.errors import PhaseTimeoutError
