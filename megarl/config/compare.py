@@ -35,10 +35,6 @@ class Difference(NamedTuple):
     before: Any
     now: Any
 
-    @property
-    def is_fixed(self) -> bool:
-        return self.key in FIXED
-
 
 def differences(saved: Path, config: RunConfig) -> list[Difference]:
     """Return the keys whose values differ, sorted. A list counts as one value.

@@ -17,12 +17,13 @@ source sets anything in it. Keys that begin with `@` are only for `placed`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
+from megarl.config.dotted import upwards
 from megarl.config.expressions import evaluate
 from megarl.config.foreign import Foreign, parsed
 from megarl.config.kinds import AdvantageEstimator
@@ -350,11 +351,11 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
         classes = (source.variant, "ScriptArguments", "ModelConfig", "TrainingArguments")
         entries = [trl_names()[each] for each in classes]
         # An argument with a mapping has the names in it below its own.
-        return next((each[part] for part in _upwards(name) for each in entries if part in each), None)
+        return next((each[part] for part in upwards(name) for each in entries if part in each), None)
 
     if framework == "nemo_rl":
         table = keys_of(framework)
-        if (entry := next((table[each] for each in _upwards(name) if each in table), None)) is not None:
+        if (entry := next((table[each] for each in upwards(name) if each in table), None)) is not None:
             return entry
         return _megatron("actor", "", name.rpartition(".")[2]) if ".megatron_cfg." in name else None
 
@@ -366,13 +367,6 @@ def _entry(source: Foreign, name: str) -> Counterpart | None:
         return Counterpart("rollout.sglang.server_args", "", f"{target} = value")
     found = _megatron("actor", "", name)
     return found or _megatron("actor", "", name.removeprefix("no_"))
-
-
-def _upwards(name: str) -> Iterator[str]:
-    """Yield a dotted name and those of the sections that it is in, the innermost first."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
 
 
 def _megatron(role: str, section: str, name: str) -> Counterpart | None:
@@ -395,13 +389,8 @@ def _megatron(role: str, section: str, name: str) -> Counterpart | None:
 
 def _switched_off(name: str, everything: Mapping[str, Any]) -> str | None:
     """Return the switch that turns the section of a setting off."""
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        for switch in _SWITCHES:
-            key = ".".join([*parts[:end], switch])
-            if everything.get(key) is False and key != name:
-                return f"{key}=false"
-    return None
+    switches = (f"{section}.{each}" for section in upwards(name.rpartition(".")[0]) for each in _SWITCHES)
+    return next((f"{key}=false" for key in switches if everything.get(key) is False and key != name), None)
 
 
 @cache
@@ -411,12 +400,8 @@ def _keys(kind: RunKind) -> frozenset[str]:
 
 def _is_key(target: str, kind: RunKind) -> bool:
     """Whether a kind of run has a key, or the map or list that it is in."""
-    parts = target.split(".")
-    return (
-        target.startswith("@")
-        or any(".".join(parts[:end]) in _keys(kind) for end in range(len(parts), 1, -1))
-        or target in _keys(kind)
-    )
+    places = [each for each in upwards(target) if "." in each or each == target]
+    return target.startswith("@") or any(each in _keys(kind) for each in places)
 
 
 def _is_choice(how: str) -> bool:
@@ -496,23 +481,19 @@ def placed(found: Migration) -> None:
         engines = actor
 
     # A layout larger than the devices is left to `megarl check`, which names both.
-    data = _share(actor, replica)
-    found.put("actor.parallel.data_parallel_size", data, _of_devices(actor, replica), is_own=True)
+    found.put("actor.parallel.data_parallel_size", *_replicas(actor, replica), is_own=True)
     if "critic.parallel.tensor_parallel_size" in values or any(key.startswith("critic.") for key in values):
         critic = _product(values, "critic.parallel", ("tensor", "pipeline", "context"))
-        found.put("critic.parallel.data_parallel_size", _share(actor, critic), _of_devices(actor, critic))
+        found.put("critic.parallel.data_parallel_size", *_replicas(actor, critic))
     if "rollout.engine" in values or "rollout.n" in values:
-        found.put("rollout.num_replicas", _share(engines, size), _of_devices(engines, size), is_own=True)
+        found.put("rollout.num_replicas", *_replicas(engines, size), is_own=True)
 
 
-def _share(devices: int | None, size: int | None) -> Any:
-    return MISSING if devices is None or size is None else max(1, devices // size)
-
-
-def _of_devices(devices: int | None, size: int | None) -> str:
+def _replicas(devices: int | None, size: int | None) -> tuple[Any, str]:
+    """Return the number of replicas of a size, and where it comes from."""
     if devices is None or size is None:
-        return "the number of devices is not in the source: devices / (TP x PP x CP)"
-    return f"{counted(devices, 'device')} / {size}"
+        return MISSING, "the number of devices is not in the source: devices / (TP x PP x CP)"
+    return max(1, devices // size), f"{counted(devices, 'device')} / {size}"
 
 
 def _number(value: Any, usual: int | None) -> int | None:
@@ -521,10 +502,5 @@ def _number(value: Any, usual: int | None) -> int | None:
 
 def _product(values: Mapping[str, Any], section: str, axes: tuple[str, ...]) -> int | None:
     """Return the product of parallel sizes; None if one of them is not known."""
-    product = 1
-    for axis in axes:
-        size = values.get(f"{section}.{axis}_parallel_size", 1)
-        if not isinstance(size, int):
-            return None
-        product *= size
-    return product
+    sizes = [values.get(f"{section}.{axis}_parallel_size", 1) for axis in axes]
+    return prod(sizes) if all(isinstance(size, int) for size in sizes) else None

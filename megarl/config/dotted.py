@@ -45,6 +45,13 @@ def _with(section: Any, parts: Sequence[str | int], value: Any) -> Any:
     return replace(section, **{first: _with(getattr(section, first), rest, value)})
 
 
+def upwards(key: str) -> Iterator[str]:
+    """Yield a key, and the sections that it is in, the innermost first."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
+
+
 def given_at(values: Any, key: str) -> Any:
     """Return the value of a key in nested mappings; None if it is not given. An empty key is all of them."""
     for name in key.split(".") if key else ():

@@ -30,6 +30,7 @@ from megarl.machine.files import YAML_ERRORS, yaml_problem
 SETTING = re.compile(r"[+~]*([A-Za-z_][\w/@]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_OPERATORS = {"mul": "*", "div": "//", "add": "+", "sub": "-"}  # of references such as `${mul:2,3}`
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MOST_FILES = 20  # of `defaults`, so that files which name each other end
 _LONGEST_VALUE = 100_000  # of a value whose references are resolved
@@ -83,7 +84,8 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
         if variant:
             framework = "trl"
             # The other options of the command are arguments of the script's own parser.
-            settings = {name: value for name, value in settings.items() if _is_trl(name)} | called
+            known = (name for name in settings if name in trl_arguments() or name.startswith("launcher."))
+            settings = {name: settings[name] for name in known} | called
 
     found = FRAMEWORKS.get(framework or "") or framework_of(settings)
     if found is None or not any(map(found.knows, settings)):
@@ -364,19 +366,17 @@ def _resolved(value: Any, key: str, settings: Mapping[str, Any], depth: int = 0)
 def _referred(inner: str, key: str, settings: Mapping[str, Any]) -> Any:
     """Return what `${...}` stands for, UNKNOWN if that is not in the files."""
     name, colon, rest = inner.partition(":")
+    target, comma, usual = rest.partition(",")
     if name == "oc.env":
-        variable, comma, usual = rest.partition(",")
-        return parsed(usual) if comma else f"\ue000{variable.strip()}\ue001"
+        return parsed(usual) if comma else f"\ue000{target.strip()}\ue001"
     if name == "oc.select":
-        target, _, usual = rest.partition(",")
         return settings.get(target.strip(), parsed(usual))
+    if colon and name in _OPERATORS:
+        try:
+            return evaluate(f" {_OPERATORS[name]} ".join(f"({part})" for part in rest.split(",")), str)
+        except ValueError:
+            return UNKNOWN
     if colon:
-        operators = {"mul": "*", "div": "//", "add": "+", "sub": "-"}
-        if name in operators:
-            try:
-                return evaluate(f" {operators[name]} ".join(f"({part})" for part in rest.split(",")), str)
-            except ValueError:
-                return UNKNOWN
         return UNKNOWN
     if name.startswith("."):
         parents = key.split(".")[: -(len(name) - len(name.lstrip(".")))]
@@ -413,10 +413,6 @@ def _refuse_other_trainers(
             f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, SFT and reward "
             "models are converted"
         )
-
-
-def _is_trl(name: str) -> bool:
-    return name in trl_arguments() or name.startswith("launcher.")
 
 
 def _trl_setting(name: str, value: Any) -> tuple[str, Any]:

@@ -85,10 +85,9 @@ def _run(kind: RunKind) -> Schema:
     }
 
     # Required keys may come from the inherited file.
-    required = section.pop("required", None)
     nested = {name: needed for name, each in properties.items() if (needed := each.pop("required", None))}
     # The root has no required keys of its own: all of them are in its sections.
-    assert required is None
+    assert "required" not in section
     # Move the sections' required keys to the root, so that one condition covers them all.
     needed = {
         "required": list(nested),

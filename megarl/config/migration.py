@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megarl.config.dotted import flat, given_at
+from megarl.config.dotted import flat, given_at, upwards
 from megarl.config.megatron_options import find_section, owned_fields
 from megarl.config.schema.keys import MISSING, names_code
 
@@ -92,14 +92,8 @@ def find_verl_key(key: str) -> tuple[str, Counterpart] | None:
 
     It is None if verl has no such key. Hydra's + and ~ are ignored.
     """
-    name = key.lstrip("+~")
-    # Climb towards the root until a branch has an entry.
-    while name:
-        if (entry := keys_of("verl").get(name)) is not None:
-            return name, entry
-        name = name.rpartition(".")[0]
-
-    return None
+    entries = keys_of("verl")
+    return next(((name, entries[name]) for name in upwards(key.lstrip("+~")) if name in entries), None)
 
 
 def _branches(key: str, value: Any) -> Iterator[str]:
@@ -310,10 +304,8 @@ def synonym_hint(key: str, known: Container[str]) -> str | None:
     keys, note = synonyms().get(name) or synonyms().get(name.rpartition(".")[2]) or ((), "")
     beside = [f"{section}.{each.rpartition('.')[2]}" for each in keys]
     ours = next((each for each in (*beside, *keys) if each in known), None)
-    if keys and ours is None:
-        return None
     if ours is None:
-        return note or None
+        return None if keys else note or None
     return f"use {ours}{f' ({note})' if note else ''}"
 
 

@@ -155,10 +155,6 @@ class ModelRole(Role):
     before_training: bool = False
 
 
-def _always(config: PPOConfig) -> bool:
-    return True
-
-
 def needs_reference(config: PPOConfig) -> bool:
     return config.algorithm.kl.in_reward or config.algorithm.kl.in_loss
 
@@ -201,7 +197,7 @@ ROLES: tuple[Role, ...] = (
     Role(
         name="actor",
         kind=RoleKind.actor,
-        is_needed=_always,
+        is_needed=lambda config: True,
         path_keys=("model.path",),
         parallel_key="actor.parallel",
         micro_batch_key="actor.micro_batch",

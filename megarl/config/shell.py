@@ -54,10 +54,7 @@ class ShellScript:
 
     def commands(self) -> Iterator[list[str]]:
         """Yield the words of each command that is neither an assignment nor a test."""
-        text = self._text
-        if text is None:
-            text = read_limited(self._file)
-        yield from self._read(self._file, text)
+        yield from self._read(self._file, read_limited(self._file) if self._text is None else self._text)
 
     def _read(self, file: Path, text: str) -> Iterator[list[str]]:
         self._num_files += 1

@@ -27,7 +27,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from megarl.config.dotted import given_at, nested, replaced
+from megarl.config.dotted import given_at, nested, replaced, upwards
 from megarl.config.schema.keys import MISSING, PathKind, names_code, split_code
 from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
 from megarl.machine.errors import ConfigError
@@ -159,14 +159,10 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         layers = _file_layers(file, ())
 
     # The last of several presets for one section on the command line applies.
-    chosen = {}
     for section in GROUPS:
         prefix = f"{section}="
         if names := [override.removeprefix(prefix) for override in overrides if override.startswith(prefix)]:
-            chosen[section] = _preset_names(names[-1])
-
-    for section, name in chosen.items():
-        layers += _chosen_layers(section, name, COMMAND_LINE, near)
+            layers += _chosen_layers(section, _preset_names(names[-1]), COMMAND_LINE, near)
     # The remaining overrides are of single keys, which take precedence over every file.
     others = [
         override
@@ -362,12 +358,10 @@ def in_one_line(error: Exception) -> str:
 
 def _with_paths(values: Any, key: str) -> Any:
     """Return the values with `{path: X}` for an earlier override `section=X` of a section around `key`."""
-    section = key.rpartition(".")[0]
-    while section:
+    for section in upwards(key.rpartition(".")[0]):
         path = OmegaConf.select(values, section, throw_on_resolution_failure=False)
         if isinstance(path, str):
             OmegaConf.update(values, section, {PATH: path})
-        section = section.rpartition(".")[0]
     return values
 
 

@@ -203,7 +203,7 @@ def _resume(found: Resume, config: RunConfig, problems: Sequence[str]) -> Resume
         f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and this "
         f"key decides {FIXED[change.key]}; use the same value, or start again in another folder"
         for change in changes
-        if change.is_fixed
+        if change.key in FIXED
     ]
     if all_problems := [*of_keys, *problems, *_step_problems(found.state, config)]:
         raise ConfigError(f"{found.checkpoint}, from which the run would resume", all_problems)

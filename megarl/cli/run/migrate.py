@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megarl.config.conversions import NULL, Migration, kind_of, migrated
-from megarl.config.dotted import given_at, nested
+from megarl.config.dotted import given_at, nested, upwards
 from megarl.config.foreign import Foreign, read_foreign
 from megarl.config.kinds import RolloutEngineKind
 from megarl.config.load import read_config
@@ -198,9 +198,7 @@ def _in_schema_order(values: Mapping[str, Any], kind: RunKind) -> dict[str, Any]
     order = {key: number for number, key in enumerate(schema_keys(SCHEMAS[kind]))}
 
     def place(key: str) -> int:
-        while key and key not in order:
-            key = key.rpartition(".")[0]
-        return order.get(key, len(order))
+        return next((order[each] for each in upwards(key) if each in order), len(order))
 
     return {key: values[key] for key in sorted(values, key=place)}
 
