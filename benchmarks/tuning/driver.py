@@ -31,9 +31,8 @@ from rich.table import Table
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
-from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.dispatch import RULES, Dispatch

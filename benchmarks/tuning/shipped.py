@@ -15,9 +15,8 @@ import time
 from typing import NamedTuple
 
 from megarl.config.load import load_config, schema_of
-from megarl.config.published import with_published_models
 from megarl.config.schema import Device, PPOConfig
-from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.plan import plan_placement

@@ -1,14 +1,21 @@
 """Resolves names of files that are included in megarl, which are valid in any folder.
 
-Examples are `configs/quickstart.yaml` and `megarl/recipes/math/reward.py`.
+Examples are `configs/quickstart.yaml` and `megarl/recipes/math/reward.py`. Included are also the
+`config.json` of published models, for plans of runs whose models are not on this machine.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.config.dotted import with_value
+from megarl.config.roles import judge_roles, model_roles
+from megarl.config.schema import RunConfig
+
 _NAME = "configs"
+_MODELS = "models"  # in it, and next to a configuration
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOR_CERTAIN = "quickstart.yaml"  # Without this file, a folder of that name is left from an older version.
 
@@ -65,3 +72,40 @@ def is_shipped(path: Path) -> bool:
 def shown(path: Path) -> str:
     """Return the path for messages: for a shipped configuration, the name that is valid in any folder."""
     return str(_NAME / path.relative_to(CONFIGS_DIR)) if path.is_relative_to(CONFIGS_DIR) else str(path)
+
+
+def with_published_models[Run: RunConfig](config: Run, config_path: str) -> tuple[Run, list[str]]:
+    """Replace the path of each model that is not on this machine with a folder that has its `config.json`.
+
+    A path without such a folder is unchanged.
+
+    Returns:
+        The configuration, and one line about each replaced path, which begins with its key.
+    """
+    folders = [Path(config_path).parent / _MODELS, CONFIGS_DIR / _MODELS]
+    said: dict[str, str] = {}
+
+    models = [(role.path_key, role.path) for role in model_roles(config)]
+    models += [(f"{judge.key}.path", judge.path) for judge in judge_roles(config).values()]
+    for key, path in models:
+        # Roles may share a path, and a path that exists is used as it is.
+        if key in said or os.path.exists(path):
+            continue
+        published = _published(Path(path), folders)
+        if published is not None:
+            config = with_value(config, key, str(published))
+            said[key] = f"{key}: there is no folder {path!r}; using {shown(published)}/config.json"
+
+    return config, list(said.values())
+
+
+def _published(path: Path, folders: Sequence[Path]) -> Path | None:
+    """Find the folder of a published model by the end of its path.
+
+    `models/Qwen3-32B` is `Qwen3-32B` in one of `folders`, and `outputs/quickstart/model` is
+    `quickstart/model`.
+    """
+    endings = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
+    # Within a folder the longest ending is tried first, as the most specific match.
+    found = (folder / ending for folder in folders for ending in endings)
+    return next((folder for folder in found if os.path.isfile(folder / "config.json")), None)

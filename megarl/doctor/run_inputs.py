@@ -13,9 +13,9 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from megarl.config.load import Loaded, is_on_cuda, read_config, resolved
-from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
+from megarl.config.shipped import with_published_models
 from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture

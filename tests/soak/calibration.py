@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megarl.cli.main import main as megarl
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
+from megarl.config.shipped import with_published_models
 from megarl.models.families import read_architecture
 from megarl.plan.step_time.device import load_device
 from megarl.rehearse.calibration.measurements import CalibrationRequest

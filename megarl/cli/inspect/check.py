@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables.console import output_console, print_line, table
+from megarl.cli.tables.console import output_console, print_line, print_lines, table
 from megarl.cli.tables.placement import print_absent, print_placement
 from megarl.cli.tables.run import print_run
 from megarl.cli.tables.summary import print_summary
@@ -62,8 +62,7 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_al
         print_summary(config, console, with_push=not fast, is_here=not loaded.absent)
     if not fast and isinstance(config, PPOConfig):
         print_judge_prompts(config, console)
-    for warning in loaded.warnings:
-        print_line(console, f"warning: {warning}", style="yellow")
+    print_lines(console, loaded.warnings, "warning: ", "yellow")
     print_absent(loaded.absent, console)
     print_line(console, verdict if shows_all else _MORE)
 
@@ -84,8 +83,7 @@ def print_judge_prompts(config: PPOConfig, console: Console) -> None:
         except JudgePromptError:  # `megarl check` reports it
             continue
         print_line(console, f"prompt of judge {judge.name} for the first row:")
-        for line in text.splitlines():
-            print_line(console, f"    {line}")
+        print_lines(console, text.splitlines(), "    ")
 
 
 def _planned_for(config: RunConfig, plan: PlacementPlan) -> str:
@@ -130,8 +128,7 @@ def show_plan(config_path: str, overrides: Sequence[str], output: str | None = N
         expected = expected_lengths(config)
         step = PredictedCosts(device, expected).predict_step(config, plan, architectures)
         print_predicted_step(step, device, expected, console)
-    for warning in loaded.warnings:
-        print_line(console, f"warning: {warning}", style="yellow")
+    print_lines(console, loaded.warnings, "warning: ", "yellow")
     print_absent(loaded.absent, console)
 
     if output is not None:

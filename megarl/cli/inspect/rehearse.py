@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from megarl.cli.tables.console import output_console, print_line, progress_line, table
+from megarl.cli.tables.console import output_console, print_line, print_lines, progress_line, table
 from megarl.cli.tables.placement import print_absent
 from megarl.config.layers import simulated_layers
 from megarl.config.load import read_config
@@ -101,8 +101,7 @@ def run(
             f"Host memory: a rank keeps up to {kept_bytes / 2**20:,.2f} MiB, the last weights of the engines "
             f"(resharding.delta=true). Simulated: a weight sync that sends everything.",
         )
-    for mistake in mistakes:
-        print_line(console, f"error: {mistake}", style="red")
+    print_lines(console, mistakes, "error: ", "red")
     if json_path is not None:
         _write(Path(json_path), records, predicted, mistakes)
     ranks_of_role = f"{len(records)} of {counted(role.parallel.world_size, 'rank')} of the {role.name}"

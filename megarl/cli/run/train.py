@@ -18,8 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.user_tools import load_agent
 from megarl.cli.run.context import RunContext, run_context_of
-from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
-from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
+from megarl.cli.run.resumption import (
+    finish,
+    is_complete,
+    open_checkpoints,
+    restore_models,
+    run_with_fewer_replicas,
+)
 from megarl.cli.run.session import (
     Session,
     open_monitor,

@@ -104,6 +104,12 @@ def print_line(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 
+def print_lines(console: Console, lines: Iterable[str], label: str = "", style: str | None = None) -> None:
+    """Print each line after a label, such as `warning: `."""
+    for line in lines:
+        print_line(console, f"{label}{line}", style=style)
+
+
 @contextmanager
 def progress_line(begin: str) -> Generator[Callable[[str], None]]:
     """Print the progress to standard error, so that the tables can be piped.

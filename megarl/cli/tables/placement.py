@@ -11,7 +11,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables.console import print_line, table, table_of_numbers
+from megarl.cli.tables.console import print_lines, table, table_of_numbers
 from megarl.config.megatron_options import uncounted_options
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig
@@ -54,8 +54,7 @@ def print_placement(
     if with_push and isinstance(config, PPOConfig):
         console.print(push_table(config, plan, architectures["actor"]))
 
-    for warning in memory_warnings(config, memory):
-        print_line(console, f"warning: {warning}", style="yellow")
+    print_lines(console, memory_warnings(config, memory), "warning: ", "yellow")
 
 
 def memory_warnings(config: RunConfig, memory: list[DeviceMemory]) -> Iterator[str]:
@@ -74,8 +73,7 @@ def memory_warnings(config: RunConfig, memory: list[DeviceMemory]) -> Iterator[s
 
 def print_absent(lines: Sequence[str], console: Console) -> None:
     """Print what is missing on this machine, one line each."""
-    for line in lines:
-        print_line(console, f"not on this machine: {line}", style="yellow")
+    print_lines(console, lines, "not on this machine: ", "yellow")
 
 
 def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Table:

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables.console import print_line, table, table_of_numbers
+from megarl.cli.tables.console import print_line, print_lines, table, table_of_numbers
 from megarl.cli.tables.placement import print_placement
 from megarl.config.batch_arithmetic import (
     RoleArithmetic,
@@ -60,8 +60,7 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
     """
     architectures, _ = read_architectures(config)
     work = work_of_roles(config, architectures)
-    for line in model_lines(config, architectures, work):
-        print_line(console, line)
+    print_lines(console, model_lines(config, architectures, work))
     console.print(_models(model_roles(config), architectures, work))
     print_line(console, f"layers: {describe_layers(config)}")
     print_megatron_options(config, console)
@@ -71,14 +70,13 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
 
     if isinstance(config, PPOConfig):
         _print_rollout(config, plan, console)
-        print_reward(config, architectures, console)
+        print_lines(console, reward_lines(config, architectures), "reward: ")
         if config.agent.is_used:
             print_line(console, f"agent: {agent_line(config.agent)}")
 
     print_placement(config, plan, architectures, console, with_push)
     _print_checkpoints(config, architectures, console)
-    for warning in warnings_of(config, architectures, is_here):
-        print_line(console, f"warning: {warning}", style="yellow")
+    print_lines(console, warnings_of(config, architectures, is_here), "warning: ", "yellow")
 
 
 def warnings_of(
@@ -88,7 +86,8 @@ def warnings_of(
     if is_here:
         yield from _of_a_full_disk(config, architectures)
     yield from _of_a_long_warmup(config)
-    yield from _of_bfloat16(config)
+    if config.model.dtype is DType.bfloat16 and not is_on_cuda(config.device):
+        yield BFLOAT16_ON_A_CPU
     yield from map(str, unread_keys(config, architectures, refused=False))
 
 
@@ -97,11 +96,10 @@ def model_lines(
 ) -> Iterator[str]:
     """Yield a line for each model folder, with the roles that load it, and the parameters of the first."""
     roles = model_roles(config)
-    rows = {row.role: row for row in work}
     for path in dict.fromkeys(role.path for role in roles):
         names = [role.name for role in roles if role.path == path]
         architecture = architectures[names[0]]
-        parameters = _parameters(rows[names[0]], architecture)
+        parameters = _parameters(next(row for row in work if row.role == names[0]), architecture)
         what = f"{architecture.model_type}, {config.model.dtype.value}, {parameters} parameters"
         yield f"{', '.join(names)}: {shown(Path(path))} ({what})"
 
@@ -260,11 +258,6 @@ def _function(reference: str | None) -> str:
     return f"{name} in {file}"
 
 
-def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
-    for line in reward_lines(config, architectures):
-        print_line(console, f"reward: {line}")
-
-
 def reward_lines(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Iterator[str]:
     """Yield what scores the samples, with its weight and its limits."""
     processes = (
@@ -280,14 +273,11 @@ def reward_lines(config: PPOConfig, architectures: Mapping[str, Architecture]) -
         )
 
     if (model := config.reward.model).path is not None:
-        longer = (
-            "longer ones are refused"
-            if model.overlong is OverlongConversation.refuse
-            else "longer ones are truncated"
-        )
+        fate = "refused" if model.overlong is OverlongConversation.refuse else "truncated"
         limit = max_conversation_tokens(model, architectures[REWARD_MODEL])
         yield (
-            f"{model.weight:g} x {model.path}; conversations of at most {limit:,} of its own tokens, {longer}"
+            f"{model.weight:g} x {model.path}; conversations of at most {limit:,} of its own tokens, longer "
+            f"ones are {fate}"
         )
 
 
@@ -362,11 +352,6 @@ def _of_a_long_warmup(config: RunConfig) -> Iterator[str]:
                 f"the {role.name} warms up for {counted(role.optim.warmup_steps, 'optimizer step')}, but the "
                 f"run has only {total:,}, so its learning rate never reaches {role.optim.lr:g}"
             )
-
-
-def _of_bfloat16(config: RunConfig) -> Iterator[str]:
-    if config.model.dtype is DType.bfloat16 and not is_on_cuda(config.device):
-        yield BFLOAT16_ON_A_CPU
 
 
 def free_bytes(path: Path) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.cli.tables.console import print_line
+from megarl.cli.tables.console import print_line, print_lines
 from megarl.cli.tables.placement import fullest_devices, memory_warnings, size_range
 from megarl.cli.tables.run import (
     agent_line,
@@ -114,8 +114,8 @@ def print_summary(config: RunConfig, console: Console, *, with_push: bool, is_he
     for label, lines in sections.items():
         for number, line in enumerate(lines):
             print_line(console, f"{'' if number else label:{_LABEL_WIDTH}}{line}")
-    for warning in (*warnings_of(config, architectures, is_here), *memory_warnings(config, memory)):
-        print_line(console, f"warning: {warning}", style="yellow")
+    warnings = (*warnings_of(config, architectures, is_here), *memory_warnings(config, memory))
+    print_lines(console, warnings, "warning: ", "yellow")
 
 
 def _batch(config: RunConfig) -> Iterator[str]:
@@ -151,8 +151,7 @@ def _memory(config: RunConfig, memory: Sequence[DeviceMemory]) -> Iterator[str]:
         }
         largest = sorted((item for item in parts.items() if item[1]), key=lambda item: -item[1])
         yield f"  in {device.peak_phase}: {', '.join(f'{name} {gib(size)}' for name, size in largest)}"
-        pinned = [f"{role} {gib(size)}" for role, size in device.pinned.items() if size]
-        if pinned:
+        if pinned := [f"{role} {gib(size)}" for role, size in device.pinned.items() if size]:
             yield f"  in the memory of its node: {', '.join(pinned)}"
 
 
@@ -210,11 +209,9 @@ def _time(
     config: PPOConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], with_push: bool
 ) -> Iterator[str]:
     device = profile_of(config)
-    if not with_push:
-        return
-    if device is None:
+    if with_push and device is None:
         yield "of a step is not predicted: set placement.device_profile, or use --plan, which assumes one"
-    else:
+    elif device is not None and with_push:
         step = PredictedCosts(device, expected_lengths(config)).predict_step(config, plan, architectures)
         speed = f"{step.tokens_per_device_s:,.0f} tokens/s per device"
         yield f"{step.seconds:,.4g} s per step are predicted on {device.name}, {speed}"

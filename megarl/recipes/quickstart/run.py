@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.load import read_config, resolved
-from megarl.config.published import with_published_models
 from megarl.config.schema import RunConfig
+from megarl.config.shipped import with_published_models
 from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
 

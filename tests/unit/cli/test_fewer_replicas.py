@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.cli.run.fewer_replicas import on_fewer_nodes
+from megarl.cli.run.resumption import on_fewer_nodes
 from megarl.config.load import load_config, plain_values
 from megarl.config.schema import (
     ActorConfig,

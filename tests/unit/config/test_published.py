@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import constants
 
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
+from megarl.config.shipped import with_published_models
 from megarl.doctor.checks import load_for_plan, load_for_run
 from megarl.machine.errors import ConfigError
 from megarl.models.families import read_architecture

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig, ProfileConfig
-from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
 from megarl.controller.calls import Call
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError

@@ -8,9 +8,9 @@ from math import log2
 from typing import NamedTuple
 
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import PPOConfig, Recompute
+from megarl.config.shipped import with_published_models
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
 from megarl.plan.placement.memory import engine_usage

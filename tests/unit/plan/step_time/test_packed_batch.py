@@ -9,10 +9,9 @@ import pytest
 from benchmarks.tuning.shipped import read_run, shipped_runs
 from megarl.config.batch_arithmetic import rows_of_prompt, rows_of_replica
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
-from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
 from megarl.plan.step_time.lengths import Lengths, expected_lengths, measured_lengths
 from megarl.plan.step_time.packed_batch import PackedBatch, micro_batches_of, num_bins, sampled_rows

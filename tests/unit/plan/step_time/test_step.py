@@ -9,9 +9,8 @@ import pytest
 
 from benchmarks.tuning.published import MEDIAN_ERROR, WORST_FACTOR, factor, misordered, predict, read_runs
 from megarl.config.load import load_config
-from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
-from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import PhaseTime, load_device

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from megarl.config.layers import has_transformer_engine_modules, simulated_layers
 from megarl.config.load import load_config, schema_of
-from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig, RunConfig
+from megarl.config.shipped import with_published_models
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.layer_sizes import WORKSPACE_BYTES
 from megarl.rehearse.dry_run.processes import rehearse_ranks
