@@ -153,11 +153,9 @@ def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.
         return list(arguments)
     positional = [action for action in command._actions if not action.option_strings]
     has_overrides = any(action.dest == "overrides" for action in positional)
-    if not has_overrides and all(action.nargs != "?" for action in positional):
-        return list(arguments)
-
+    keeps_order = not has_overrides and all(action.nargs != "?" for action in positional)
     # An option that lacks its value must not take the next argument of the new order, such as CONFIG.
-    if _takes_value(arguments[-1], command):
+    if keeps_order or _takes_value(arguments[-1], command):
         return list(arguments)
     if has_overrides:
         own = {option for action in command._actions for option in action.option_strings}

@@ -227,9 +227,9 @@ def _score(found: Migration) -> None:
     names = given["name"] if isinstance(given["name"], list) else [given["name"]]
     weights = given["weight"] if isinstance(given["weight"], list) else []
     learns_from_teacher = values.get(_ESTIMATOR) == AdvantageEstimator.distillation.value
-    if learns_from_teacher and not values.get("algorithm.advantage.distillation.reward_weight"):
-        return
-    if given["path"] is None and given["name"] is None and "reward.model.path" in values:
+    reads_rewards = not learns_from_teacher or values.get("algorithm.advantage.distillation.reward_weight")
+    is_given = given["path"] is not None or given["name"] is not None
+    if not reads_rewards or (not is_given and "reward.model.path" in values):
         return
 
     functions = []

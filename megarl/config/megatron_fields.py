@@ -101,13 +101,11 @@ def megatron_fields(section: str) -> Mapping[str, Accepted]:
     if folder is None:
         raise FileNotFoundError("megatron-core is not installed")
     enums = _enumerations(folder / _ENUMS)
-    accepted: dict[str, Accepted] = {}
-
-    for file, name in _CLASSES[section]:
-        for field, annotation in _annotations(folder / file, name):
-            accepted[field] = _accepted(annotation, enums)
-
-    return accepted
+    return {
+        field: _accepted(annotation, enums)
+        for file, name in _CLASSES[section]
+        for field, annotation in _annotations(folder / file, name)
+    }
 
 
 def _annotations(file: Path, config: str) -> Iterator[tuple[str, ast.expr]]:

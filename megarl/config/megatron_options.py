@@ -363,8 +363,7 @@ class Option(NamedTuple):
 def options_of(config: MegatronConfig) -> Iterator[Option]:
     """Yield the options that are set."""
     for section in _OWNED:
-        for name, value in getattr(config, section).items():
-            yield Option(section, name, value)
+        yield from (Option(section, name, value) for name, value in getattr(config, section).items())
 
 
 # The number of tokens of a micro-batch is a multiple of the block that a recipe scales together, of the tiles

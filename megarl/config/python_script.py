@@ -164,9 +164,10 @@ class _Script:
         found: dict[str, Any] = {}
         for node in self.reached():
             match node:
-                case ast.Assign([ast.Attribute(value=ast.Name(id=name), attr=attribute)], value):
-                    if name in results:
-                        found[attribute] = self.value(value)
+                case ast.Assign([ast.Attribute(value=ast.Name(id=name), attr=attribute)], value) if (
+                    name in results
+                ):
+                    found[attribute] = self.value(value)
         return found
 
     def value(self, node: ast.expr) -> Any:

@@ -363,10 +363,8 @@ def _teacher_rows(row: Role, config: PPOConfig) -> Iterator[Role]:
 def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
     """Return the model roles of a run in the order of the table."""
     if not isinstance(config, PPOConfig):
-        trained = role_named("actor")
-        if config.kind is RunKind.reward_model:
-            trained = replace(trained, with_value_head=True)
-        roles = [_of_run(trained, config, ())]
+        is_reward_model = config.kind is RunKind.reward_model
+        roles = [_of_run(replace(role_named("actor"), with_value_head=is_reward_model), config, ())]
         if isinstance(config, DPOConfig) and config.reference.path is not None:
             roles.append(_pair_reference(config))
         return tuple(roles)

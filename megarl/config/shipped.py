@@ -59,14 +59,12 @@ def is_shipped(path: Path) -> bool:
 
     A clone may be used with a megarl that is installed elsewhere.
     """
-    for folder in path.resolve().parents:
-        # A clone is recognized by megarl's source next to its folder of configurations.
-        if folder == CONFIGS_DIR or (
-            folder.name == _NAME
-            and (folder.parent / _PACKAGE.name / "config" / Path(__file__).name).is_file()
-        ):
-            return True
-    return False
+    # A clone is recognized by megarl's source next to its folder of configurations.
+    source = Path(_PACKAGE.name, "config", Path(__file__).name)
+    return any(
+        folder == CONFIGS_DIR or (folder.name == _NAME and (folder.parent / source).is_file())
+        for folder in path.resolve().parents
+    )
 
 
 def shown(path: Path) -> str:

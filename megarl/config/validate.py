@@ -144,9 +144,8 @@ def run_checks(
 def _checks(
     needs: Needs, kind: type[RunConfig] | UnionType, rules: Mapping[Callable[..., Findings], tuple[str, ...]]
 ) -> Iterator[Check]:
-    """Yield the rows of rules, given with the numbers that each relies on."""
-    for rule, numbers in rules.items():
-        yield Check(needs, rule, numbers, kind)
+    """Return the rows of rules, given with the numbers that each relies on."""
+    return (Check(needs, rule, numbers, kind) for rule, numbers in rules.items())
 
 
 # The checks of values and of files. `megarl.doctor.checks` adds those of plans, inputs and processes.

@@ -201,13 +201,11 @@ def _mistakes(records: Sequence[RankRecord]) -> list[str]:
 
 def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:
     """Return the rank with the highest peak of each stage."""
-    by_stage: dict[int, RankRecord] = {}
-    for record in records:
-        known = by_stage.get(record.pipeline_rank)
-        if known is None or record.peak > known.peak:
-            by_stage[record.pipeline_rank] = record
-
-    return list(by_stage.values())
+    stages = dict.fromkeys(record.pipeline_rank for record in records)
+    return [
+        max((each for each in records if each.pipeline_rank == stage), key=lambda each: each.peak)
+        for stage in stages
+    ]
 
 
 def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str:

@@ -17,16 +17,13 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.config.schema import RunConfig
 from megarl.doctor.checks import load_for_run
 from megarl.machine.errors import ConfigError, counted
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
 from megarl.plan.placement.plan import plan_placement
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 FAILED = 1
 USER_ERROR = 2
@@ -58,7 +55,7 @@ class Meeting:
         from torch.distributed.rendezvous import rendezvous
 
         store, self.rank, self.num_nodes = next(rendezvous("env://"))
-        self._store: Store = PrefixStore(f"megarl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._store = PrefixStore(f"megarl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self.members = range(1, self.num_nodes)
         self._last: dict[int, tuple[int, float]] = {}  # heartbeats of each member, and when they changed
 

@@ -323,10 +323,11 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
         raise ValueError(f"{' and '.join(given)} exclude each other; give one of them")
 
     if parsed.agent is None:
-        agent = AgentConfig(
-            tools=parsed.tool,
-            environment=_environment(parsed.environment),
-        )
+        if parsed.environment is not None and ":" not in parsed.environment:
+            raise ValueError(
+                f"there is no built-in environment {parsed.environment!r}; write --environment FILE.py:NAME"
+            )
+        agent = AgentConfig(tools=parsed.tool, environment=parsed.environment)
     else:
         agent = load_config(PPOConfig, parsed.agent).agent
         if agent.harness.is_used:
@@ -345,12 +346,6 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
         name: getattr(parsed, name) for name in ("parser", "max_turns") if getattr(parsed, name) is not None
     }
     return replace(agent, **changes)
-
-
-def _environment(text: str | None) -> str | None:
-    if text is not None and ":" not in text:
-        raise ValueError(f"there is no built-in environment {text!r}; write --environment FILE.py:NAME")
-    return text
 
 
 async def _play(

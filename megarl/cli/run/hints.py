@@ -157,12 +157,12 @@ def _free_disk(config: RunConfig | None) -> str:
         }
         places = {**of_run, **places}
 
-    lines = []
-    for name, path in places.items():
-        usage = shutil.disk_usage(existing_folder(path))  # the folder itself may not exist yet
-        lines.append(f"  {name}, {path}: {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free")
-
-    return "\n".join(lines)
+    # The folders themselves may not exist yet.
+    usages = {f"{name}, {path}": shutil.disk_usage(existing_folder(path)) for name, path in places.items()}
+    return "\n".join(
+        f"  {place}: {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+        for place, usage in usages.items()
+    )
 
 
 def _ray_folder(config: RunConfig | None) -> str:

@@ -275,8 +275,7 @@ def _summary(
     if output is not None:
         yield f"{output}: written; continue with `megarl check {output} --fast`"
     yield from foreign.notes
-    for line in differing:
-        yield f"differs: {line}"
+    yield from (f"differs: {line}" for line in differing)
     for key, value in found.values.items():
         if MISSING in str(value):
             yield f"to set: {key} ({found.origins.get(key, '')})"
@@ -284,10 +283,8 @@ def _summary(
     for name, key in variables.items():
         if name not in os.environ:
             yield f"to set: the environment variable {name}, which {key} reads"
-    for problem in _problems(found, kind):
-        yield f"check: {problem}"
-    for name in found.unknown:
-        yield f"not converted: {name}"
+    yield from (f"check: {problem}" for problem in _problems(found, kind))
+    yield from (f"not converted: {name}" for name in found.unknown)
     yield f"{foreign.framework.name}: {_counted(found, foreign)}"
 
 

@@ -6,7 +6,6 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megarl.config.load import load_config
 from megarl.config.roles import judge_roles
@@ -15,10 +14,18 @@ from megarl.data.tables import DataRow, read_rows, typed_value
 from megarl.machine.errors import ConfigError, counted
 from megarl.models.thinking import THINK
 from megarl.rewards.scorer import RewardScorer, described_failure
-from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless
+from megarl.rewards.truths import (
+    NUM_SHOWN,
+    TRUTH_FORM_HINT,
+    Trial,
+    TruthRow,
+    refused,
+    short,
+    try_truths,
+    worthless,
+)
 
 FAILED = 1
-_NUM_CHARACTERS = 60
 _COLUMNS = (
     "data_source",
     "uid",
@@ -182,7 +189,7 @@ def _print_scores(scored: Sequence[tuple[int, str, str, float]]) -> None:
             f"{min(scores):.4g}, max {max(scores):.4g}"
         )
     for row, uid, response, score in scored[:NUM_SHOWN]:
-        print(f"  row {row} (uid {uid}): {score:.4g}  {_short(response)}")
+        print(f"  row {row} (uid {uid}): {score:.4g}  {short(response)}")
 
 
 def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) -> int:
@@ -197,8 +204,3 @@ def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) ->
     print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows; a run would abort")
 
     return FAILED
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _NUM_CHARACTERS else text[: _NUM_CHARACTERS - 3] + "..."

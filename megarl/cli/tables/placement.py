@@ -268,11 +268,11 @@ def size_range(sizes: Sequence[int]) -> str:
 
 def fullest_devices(memory: Sequence[DeviceMemory]) -> dict[str, DeviceMemory]:
     """Return the device of each pool with the highest peak."""
-    found: dict[str, DeviceMemory] = {}
-    for device in memory:
-        if device.pool not in found or device.peak > found[device.pool].peak:
-            found[device.pool] = device
-    return found
+    pools = dict.fromkeys(device.pool for device in memory)
+    return {
+        pool: max((device for device in memory if device.pool == pool), key=lambda device: device.peak)
+        for pool in pools
+    }
 
 
 def _gib(nbytes: int) -> str:

@@ -111,12 +111,11 @@ def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Fin
         )
         return
 
-    may_be_on_cuda = config.device is not Device.cpu
     layers = config.engine.layers
     if layers is Layers.auto and config.model.dtype is DType.float32:
         layers = Layers.local  # Transformer Engine has no float32 attention for packed rows
 
-    if (lacking := option.lacks(on_cuda=may_be_on_cuda, layers=layers)) is not None:
+    if (lacking := option.lacks(on_cuda=config.device is not Device.cpu, layers=layers)) is not None:
         keys = ("device",) if lacking == "CUDA" else ("engine.layers", "model.dtype")
         yield Finding((key, *keys), f"{option.name} requires {lacking}; remove it, or change {keys[0]}")
 
