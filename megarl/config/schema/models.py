@@ -353,7 +353,8 @@ class PairReferenceConfig:
     path: str | None = field(default=None, metadata=names(PathKind.data))
 
 
-def _of_folder[Value](default: Value) -> Value:
+def of_folder[Value](default: Value) -> Value:
+    """Declare a key that needs the folder of a model."""
     return only_with(default, Reader(".path", example="FOLDER"), is_refused=True)
 
 
@@ -363,11 +364,11 @@ class TeacherConfig:
 
     # model folder of the teacher, with the policy's tokenizer; its architecture and size may be others
     path: str | None = field(default=None, metadata=names(PathKind.data))
-    parallel: ParallelConfig = _of_folder(field(default_factory=ParallelConfig))
-    micro_batch: MicroBatchConfig = _of_folder(
+    parallel: ParallelConfig = of_folder(field(default_factory=ParallelConfig))
+    micro_batch: MicroBatchConfig = of_folder(
         field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     )
-    megatron: FrozenMegatronConfig = _of_folder(field(default_factory=FrozenMegatronConfig))
+    megatron: FrozenMegatronConfig = of_folder(field(default_factory=FrozenMegatronConfig))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from megarl.config.schema.keys import MISSING, PathKind, Reader, matters, names, only_with, ranged, split_code
-from megarl.config.schema.models import FrozenMegatronConfig, MicroBatchConfig, ParallelConfig
+from megarl.config.schema.models import FrozenMegatronConfig, MicroBatchConfig, ParallelConfig, of_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,9 @@ class JudgeConfig:
     model: str | None = None  # name of the model on the server at `url`
     # folder of a model that the run serves with SGLang, on devices of its own; null: `url` is used
     path: str | None = field(default=None, metadata=names(PathKind.data))
-    num_replicas: int = only_with(
-        ranged(1, at_least=1, at_most=10000), Reader(".path", example="FOLDER"), is_refused=True
-    )  # servers of `path`
-    tensor_parallel_size: int = only_with(
-        ranged(1, at_least=1, at_most=1024), Reader(".path", example="FOLDER"), is_refused=True
-    )  # devices of each of these servers
+    num_replicas: int = of_folder(ranged(1, at_least=1, at_most=10000))  # servers of `path`
+    # devices of each of these servers
+    tensor_parallel_size: int = of_folder(ranged(1, at_least=1, at_most=1024))
     # jinja2 template of the user message; see Judges
     prompt: str = field(default=MISSING, metadata=names(PathKind.code))
     parse: JudgeParseConfig = field(default_factory=JudgeParseConfig)
@@ -114,10 +111,6 @@ class RewardSandboxConfig:
     environment: list[str] = only_with(field(default_factory=list), _SANDBOXED)
 
 
-def _of_folder[Value](default: Value) -> Value:
-    return only_with(default, Reader(".path", example="FOLDER"), is_refused=True)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
     """A frozen model with a sequence-classification head of one output, of any family, tokenizer and layout.
@@ -128,16 +121,16 @@ class RewardModelConfig:
 
     # model folder; null: no reward model
     path: str | None = field(default=None, metadata=names(PathKind.data))
-    parallel: ParallelConfig = _of_folder(field(default_factory=ParallelConfig))
-    micro_batch: MicroBatchConfig = _of_folder(
+    parallel: ParallelConfig = of_folder(field(default_factory=ParallelConfig))
+    micro_batch: MicroBatchConfig = of_folder(
         field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     )
-    weight: float = _of_folder(1.0)  # factor of its score
+    weight: float = of_folder(1.0)  # factor of its score
     # maximum length in the reward model's tokens; null: limited by its positions and by a micro-batch
-    max_length: int | None = _of_folder(ranged(None, at_least=1))
+    max_length: int | None = of_folder(ranged(None, at_least=1))
     # how to handle longer conversations
-    overlong: OverlongConversation = _of_folder(OverlongConversation.refuse)
-    megatron: FrozenMegatronConfig = _of_folder(field(default_factory=FrozenMegatronConfig))
+    overlong: OverlongConversation = of_folder(OverlongConversation.refuse)
+    megatron: FrozenMegatronConfig = of_folder(field(default_factory=FrozenMegatronConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
