@@ -45,13 +45,11 @@ from megarl.machine.errors import counted
 _CHOICE = re.compile(r"[^\s=]+=[^\s=]*")
 _TARGET = re.compile(r"(@?\.?[A-Za-z_][\w.]*) = (.*)", re.DOTALL)
 _PASSED_ON = re.compile(r"(\w+)\.megatron\.(transformer|ddp|optimizer)")
-_SWITCHES = ("enabled", "enable")
 # The classes of TRL, which also stand for the kind of run of another framework.
 _KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": RunKind.reward_model}
 _WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
 _ESTIMATOR = "algorithm.advantage.estimator"
 _LEVEL = "algorithm.rollout_correction.level"
-_BYPASS = "algorithm.rollout_correction.bypass"
 _ROUTES = "engine.routing_replay"
 _DRAFTS = "rollout.sglang.server_args.speculative"
 NULL = object()  # a null that is written, unlike a setting that is left out
@@ -209,7 +207,7 @@ def _make_consistent(found: Migration) -> None:
     """Set what an asynchronous run needs in megarl."""
     values = found.values
     # The trainer refuses to learn from samples of older weights as if they were its own.
-    is_corrected = values.get(_LEVEL, "none") != "none" or values.get(_BYPASS)
+    is_corrected = values.get(_LEVEL, "none") != "none" or values.get("algorithm.rollout_correction.bypass")
     if values.get("rollout.max_staleness") and not is_corrected:
         found.put(_LEVEL, "token", "async training needs a correction", is_own=True)
         found.differing["no correction of samples from older weights"] = (
@@ -389,7 +387,9 @@ def _megatron(role: str, section: str, name: str) -> Counterpart | None:
 
 def _switched_off(name: str, everything: Mapping[str, Any]) -> str | None:
     """Return the switch that turns the section of a setting off."""
-    switches = (f"{section}.{each}" for section in upwards(name.rpartition(".")[0]) for each in _SWITCHES)
+    switches = (
+        f"{section}.{each}" for section in upwards(name.rpartition(".")[0]) for each in ("enabled", "enable")
+    )
     return next((f"{key}=false" for key in switches if everything.get(key) is False and key != name), None)
 
 

@@ -34,7 +34,6 @@ _OPERATORS = {"mul": "*", "div": "//", "add": "+", "sub": "-"}  # of references 
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MOST_FILES = 20  # of `defaults`, so that files which name each other end
 _LONGEST_VALUE = 100_000  # of a value whose references are resolved
-_TRL_CLASSES = ("GRPOConfig", "DPOConfig", "SFTConfig", "RewardConfig")
 # Words in a subcommand or a script's name, and the class of TRL whose arguments it reads.
 _TRL_SCRIPTS = {
     **dict.fromkeys(("grpo", "gspo", "rloo", "papo", "openenv", "wordle"), "GRPOConfig"),
@@ -80,7 +79,7 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
         own = frozenset(settings)
     variant = ""
     if file.suffix == ".py" and framework in (None, "trl"):
-        variant, called = configured(text, settings, _TRL_CLASSES)
+        variant, called = configured(text, settings, set(_TRL_SCRIPTS.values()))
         if variant:
             framework = "trl"
             # The other options of the command are arguments of the script's own parser.

@@ -42,8 +42,6 @@ Schema = dict[str, Any]
 _REFERENCE = r"^\$\{.+\}$"  # a reference to the value of another key
 _ANY_NUMBER = Range()
 
-_FOR_TOOLS = ("pyrefly:", "noqa")
-
 
 def json_schema(kind: str) -> Schema:
     """Return the schema of a file of one of KINDS.
@@ -293,7 +291,7 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
             after = lines[(node.end_lineno or node.lineno) - 1].encode()[node.end_col_offset :].decode()
             texts = (each.strip().removeprefix("#").strip() for each in (*reversed([*above]), after))
             found[owner.name, target.id] = " ".join(
-                text for text in texts if text and not text.startswith(_FOR_TOOLS)
+                text for text in texts if text and not text.startswith(("pyrefly:", "noqa"))
             )
 
     return found

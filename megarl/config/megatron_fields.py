@@ -23,7 +23,6 @@ _CLASSES = {
     "optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
 SECTIONS = tuple(_CLASSES)
-_ENUMS = "transformer/enums.py"
 # Types of torch, which a configuration gives by name. Megatron's command line has the short names.
 DTYPES = {
     "float32": "float32",
@@ -100,7 +99,7 @@ def megatron_fields(section: str) -> Mapping[str, Accepted]:
     folder = find_megatron()
     if folder is None:
         raise FileNotFoundError("megatron-core is not installed")
-    enums = _enumerations(folder / _ENUMS)
+    enums = _enumerations(folder / "transformer/enums.py")
     return {
         field: _accepted(annotation, enums)
         for file, name in _CLASSES[section]

@@ -28,33 +28,17 @@ class Requirement(str, Enum):
 
 
 _NO_FILE = "is a Python object, which no file can contain; megarl sets it if it is needed"
-_MODEL = "belongs to the architecture, which is defined by the model's config.json; use model.path"
 _DTYPE = "use model.dtype"
-_LOADED = "has no effect, because all weights are loaded; use model.path"
-_INFERENCE = "is for generation by Megatron, but SGLang generates; use rollout.sglang.server_args"
 _NO_EFFECT = "has no effect, because megarl does not call that part of Megatron"
-_OPTIMIZER = (
-    f"the optimizer is {' or '.join(kind.needs.title for kind in OptimizerKind)} with float32 or bfloat16 "
-    "weights, which needs no such value; use {role}.optim"
-)
-_FSDP = "is for Megatron's FSDP, but megarl always shards the optimizer (ZeRO 1); use {role}.parallel"
 _SHARDS = "would lay weights out in a way that weight sync and checkpoints do not read; use {role}.parallel"
-_STAGES = "all pipeline stages have equally many layers; use {role}.parallel.pipeline_parallel_size"
 _SUM = "is fixed, because losses are sums with their own denominator; use algorithm.policy_loss.aggregation"
-_SHAPES = (
-    "needs micro-batches with equal numbers of tokens, but packed ones differ; leave it out (no key "
-    "replaces it)"
-)
-_HEAD = "has no effect, because megarl computes log-probs in chunks; use engine.log_prob_chunk_tokens"
 _FP8_WEIGHTS = (
     "stores weights in another dtype than weight sync, checkpoints and offloading read; use model.dtype"
 )
-_DROPS = "would drop or change tokens, so that log-probs depend on the micro-batch; leave it out"
 _SCHEDULE = (
     "needs Megatron's schedule plans, which megarl's passes do not build; leave it out (no key replaces it)"
 )
 _COMPUTED = "follows from {role}.parallel, engine.layers and the device; leave it out"
-_CONTEXT = "the ranks of a sequence gather keys and values; use {role}.parallel.context_parallel_size"
 
 # Fields that cannot be set: why, and their names. `{role}` is the section of the role, such as `actor`.
 _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -77,13 +61,13 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
             hetereogenous_dist_checkpoint mla_down_proj_fusion""",
         ),
         (
-            _CONTEXT,
+            "the ranks of a sequence gather keys and values; use {role}.parallel.context_parallel_size",
             "hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel",
         ),
         ("use engine.cp_comm_type", "cp_comm_type"),
         ("use {role}.experts.bias_update_rate", "moe_router_bias_update_rate"),
         (
-            _STAGES,
+            "all pipeline stages have equally many layers; use {role}.parallel.pipeline_parallel_size",
             """num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
             pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
             account_for_loss_in_pipeline_split""",
@@ -105,7 +89,7 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("routers compute in float32, as those of the rollout engine; leave it out", "moe_router_dtype"),
         (_DTYPE, "params_dtype bf16 fp16 pipeline_dtype enable_autocast autocast_dtype"),
         (
-            _LOADED,
+            "has no effect, because all weights are loaded; use model.path",
             """perform_initialization use_cpu_initialization init_method_std embedding_init_method_std
             init_model_with_meta_device""",
         ),
@@ -122,12 +106,13 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
             persist_layer_norm moe_grouped_gemm""",
         ),
         (
-            _HEAD,
+            "has no effect, because megarl computes log-probs in chunks; use engine.log_prob_chunk_tokens",
             """cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
             wgrad_deferral_limit fp8_output_proj""",
         ),
         (
-            _SHAPES,
+            "needs micro-batches with equal numbers of tokens, but packed ones differ; leave it out (no key "
+            "replaces it)",
             """tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
             tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
             tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
@@ -144,13 +129,13 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
         (_FP8_WEIGHTS, "fp8_param fp4_param"),
         (
-            _DROPS,
+            "would drop or change tokens, so that log-probs depend on the micro-batch; leave it out",
             """moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity
             moe_token_drop_policy moe_expert_rank_capacity_factor moe_input_jitter_eps
             moe_router_force_load_balancing moe_router_force_biased""",
         ),
         (
-            _INFERENCE,
+            "is for generation by Megatron, but SGLang generates; use rollout.sglang.server_args",
             """inference_cuda_graph_scope flash_decode inference_rng_tracker inference_sampling_seed
             symmetric_ar_type nccl_all_reduce_for_prefill use_inference_optimized_layers
             inference_fuse_tp_communication inference_disable_triton_nvls_kernels
@@ -174,7 +159,7 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
             embedding_init_method experimental_attention_variant_loss_scale_func quant_recipe""",
         ),
         (
-            _MODEL,
+            "belongs to the architecture, which is defined by the model's config.json; use model.path",
             """num_layers mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
             mtp_hybrid_override_pattern mtp_standalone hidden_size num_attention_heads softmax_scale
             softmax_type num_query_groups ffn_hidden_size kv_channels
@@ -218,7 +203,7 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
             "nccl_ub disable_symmetric_registration",
         ),
         (
-            _FSDP,
+            "is for Megatron's FSDP, but megarl always shards the optimizer (ZeRO 1); use {role}.parallel",
             """use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy gradient_reduce_div_fusion
             suggested_communication_unit_size fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
             fsdp_all_gather_in_start_param_sync outer_dp_sharding_strategy fsdp_manual_registration
@@ -246,7 +231,8 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
             "store_param_remainders main_params_dtype",
         ),
         (
-            _OPTIMIZER,
+            f"the optimizer is {' or '.join(kind.needs.title for kind in OptimizerKind)} with float32 or "
+            "bfloat16 weights, which needs no such value; use {role}.optim",
             """optimizer loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
             sgd_momentum muon_momentum muon_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
             muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor

@@ -43,16 +43,8 @@ from megarl.models.families import read_architecture
 
 Architectures = dict[str, Architecture]
 
-_ROWS = (
-    "trainer.prompts_per_step",
-    "rollout.n",
-    "trainer.updates_per_step",
-    "trainer.samples_per_step",
-    "trainer.pairs_per_step",
-)
 _ENGINE_SIZES = ("rollout.tensor_parallel_size", "rollout.expert_parallel_size")
 _ENGINE_STAGES = ("rollout.pipeline_parallel_size",)
-_ACTOR_SIZES = tuple(f"actor.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data"))
 _CORRECTION = "algorithm.rollout_correction"
 
 
@@ -185,7 +177,7 @@ RULES = (
             rollout.engine_memory: (),
             rollout.shared_devices: (
                 *("rollout.num_replicas", "rollout.tensor_parallel_size", *_ENGINE_STAGES),
-                *_ACTOR_SIZES,
+                *(f"actor.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data")),
             ),
             rollout.generation_ahead: ("rollout.max_staleness",),
             rollout.stages: _ENGINE_STAGES,
@@ -215,7 +207,14 @@ RULES = (
             models.micro_batch: (),
             models.recomputation: (),
             lora.options: (),
-            models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
+            models.rows_of_mini_batch: (
+                "trainer.prompts_per_step",
+                "rollout.n",
+                "trainer.updates_per_step",
+                "trainer.samples_per_step",
+                "trainer.pairs_per_step",
+                "{role}.data_parallel_size",
+            ),
             megatron.options: (),
             fp8.recipe: (),
         },

@@ -40,8 +40,6 @@ from megarl.rehearse.calibration.processes import measure_decoding, measure_devi
 from megarl.rehearse.calibration.profile import Calibration, calibrate, describes
 
 _CPU = "cpu"
-_CPU_CONFIG = "configs/quickstart.yaml"
-_CUDA_CONFIG = "configs/qwen2.5_7b_grpo.yaml"
 # Ranks on a CPU: at least two for collectives, and no more than a small run has.
 _CPU_RANKS = (2, 8)
 
@@ -76,7 +74,7 @@ def run(
         raise ConfigError("--calibrate", [f"there is no folder {str(file.absolute().parent)!r}; create it"])
     if file.exists():
         load_device(device_file)  # so that no other file, such as the run's, is overwritten
-    path = config_path or (_CUDA_CONFIG if has_gpu() else _CPU_CONFIG)
+    path = config_path or ("configs/qwen2.5_7b_grpo.yaml" if has_gpu() else "configs/quickstart.yaml")
     config = _checked(path, overrides)
 
     is_cuda = is_on_cuda(config.device)

@@ -20,7 +20,6 @@ _NUM_COLUMNS = 3
 _PANEL_INCHES = (4.6, 3.0)
 _COLORS = ("#1f6fb4", "#d1603d", "#3b8f5a", "#8a5ba6", "#b8860b", "#4f9da6", "#c2477f", "#6b6b6b")
 _SMOOTHED_FROM = 30  # number of points from which a moving average is drawn over the raw curve
-_TESTING = "timing_s/testing"
 
 
 def run(run_dirs: Sequence[str]) -> None:
@@ -225,7 +224,7 @@ def _phase_timings(series: Series) -> dict[str, Points]:
     phases = {
         name: points
         for name, points in series.items()
-        if name.startswith("timing_s/") and name not in ("timing_s/step", _TESTING)
+        if name.startswith("timing_s/") and name not in ("timing_s/step", "timing_s/testing")
     }
     return dict(sorted(phases.items(), key=lambda item: -sum(item[1].values)))
 

@@ -23,9 +23,6 @@ from megarl.tracking.report.run_folder import RunFolder, RunFolderError, open_ru
 from megarl.tracking.run_files import REPORT_FILE
 
 _HOST = "127.0.0.1"
-_HTML = "text/html; charset=utf-8"
-_JSON = "application/json"
-_BYTES = "application/octet-stream"
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -156,9 +153,9 @@ class LiveReport(ThreadingHTTPServer):
 
         match rest[:-1]:
             case [""]:
-                return HTTPStatus.OK, _HTML, page(self._runs, is_live=True)
+                return HTTPStatus.OK, "text/html; charset=utf-8", page(self._runs, is_live=True)
             case ["manifest"]:
-                return HTTPStatus.OK, _JSON, json.dumps(manifest(self._runs)).encode()
+                return HTTPStatus.OK, "application/json", json.dumps(manifest(self._runs)).encode()
             case ["part", number, *name] if number.isdecimal() and int(number) < len(self._runs):
                 return self._part(int(number), "/".join(name))
 
@@ -176,4 +173,4 @@ class LiveReport(ThreadingHTTPServer):
             if known is None or known[0] != version:
                 known = self._known[number, name] = (version, compressed_part(run, name))
 
-        return HTTPStatus.OK, _BYTES, known[1]
+        return HTTPStatus.OK, "application/octet-stream", known[1]

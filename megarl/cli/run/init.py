@@ -77,7 +77,6 @@ _MOST_ROWS = 1000
 # The columns of generated rows.
 _SUMS: dict[str, str | None] = {"prompt": "question", "ground_truth": "answer", "data_source": None}
 _MEANINGS_OF_NULL = {"data_source": "the name of the file", "reward_model": "there are no answers"}
-_CHATS = {"row": "a whole conversation", "rows": "conversations", "per_step": "samples_per_step"}
 _PAIRS = {"row": "a prompt with its longer answer", "rows": "pairs", "per_step": "pairs_per_step"}
 
 
@@ -120,7 +119,7 @@ USES: Mapping[str, Use] = {
         made={"prompt": "question", "answer": "answer"},
         has_reward=False,
         asks={},
-        words=_CHATS,
+        words={"row": "a whole conversation", "rows": "conversations", "per_step": "samples_per_step"},
     ),
     "dpo": Use(
         kind=RunKind.dpo,

@@ -29,7 +29,6 @@ _ALGORITHM = "algorithm"
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 _LONGEST_COMMENT = 110
 _SERVER_ARGS = "rollout.sglang.server_args."
-_check_server_args = SERVER_ARGS_CHECKS[RolloutEngineKind.sglang]
 _MOST_ROUNDS = 5  # of leaving out keys that have no effect, which may leave others without one
 
 
@@ -87,7 +86,8 @@ def _fit(found: Migration, kind: RunKind) -> None:
                 dropped = True
         for key in [key for key in found.values if key.startswith(_SERVER_ARGS)]:
             try:
-                _check_server_args({key.removeprefix(_SERVER_ARGS): found.values[key]})
+                option = key.removeprefix(_SERVER_ARGS)
+                SERVER_ARGS_CHECKS[RolloutEngineKind.sglang]({option: found.values[key]})
             except ConfigError as error:
                 # Without SGLang on this machine, its options are not known.
                 if error.source == _SERVER_ARGS.removesuffix("."):

@@ -29,7 +29,6 @@ from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.resume import checkpoint_folder
 
 REPLAYS = "replays"  # folder of the traces in the folder of the run
-_GRAD_NORM = "/grad_norm"
 # The batch of each step after a checkpoint, up to the repeated one, and the checkpoint.
 # Without a checkpoint the run began with the initial weights.
 type Recorded = tuple[Mapping[int, DataProto], Path | None]
@@ -94,7 +93,7 @@ def _logged_norms(path: Path, step: int) -> dict[str, float]:
     return {
         name: dict(zip(points.steps, points.values, strict=True))[step]
         for name, points in series.items()
-        if name.endswith(_GRAD_NORM) and step in points.steps
+        if name.endswith("/grad_norm") and step in points.steps
     }
 
 

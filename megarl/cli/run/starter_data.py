@@ -22,9 +22,11 @@ VALIDATION_FILE = "validation.jsonl"
 _QUESTIONS = ("question", "prompt", "problem", "instruction", "input", "query", "text")
 _ANSWERS = ("answer", "ground_truth", "solution", "output", "response", "target", "completion", "label")
 _TESTS = ("test_list", "tests")  # tests of programs; an answer column is only one of many solutions
-_CHOSEN = ("chosen", "preferred", "better", "accepted", "chosen_response", "response_chosen")
-_REJECTED = ("rejected", "dispreferred", "worse", "rejected_response", "response_rejected")
-_PAIRS = {"prompt": _QUESTIONS, "chosen": _CHOSEN, "rejected": _REJECTED}
+_PAIRS = {
+    "prompt": _QUESTIONS,
+    "chosen": ("chosen", "preferred", "better", "accepted", "chosen_response", "response_chosen"),
+    "rejected": ("rejected", "dispreferred", "worse", "rejected_response", "response_rejected"),
+}
 # The columns that a kind of run reads, by key of `data.columns`, under the names of TRL, verl and others
 # in order of preference.
 _KNOWN: Mapping[RunKind, Mapping[str, Sequence[str]]] = {

@@ -14,11 +14,9 @@ from megarl.config.schema import (
 )
 
 _ESTIMATOR = "algorithm.advantage.estimator"
-_DISTILLATION = "algorithm.advantage.distillation"
-_REWARD_WEIGHT = f"{_DISTILLATION}.reward_weight"
+_REWARD_WEIGHT = "algorithm.advantage.distillation.reward_weight"
 _KIND = "algorithm.policy_loss.kind"
 _WHERE = "algorithm.kl.where"
-_AGGREGATION = "algorithm.policy_loss.aggregation"
 _CORRECTION = "algorithm.rollout_correction"
 _DYNAMIC = "algorithm.dynamic_sampling"
 
@@ -168,7 +166,7 @@ def policy_loss(config: PPOConfig) -> Findings:
 
     if needs.aggregation is not None and needs.aggregation is not loss.aggregation:
         yield Finding(
-            (_KIND, _AGGREGATION),
+            (_KIND, "algorithm.policy_loss.aggregation"),
             f"{loss.kind.name} requires the aggregation of its paper, {needs.aggregation.name}, but it is "
             f"{loss.aggregation.name}; use aggregation={needs.aggregation.name}, or another kind",
         )

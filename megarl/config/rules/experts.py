@@ -31,7 +31,6 @@ from megarl.models.experts import experts_of
 from megarl.models.layers import routes_tokens
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
-_REPLAY = "engine.routing_replay"
 
 
 def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
@@ -212,7 +211,7 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Findings:
         ),
         *of_source(config),
     )
-    yield from conflicts(_REPLAY, f"is {replay.value}, ", others)
+    yield from conflicts("engine.routing_replay", f"is {replay.value}, ", others)
 
 
 def _without_scoring(config: PPOConfig) -> tuple[Refusal, ...]:

@@ -25,11 +25,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
 
 # Options without an effect unless another one has one of the given values.
-_PRECISE = ("optimizer", "use_precision_aware_optimizer", (True,))
-_FP8 = ("transformer", "fp8", ("e4m3", "hybrid"))
-_FLEX = ("transformer", "moe_token_dispatcher_type", ("flex",))
 _WITHOUT_EFFECT: Mapping[str, tuple[str, str, tuple[object, ...]]] = {
-    **dict.fromkeys(MOMENT_DTYPES, _PRECISE),
+    **dict.fromkeys(MOMENT_DTYPES, ("optimizer", "use_precision_aware_optimizer", (True,))),
     **dict.fromkeys(
         (
             "fp8_recipe",
@@ -44,11 +41,11 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, str, tuple[object, ...]]] = {
             "tp_only_amax_red",
             "first_last_layers_bf16",
         ),
-        _FP8,
+        ("transformer", "fp8", ("e4m3", "hybrid")),
     ),
     **dict.fromkeys(
         ("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
-        _FLEX,
+        ("transformer", "moe_token_dispatcher_type", ("flex",)),
     ),
     **dict.fromkeys(("fp4_recipe", "fp4_quantizer_factory"), ("transformer", "fp4", ("e2m1",))),
 }
@@ -56,8 +53,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, str, tuple[object, ...]]] = {
 _DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 # Attention in FP8, for which Transformer Engine has no kernel of packed rows.
 _FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
-# Besides those whose names say so, options that only layers with experts read.
-_OF_EXPERTS = ("use_transformer_engine_op_fuser",)
 
 
 def options(config: RunConfig, role: ModelRole) -> Findings:
@@ -126,7 +121,9 @@ def fit_model(_: RunConfig, role: ModelRole, architecture: Architecture) -> Find
         yield from _deepep_ranks(role)
         return
     for option in options_of(role.megatron):
-        if option.section == "transformer" and (option.name.startswith("moe_") or option.name in _OF_EXPERTS):
+        # Layers with experts read also an option whose name does not say so.
+        is_of_experts = option.name.startswith("moe_") or option.name == "use_transformer_engine_op_fuser"
+        if option.section == "transformer" and is_of_experts:
             yield Finding(
                 (f"{role.megatron_key}.{option.section}.{option.name}",),
                 f"is for mixture-of-experts models, but {role.path} is dense; remove it",

@@ -139,7 +139,6 @@ def _fields(file: Path) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-_OWNED = ("model", "messages", "n", "stream")
 # Fields of requests whose type and range are known: (type, smallest value, largest value).
 _RANGES: dict[str, tuple[Any, float, float]] = {
     "temperature": (int | float, 0, 2),
@@ -228,7 +227,7 @@ def _request(judge: JudgeConfig, key: str) -> Iterator[Finding]:
                 f"has {name}={value!r}, which must be {number}{lower}{upper}",
             )
 
-    if owned := [name for name in _OWNED if name in judge.request]:
+    if owned := [name for name in ("model", "messages", "n", "stream") if name in judge.request]:
         yield Finding(
             (f"{key}.request",),
             f"has {', '.join(owned)}, which megarl sets; use the judge's own key for model, and remove the "

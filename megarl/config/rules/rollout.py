@@ -32,8 +32,6 @@ from megarl.models.tensor_table import dimension_sizes
 _LEAST_TEMPERATURE = 0.01
 _TP = "rollout.tensor_parallel_size"
 _PP = "rollout.pipeline_parallel_size"
-_STALENESS = "rollout.max_staleness"
-_TAKING_TURNS = (PlacementStrategy.hybrid, PlacementStrategy.fully_collocate)
 
 
 def sampling(config: PPOConfig) -> Findings:
@@ -224,7 +222,8 @@ def generation_ahead(config: PPOConfig) -> Findings:
         ),
         (
             ("placement.strategy",),
-            placement.strategy in _TAKING_TURNS or bool(others),
+            placement.strategy in (PlacementStrategy.hybrid, PlacementStrategy.fully_collocate)
+            or bool(others),
             ", so the engines generate while the other roles train, but in this placement they share devices "
             f"with {whom}; use split_collocate or stand_alone, or max_staleness=0",
         ),
@@ -236,7 +235,7 @@ def generation_ahead(config: PPOConfig) -> Findings:
             "max_staleness=0",
         ),
     )
-    yield from conflicts(_STALENESS, f"is {staleness}", combined)
+    yield from conflicts("rollout.max_staleness", f"is {staleness}", combined)
 
 
 def stages(config: PPOConfig) -> Findings:

@@ -14,12 +14,11 @@ class CallsInThinking(str, Enum):
     execute = "execute"  # also execute calls inside the thinking that can be parsed
 
 
-_EXAMPLES = {
-    ".command": "[python, agent.py, '{prompt}']",
-    ".function": "FILE.py:NAME",
-    ".external": "true",
-}
-_PROGRAMS = tuple(Reader(key, example=example) for key, example in _EXAMPLES.items())
+_PROGRAMS = (
+    Reader(".command", example="[python, agent.py, '{prompt}']"),
+    Reader(".function", example="FILE.py:NAME"),
+    Reader(".external", example="true"),
+)
 _HARNESS = tuple(reader._replace(key=f".harness{reader.key}") for reader in _PROGRAMS)
 _EPISODES = (
     Reader(".tools", example="[FILE.py:NAME]"),
