@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -71,7 +71,7 @@ def refusals(*rows: Refusal) -> Findings:
             yield Finding(keys, message)
 
 
-def conflicts(key: str, said: str, others: Iterable[Refusal]) -> Findings:
+def conflicts(key: str, said: str, *others: Refusal) -> Findings:
     """Yield what a setting cannot be combined with.
 
     Args:

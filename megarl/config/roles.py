@@ -349,15 +349,14 @@ def _teacher_rows(row: Role, config: PPOConfig) -> Iterator[Role]:
         yield row
     for index, teacher in enumerate(config.teachers):
         key = f"teachers[{index}]"
-        if teacher.path is None:  # a rule reports it
-            continue
-        yield replace(
-            role_named(f"{SOURCE_TEACHER}{teacher.name}"),
-            path_keys=(f"{key}.path",),
-            parallel_key=f"{key}.parallel",
-            micro_batch_key=f"{key}.micro_batch",
-            megatron_keys=(f"{key}.megatron",),
-        )
+        if teacher.path is not None:  # otherwise a rule reports it
+            yield replace(
+                role_named(f"{SOURCE_TEACHER}{teacher.name}"),
+                path_keys=(f"{key}.path",),
+                parallel_key=f"{key}.parallel",
+                micro_batch_key=f"{key}.micro_batch",
+                megatron_keys=(f"{key}.megatron",),
+            )
 
 
 def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:

@@ -75,7 +75,9 @@ def _harness(config: PPOConfig) -> Findings:
         )
 
     algorithm = config.algorithm
-    combined = (
+    yield from conflicts(
+        "agent.harness",
+        "an episode of a harness has any number of rows, and ",
         (
             ("algorithm.dynamic_sampling.enabled",),
             algorithm.dynamic_sampling.enabled,
@@ -98,7 +100,6 @@ def _harness(config: PPOConfig) -> Findings:
             "set the reward",
         ),
     )
-    yield from conflicts("agent.harness", "an episode of a harness has any number of rows, and ", combined)
 
 
 def _sandbox(harness: HarnessConfig) -> Findings:

@@ -234,7 +234,9 @@ def rollout_correction(config: PPOConfig) -> Findings:
     # With bypass the trainer computes no log-probs of the samples, so settings that read them are refused.
     if not correction.bypass:
         return
-    others = (
+    yield from conflicts(
+        f"{_CORRECTION}.bypass",
+        "",
         (
             (f"{_CORRECTION}.level", f"{_CORRECTION}.rejection.estimator"),
             correction.enabled,
@@ -254,7 +256,6 @@ def rollout_correction(config: PPOConfig) -> Findings:
             "which bypass does not compute; use another estimator, or bypass=false",
         ),
     )
-    yield from conflicts(f"{_CORRECTION}.bypass", "", others)
 
 
 def dynamic_sampling(config: PPOConfig) -> Findings:

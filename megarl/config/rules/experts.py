@@ -196,7 +196,9 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Findings:
 
     # Routes come from the trainer's scoring pass, or from the engine that generated.
     of_source = _without_scoring if replay is RoutingReplay.trainer else _without_routes_of_engine
-    others = (
+    yield from conflicts(
+        "engine.routing_replay",
+        f"is {replay.value}, ",
         (
             ("engine.packing",),
             not config.engine.packing,
@@ -211,7 +213,6 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Findings:
         ),
         *of_source(config),
     )
-    yield from conflicts("engine.routing_replay", f"is {replay.value}, ", others)
 
 
 def _without_scoring(config: PPOConfig) -> tuple[Refusal, ...]:

@@ -29,7 +29,9 @@ def run(config: PPOConfig) -> Findings:
         return
 
     correction = config.algorithm.rollout_correction
-    others = (
+    yield from conflicts(
+        _DTYPE,
+        "is fp8, ",
         (
             ("rollout.engine",),
             not config.rollout.engine.needs.computes_fp8,
@@ -54,7 +56,6 @@ def run(config: PPOConfig) -> Findings:
             "but SGLang gets adapters on top of a model in its own dtype only; use actor.lora.sync=merged",
         ),
     )
-    yield from conflicts(_DTYPE, "is fp8, ", others)
 
 
 def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
@@ -141,14 +142,12 @@ def products_fit(_: RunConfig, role: ModelRole, architecture: Architecture) -> F
         return
     widths = _widths(role, architecture)
     sizes = ", ".join(f"{size:g} {where}" for size, where in widths.items() if size % MULTIPLE)
-    if not sizes:
-        return
-
-    yield Finding(
-        (f"{role.megatron_key}.transformer.fp8", role.parallel_key),
-        f"is {role.megatron.transformer['fp8']}, but a rank of {role.path} would have {sizes}, and FP8 needs "
-        f"multiples of {MULTIPLE}; use fewer tensor-parallel ranks, or remove fp8",
-    )
+    if sizes:
+        yield Finding(
+            (f"{role.megatron_key}.transformer.fp8", role.parallel_key),
+            f"is {role.megatron.transformer['fp8']}, but a rank of {role.path} would have {sizes}, and FP8 "
+            f"needs multiples of {MULTIPLE}; use fewer tensor-parallel ranks, or remove fp8",
+        )
 
 
 def _widths(role: ModelRole, architecture: Architecture) -> dict[float, str]:

@@ -97,7 +97,9 @@ def served(config: PPOConfig) -> Findings:
     if config.actor.served_adapters is None:
         return
 
-    others = (
+    yield from conflicts(
+        "actor.lora.sync",
+        "is adapter, ",
         (
             ("rollout.engine",),
             not config.rollout.engine.needs.serves_adapters,
@@ -117,7 +119,6 @@ def served(config: PPOConfig) -> Findings:
             "merged",
         ),
     )
-    yield from conflicts("actor.lora.sync", "is adapter, ", others)
 
 
 def fit_engine(config: PPOConfig, architecture: Architecture) -> Findings:

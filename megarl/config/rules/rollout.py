@@ -212,7 +212,9 @@ def generation_ahead(config: PPOConfig) -> Findings:
     )
 
     whom = ", ".join(others) or "the actor"
-    combined = (
+    yield from conflicts(
+        "rollout.max_staleness",
+        f"is {staleness}",
         (
             ("algorithm.rollout_correction.level",),
             correction.level is CorrectionLevel.none and not correction.bypass,
@@ -235,7 +237,6 @@ def generation_ahead(config: PPOConfig) -> Findings:
             "max_staleness=0",
         ),
     )
-    yield from conflicts("rollout.max_staleness", f"is {staleness}", combined)
 
 
 def stages(config: PPOConfig) -> Findings:
@@ -245,7 +246,9 @@ def stages(config: PPOConfig) -> Findings:
     if stages == 1 or not rollout.engine.needs.cuts_models:
         return  # rollout.whole_model refuses stages of other engines
 
-    others = (
+    yield from conflicts(
+        _PP,
+        f"is {stages}, but ",
         (
             ("rollout.max_staleness", "rollout.on_update"),
             rollout.max_staleness > 0 and rollout.on_update is not OnUpdate.drain,
@@ -278,7 +281,6 @@ def stages(config: PPOConfig) -> Findings:
             "pipeline_parallel_size=1",
         ),
     )
-    yield from conflicts(_PP, f"is {stages}, but ", others)
 
 
 def stages_fit_model(config: PPOConfig, policy: Architecture) -> Findings:

@@ -207,7 +207,9 @@ def ring_attention(config: RunConfig) -> Findings:
     if config.engine.cp_comm_type is not CPCommType.p2p:
         return
 
-    others = (
+    yield from conflicts(
+        "engine.cp_comm_type",
+        "p2p ",
         (
             ("engine.layers", "device"),
             config.engine.layers is Layers.local or config.device is Device.cpu,
@@ -221,7 +223,6 @@ def ring_attention(config: RunConfig) -> Findings:
             "or engine.share_prompts=false",
         ),
     )
-    yield from conflicts("engine.cp_comm_type", "p2p ", others)
 
 
 def mini_batches(config: PPOConfig) -> Findings:

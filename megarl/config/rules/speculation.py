@@ -75,7 +75,9 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
     read = draft.target_hidden_size if name == "EAGLE3" else draft.hidden_size
     heads = draft.num_attention_heads
     tensor = config.rollout.tensor_parallel_size
-    others = (
+    yield from conflicts(
+        _DRAFT,
+        f"the draft model {folder!r} ",
         (
             ("model.path",),
             draft.vocab_size != policy.vocab_size,
@@ -107,7 +109,6 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
             f"divisor of {heads}",
         ),
     )
-    yield from conflicts(_DRAFT, f"the draft model {folder!r} ", others)
 
 
 def _draft(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
@@ -183,7 +184,9 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
         )
 
     problem = problem_on_cpu(given) or ""
-    others = (
+    yield from conflicts(
+        _ALGORITHM,
+        f"is {name}, ",
         (("device",), config.device is Device.cpu and problem != "", problem),
         (
             ("rollout.engine",),
@@ -216,7 +219,6 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
             "sample; use a draft model, or remove it",
         ),
     )
-    yield from conflicts(_ALGORITHM, f"is {name}, ", others)
 
 
 def _known() -> str:
