@@ -58,10 +58,9 @@ def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int |
     """
     if limit.max_tokens is None:
         return None
-    size = parallel.context_parallel_size
     unit = padded_length(1, parallel.context_parallel_size)
 
-    return limit.max_tokens * size // unit * unit
+    return limit.max_tokens * parallel.context_parallel_size // unit * unit
 
 
 class Row(NamedTuple):

@@ -113,12 +113,10 @@ def recomputation(_: RunConfig, role: ModelRole) -> Findings:
     if role.optim is None:
         return
 
-    how = role.recomputation.how
-    modules = role.recomputation.modules
     section = role.parallel_key.removesuffix(".parallel")
     keys = f"{section}.recompute_modules", f"{section}.recompute"
 
-    if how is Recompute.selective and not modules:
+    if role.recomputation.how is Recompute.selective and not role.recomputation.modules:
         yield Finding(
             keys,
             "selective recomputes nothing, because recompute_modules is empty; list a module, such as "

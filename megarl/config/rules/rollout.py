@@ -111,10 +111,9 @@ def engine_memory(config: PPOConfig) -> Findings:
 def shared_devices(config: PPOConfig) -> Findings:
     """Check that the engines fit the actor's devices in the placement `hybrid`."""
     rollout = config.rollout
-    parallel = config.actor.parallel
     size = rollout.devices_per_engine
     needed = rollout.num_replicas * size
-    there = parallel.world_size
+    there = config.actor.parallel.world_size
     if config.placement.strategy is not PlacementStrategy.hybrid or needed <= there:
         return
 
