@@ -82,12 +82,11 @@ class Layer(NamedTuple):
 
         YAML reads names such as 2024_06_01, 1e3 and 007 as numbers.
         """
-
-        def text_of(key: str, item: Any) -> Any:
-            is_number = isinstance(item, int | float) and not isinstance(item, bool)
-            return self.texts.get(key, item) if is_number else item
-
-        return replaced(value, text_of, key)
+        return replaced(
+            value,
+            lambda key, item: self.texts.get(key, item) if type(item) in (int, float) else item,
+            key,
+        )
 
     def place_of(self, kind: PathKind, path: str) -> str:
         """Return the resolved path of what this layer calls `path`.

@@ -85,21 +85,14 @@ def _work(
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} {value:g}: must be above 0")
 
-    if run_dir is not None:
-        sampled, times = measured(Path(run_dir))
-    else:
-        wanted = {
-            "--lengths": lengths,
-            "--training-s": training_s,
-            "--tokens-per-s": tokens_per_s,
-        }
-        if missing := [name for name, value in wanted.items() if value is None]:
-            raise ValueError(
-                f"--simulate requires {', '.join(missing)}, or --from with the folder of a run that has "
-                f"measured them"
-            )
-        sampled = []
-        times = {}
+    wanted = {"--lengths": lengths, "--training-s": training_s, "--tokens-per-s": tokens_per_s}
+    missing = [name for name, value in wanted.items() if value is None]
+    if run_dir is None and missing:
+        raise ValueError(
+            f"--simulate requires {', '.join(missing)}, or --from with the folder of a run that has "
+            f"measured them"
+        )
+    sampled, times = ([], {}) if run_dir is None else measured(Path(run_dir))
 
     # Options replace measured values.
     if lengths is not None:

@@ -6,6 +6,7 @@ In a placement, nodes are frames, and devices are groups of bars, one bar per ph
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def draw_plan(
     # One frame for each node, all with the same scale.
     nodes = list(dict.fromkeys(device.node for device in shown))
     colors = {role: COLORS[index % len(COLORS)] for index, role in enumerate(_roles(memory))}
-    width = max(7.0, 1.6 * max(_count(shown, node) for node in nodes) + 1.5)
+    most_devices = max(Counter(device.node for device in shown).values())
+    width = max(7.0, 1.6 * most_devices + 1.5)
     figure, frames = _frames(len(nodes), (width, 2.6 * len(nodes) + 1.2), sharey=True)
 
     for frame, node in zip(frames, nodes, strict=True):
@@ -120,10 +122,6 @@ def write_figure(figure: Figure, path: Path) -> None:
     with rc_context({"svg.hashsalt": "megarl", "svg.fonttype": "none"}):
         figure.savefig(drawn, format=path.suffix.removeprefix("."), dpi=120, metadata=metadata)
     write_whole(path, drawn.getvalue())
-
-
-def _count(memory: Sequence[DeviceMemory], node: int) -> int:
-    return sum(device.node == node for device in memory)
 
 
 def _roles(memory: Sequence[DeviceMemory]) -> list[str]:

@@ -163,16 +163,15 @@ def policy_loss(config: PPOConfig) -> Findings:
     # Beginning with the second update, the policy differs from the one that generated the samples.
     updates = trainer.updates_per_step * trainer.epochs_per_batch
     needs = loss.kind.needs
-
-    if needs.aggregation is not None and needs.aggregation is not loss.aggregation:
-        yield Finding(
-            (_KIND, "algorithm.policy_loss.aggregation"),
-            f"{loss.kind.name} requires the aggregation of its paper, {needs.aggregation.name}, but it is "
-            f"{loss.aggregation.name}; use aggregation={needs.aggregation.name}, or another kind",
-        )
-
+    aggregation = needs.aggregation or loss.aggregation
     covariance = loss.covariance
     yield from refusals(
+        (
+            (_KIND, "algorithm.policy_loss.aggregation"),
+            aggregation is not loss.aggregation,
+            f"{loss.kind.name} requires the aggregation of its paper, {aggregation.name}, but it is "
+            f"{loss.aggregation.name}; use aggregation={aggregation.name}, or another kind",
+        ),
         (
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
             not needs.ratio and updates > 1,

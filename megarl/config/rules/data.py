@@ -20,16 +20,14 @@ _SAMPLER = "data.curriculum.sampler"
 def train_files(config: RunConfig) -> Findings:
     files = config.data.train_files
     weights = config.data.train_weights
-    if not files:
-        yield Finding(("data.train_files",), "is empty; list at least one file")
-    if not weights:
-        return
     keys = ("data.train_weights", "data.train_files")
-
+    # Rows are counted by file, so a file that is listed twice would count twice.
+    twice = min((file for file in files if files.count(file) > 1), default=None)
     yield from refusals(
+        (("data.train_files",), not files, "is empty; list at least one file"),
         (
             keys,
-            len(weights) != len(files),
+            bool(weights) and len(weights) != len(files),
             f"there are {len(weights)} weights for {counted(len(files), 'file')}; give one for each, or none",
         ),
         (
@@ -37,11 +35,12 @@ def train_files(config: RunConfig) -> Findings:
             not all(0 < weight <= LARGEST for weight in weights),
             f"is {weights}, but every weight must be above 0; remove files that are not to be read",
         ),
+        (
+            keys,
+            bool(weights) and twice is not None,
+            f"{twice!r} is listed twice; list it once, with the sum of its weights",
+        ),
     )
-
-    # Rows are counted by file, so a file that is listed twice would count twice.
-    if twice := sorted({file for file in files if files.count(file) > 1}):
-        yield Finding(keys, f"{twice[0]!r} is listed twice; list it once, with the sum of its weights")
 
 
 def curriculum(config: PPOConfig) -> Findings:

@@ -110,15 +110,11 @@ def pairs_fit(config: PreferenceConfig) -> Findings:
 
 
 def recomputation(_: RunConfig, role: ModelRole) -> Findings:
-    if role.optim is None:
-        return
-
     section = role.parallel_key.removesuffix(".parallel")
-    keys = f"{section}.recompute_modules", f"{section}.recompute"
-
-    if role.recomputation.how is Recompute.selective and not role.recomputation.modules:
+    selects_nothing = role.recomputation.how is Recompute.selective and not role.recomputation.modules
+    if role.optim is not None and selects_nothing:
         yield Finding(
-            keys,
+            (f"{section}.recompute_modules", f"{section}.recompute"),
             "selective recomputes nothing, because recompute_modules is empty; list a module, such as "
             "[core_attn], or use recompute=none",
         )

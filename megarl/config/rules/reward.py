@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,6 +14,7 @@ from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_
 from megarl.config.finding import Finding, Findings, is_http_url, refusals
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import JudgeConfig, OverlongConversation, PPOConfig
+from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
 
@@ -133,10 +133,9 @@ def has_chat_template(folder: Path) -> bool:
 def _fields(file: Path) -> dict[str, Any]:
     """Return the fields of a JSON object; none if the file is missing or contains something else."""
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json_object(file)
+    except (OSError, ValueError):
         return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 # Fields of requests whose type and range are known: (type, smallest value, largest value).

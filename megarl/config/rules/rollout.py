@@ -37,28 +37,28 @@ _PP = "rollout.pipeline_parallel_size"
 def sampling(config: PPOConfig) -> Findings:
     """Check the sampling settings of training and validation."""
     rollout = config.rollout
-    # The trainer's log-probs must be those of the sampling distribution.
-    if rollout.temperature == 0:
-        yield Finding(
-            ("rollout.temperature",),
-            "is 0 (greedy), but training needs samples of the policy; use 1.0, the usual choice",
-        )
-
-    for key, temperature in (
-        ("rollout.temperature", rollout.temperature),
-        ("rollout.validation.temperature", rollout.validation.temperature),
-    ):
-        if 0 < temperature < _LEAST_TEMPERATURE:
-            yield Finding(
-                (key,),
-                f"is {temperature:g}: logits divided by it exceed the resolution of bfloat16; use "
-                f"{_LEAST_TEMPERATURE} or more",
-            )
-
-    # Validation samples are not trained on, so any meaningful sampler is allowed.
     validation = rollout.validation
     most = config.data.max_response_length
     yield from refusals(
+        # The trainer's log-probs must be those of the sampling distribution.
+        (
+            ("rollout.temperature",),
+            rollout.temperature == 0,
+            "is 0 (greedy), but training needs samples of the policy; use 1.0, the usual choice",
+        ),
+        *(
+            (
+                (f"{section}.temperature",),
+                0 < temperature < _LEAST_TEMPERATURE,
+                f"is {temperature:g}: logits divided by it exceed the resolution of bfloat16; use "
+                f"{_LEAST_TEMPERATURE} or more",
+            )
+            for section, temperature in (
+                ("rollout", rollout.temperature),
+                ("rollout.validation", validation.temperature),
+            )
+        ),
+        # Validation samples are not trained on, so any meaningful sampler is allowed.
         (
             ("rollout.validation.top_k",),
             validation.top_k != -1 and validation.top_k < 1,
@@ -290,22 +290,24 @@ def stages_fit_model(config: PPOConfig, policy: Architecture) -> Findings:
 
     path = config.model.path
     support = FAMILIES[policy.model_type].sglang_stages
-    if support is None:
-        able = ", ".join(name for name, family in FAMILIES.items() if family.sglang_stages is not None)
-        yield Finding(
+    able = ", ".join(name for name, family in FAMILIES.items() if family.sglang_stages is not None)
+    yield from refusals(
+        (
             (_PP,),
+            support is None,
             f"is {stages}, but {path} is of the family {policy.model_type}, which SGLang or megarl does not "
             f"support in stages; use 1 and a larger tensor_parallel_size. Supported: {able}",
-        )
-    elif policy.tie_word_embeddings and support is not SGLangStages.ties:
-        yield Finding(
+        ),
+        (
             (_PP,),
+            policy.tie_word_embeddings and support not in (None, SGLangStages.ties),
             f"is {stages}, but {path} ({policy.model_type}) ties its output layer to the embedding, which "
             "the last stage of SGLang's class lacks; use 1",
-        )
-    if policy.num_hidden_layers < stages:
-        yield Finding(
+        ),
+        (
             (_PP,),
+            policy.num_hidden_layers < stages,
             f"is {stages}, but {path} has {counted(policy.num_hidden_layers, 'layer')}, and each stage "
             f"needs one; use {policy.num_hidden_layers} or fewer",
-        )
+        ),
+    )

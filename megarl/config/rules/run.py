@@ -170,19 +170,21 @@ def _compared(config: RunConfig) -> list[tuple[str, KeepBestConfig | EarlyStopCo
 
 
 def layers(config: RunConfig) -> Findings:
-    if config.engine.layers is not Layers.transformer_engine:
-        return
-    if config.device is Device.cpu:
-        yield Finding(
+    is_fused = config.engine.layers is Layers.transformer_engine
+    on_cpu = config.device is Device.cpu
+    yield from refusals(
+        (
             ("engine.layers", "device"),
+            is_fused and on_cpu,
             "transformer_engine supports CUDA only, but device is cpu; use engine.layers=auto or local",
-        )
-    elif config.model.dtype is DType.float32 and config.engine.packing:
-        yield Finding(
+        ),
+        (
             ("engine.layers", "model.dtype"),
+            is_fused and not on_cpu and config.model.dtype is DType.float32 and config.engine.packing,
             "transformer_engine has no float32 attention for packed rows; use engine.layers=auto or local, "
             "or model.dtype=bfloat16",
-        )
+        ),
+    )
 
 
 def flash_attention(config: RunConfig) -> Findings:
@@ -190,16 +192,19 @@ def flash_attention(config: RunConfig) -> Findings:
     if asked is FlashAttention.fa2:
         return
 
-    if config.device is Device.cpu:
-        yield Finding(
+    on_cpu = config.device is Device.cpu
+    yield from refusals(
+        (
             ("engine.flash_attention", "device"),
+            on_cpu,
             f"{asked.value} supports CUDA only, but device is cpu; use engine.flash_attention=fa2",
-        )
-    elif config.model.dtype is DType.float32:
-        yield Finding(
+        ),
+        (
             ("engine.flash_attention", "model.dtype"),
+            not on_cpu and config.model.dtype is DType.float32,
             f"{asked.value} has no float32 kernels; use engine.flash_attention=fa2, or model.dtype=bfloat16",
-        )
+        ),
+    )
 
 
 def ring_attention(config: RunConfig) -> Findings:

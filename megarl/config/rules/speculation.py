@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.finding import Finding, Findings, conflicts
+from megarl.config.finding import Finding, Findings, conflicts, refusals
 from megarl.config.schema import Device, EngineDType, PPOConfig, RoutingReplay
 from megarl.config.speculation import (
     ALGORITHM,
@@ -113,19 +113,25 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Findings:
 
 def _draft(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
     folder = config.rollout.sglang.server_args.get(DRAFT)
-    if not algorithm.has_draft:
-        if folder is not None:
-            yield Finding(
-                (_DRAFT, _ALGORITHM),
-                f"is set, but {name} drafts from earlier tokens, without a model; remove it",
-            )
-        return
-
-    if folder is None or folder == config.model.path:
-        what = "is not set" if folder is None else "is model.path"
-        yield Finding((_DRAFT, _ALGORITHM), f"{what}, but {name} needs a draft model: {_FURTHER_TOKENS}")
-    elif not isinstance(folder, str):
-        yield Finding((_DRAFT,), f"is {folder!r}, but must be the path of a folder")
+    is_missing = folder is None or folder == config.model.path
+    yield from refusals(
+        (
+            (_DRAFT, _ALGORITHM),
+            not algorithm.has_draft and folder is not None,
+            f"is set, but {name} drafts from earlier tokens, without a model; remove it",
+        ),
+        (
+            (_DRAFT, _ALGORITHM),
+            algorithm.has_draft and is_missing,
+            f"{'is not set' if folder is None else 'is model.path'}, but {name} needs a draft model: "
+            f"{_FURTHER_TOKENS}",
+        ),
+        (
+            (_DRAFT,),
+            algorithm.has_draft and not is_missing and not isinstance(folder, str),
+            f"is {folder!r}, but must be the path of a folder",
+        ),
+    )
 
 
 def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Findings:
@@ -160,18 +166,20 @@ def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Findings:
 
     # The tokens to verify are the policy's last one and the best of the tree, a chain if each has one child.
     most = 1 + top_k + (steps - 1) * top_k**2
-    if top_k == 1 and tokens != most:
-        yield Finding(
+    yield from refusals(
+        (
             keys,
+            top_k == 1 and tokens != most,
             f"with {TOP_K} 1, {counted(steps, 'step')} can draft {counted(steps, 'token')}, and one is "
             f"verified with them; use {TOKENS} {most}",
-        )
-    elif tokens > most:
-        yield Finding(
+        ),
+        (
             keys,
+            top_k != 1 and tokens > most,
             f"{TOKENS} is {tokens}, but {counted(steps, 'step')} with {TOP_K} {top_k} can give at most "
             f"{most}; use {most} or fewer",
-        )
+        ),
+    )
 
 
 def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Findings:
