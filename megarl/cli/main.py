@@ -272,10 +272,6 @@ def _plan(words: Sequence[str]) -> list[str]:
     return ["check", *words] if "--simulate" in words else ["check", "--plan", *words]
 
 
-def _calibrate(words: Sequence[str]) -> list[str]:
-    return ["tune", *_renamed(words, "--output", "--calibrate")]
-
-
 def _submit(words: Sequence[str]) -> list[str]:
     if _has(words, "--address"):
         return ["train", *_renamed(words, "--address", "--submit")]
@@ -314,7 +310,10 @@ FORMER: Mapping[str, tuple[str, Callable[[Sequence[str]], list[str]]]] = {
     "sft": ("train", _sft),
     "plan": ("check --plan", _plan),
     "rehearse": ("check --dry-run", lambda words: ["check", "--dry-run", *words]),
-    "calibrate": ("tune --calibrate FILE", _calibrate),
+    "calibrate": (
+        "tune --calibrate FILE",
+        lambda words: ["tune", *_renamed(words, "--output", "--calibrate")],
+    ),
     "submit": ("train --submit URL", _submit),
     "plot": ("report --png", lambda words: ["report", "--png", *words]),
     "score": ("eval CONFIG --rows FILE", _score),

@@ -107,6 +107,7 @@ def _message(
 ) -> Finding:
     first, *others = readers
     names = tuple(key for key, _ in keys)
+    because = f": {why}" if why else ""
     what = f"is {written(keys[0][1])}, but has" if len(keys) == 1 else "have"
     them = "it" if len(keys) == 1 else "them"
 
@@ -122,18 +123,10 @@ def _message(
     # With many alternatives, their names say enough.
     if len(others) > 1:
         listed = ", ".join(reader.key for reader in readers)
-        return Finding(
-            names, f"{what} no effect without one of {listed}{_because(why)}; remove {them}, or set one"
-        )
+        return Finding(names, f"{what} no effect without one of {listed}{because}; remove {them}, or set one")
     present = f"with {first.key}={written(values[0])}" if len(values) == 1 else f"without {first.key}"
     cures = " or ".join(_cure(reader) for reader in readers)
-    return Finding(
-        (*names, first.key), f"{what} no effect {present}{_because(why)}; set {cures}, or remove {them}"
-    )
-
-
-def _because(why: str) -> str:
-    return f": {why}" if why else ""
+    return Finding((*names, first.key), f"{what} no effect {present}{because}; set {cures}, or remove {them}")
 
 
 def _cure(reader: Reader) -> str:

@@ -57,7 +57,8 @@ class Meeting:
         store, self.rank, self.num_nodes = next(rendezvous("env://"))
         self._store = PrefixStore(f"megarl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self.members = range(1, self.num_nodes)
-        self._last: dict[int, tuple[int, float]] = {}  # heartbeats of each member, and when they changed
+        # Heartbeats of each member, and when they changed: from the first question for a lost one.
+        self._last: dict[int, tuple[int, float]] = {}
 
     def say(self, name: str, value: Any = None) -> None:
         self._store.set(name, json.dumps(value))
@@ -82,16 +83,13 @@ class Meeting:
 
         raise LaunchError(f"no message {' or '.join(names)!r} within {limit_s:g} s")
 
-    def expect_heartbeats(self) -> None:
-        """Begin to time the heartbeats of the members."""
-        self._last = {rank: (0, time.monotonic()) for rank in self.members}
-
     def beat(self) -> None:
         self._store.add(f"{_ALIVE} {self.rank}", 1)
 
     def lost(self) -> str | None:
         """Describe the first lost member, on node 0; None if there is none."""
-        for rank, (beats, since_s) in self._last.items():
+        for rank in self.members:
+            beats, since_s = self._last.setdefault(rank, (0, time.monotonic()))
             if self.heard(f"{_LEFT} {rank}"):
                 return f"node {rank} has left: {self.what(f'{_LEFT} {rank}')}"
             # Clocks of nodes may differ, so changes of the count are timed with the local clock.
@@ -112,7 +110,6 @@ def _run_driver(command: Sequence[str], environment: Mapping[str, str], meeting:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: driver.send_signal(number))
 
-    meeting.expect_heartbeats()
     while (status := driver.poll()) is None:
         if (lost := meeting.lost()) is not None:
             _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to report the failure before it is killed")

@@ -52,7 +52,8 @@ def print_placement(
         columns = {"fullest node": [_gib(max(snapshots.values()))]}
         console.print(table_of_numbers("Snapshots in host memory, GiB", columns, ["two, with copies"]))
     if with_push and isinstance(config, PPOConfig):
-        console.print(push_table(config, plan, architectures["actor"]))
+        rows = _push_rows(config, plan, architectures["actor"])
+        console.print(table("Weight sync", ("quantity", "value", "from"), rows))
 
     print_lines(console, memory_warnings(config, memory), "warning: ", "yellow")
 
@@ -200,14 +201,10 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     )
 
 
-def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> Table:
-    """Return the transport, volume and rounds of the weight sync after an update."""
-    return table("Weight sync", ("quantity", "value", "from"), _push_rows(config, plan, policy))
-
-
 def _push_rows(
     config: PPOConfig, plan: PlacementPlan, policy: Architecture
 ) -> Iterator[tuple[str, str, str]]:
+    """Yield the transport, volume and rounds of the weight sync after an update."""
     resharding = config.resharding
     transport = choose_transport(config, plan)
     yield "transport", transport.value, f"resharding.transport={resharding.transport.value}"

@@ -53,14 +53,16 @@ def options(config: RunConfig, role: ModelRole) -> Findings:
 
 def _saved_modules(settings: LoRAConfig, role: ModelRole, key: str) -> Findings:
     saved = settings.modules_to_save
-    for name in saved:
-        if name not in SAVED_MODULES:
-            yield Finding(
-                (key,),
-                f"{name!r} cannot train in full next to adapters; use {' or '.join(SAVED_MODULES)}",
-            )
-
+    known = " or ".join(SAVED_MODULES)
     yield from refusals(
+        *(
+            (
+                (key,),
+                name not in SAVED_MODULES,
+                f"{name!r} cannot train in full next to adapters; use {known}",
+            )
+            for name in saved
+        ),
         ((key,), len(set(saved)) < len(saved), f"is [{', '.join(saved)}]; name each module once"),
         (
             (key,),
