@@ -1,6 +1,6 @@
 """Hints for failures of a process, a node or a cluster.
 
-`cli/run/hints.py` fills in the settings and facts in braces.
+`cli/run/failure_report.py` fills in the settings and facts in braces.
 """
 
 from __future__ import annotations

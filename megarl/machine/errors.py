@@ -36,8 +36,8 @@ class HintedError(Exception):
     Attributes:
         hint: Remedies, one line each. `{key}` or `{key, key}` in a line is replaced by these settings of the
             run, `{role.key}` by the setting in the section of the role that failed, and the name of a fact by
-            its value (all are listed in `cli/run/hints.py`). A class has the hint of all its errors; an
-            instance may have its own.
+            its value (all are listed in `cli/run/failure_report.py`). A class has the hint of all its errors;
+            an instance may have its own.
         role: The role that the error concerns; empty if only the failed call can tell.
     """
 

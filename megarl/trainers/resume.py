@@ -19,7 +19,7 @@ from megarl.checkpoints.run_folder import (
     check_files,
     step_of,
 )
-from megarl.config.compare import FIXED, Difference, differences
+from megarl.config.load import FIXED, Difference, differences
 from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, RunConfig
 from megarl.config.validate import read_architectures

@@ -21,8 +21,7 @@ from megarl.cli.run.context import RunContext, Termination
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.run import BFLOAT16_ON_A_CPU, print_run
 from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan
-from megarl.config.compare import other_run
-from megarl.config.load import dump_config, is_on_cuda, plain_values
+from megarl.config.load import dump_config, is_on_cuda, other_run, plain_values
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, DType, PPOConfig, RunConfig
 from megarl.config.validate import read_architectures

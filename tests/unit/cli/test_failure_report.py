@@ -17,8 +17,7 @@ import torch
 
 import megarl
 from megarl.cli.run.context import RunContext
-from megarl.cli.run.failure_report import last_page, print_failure
-from megarl.cli.run.hints import FACTS, FOREIGN_FAILURES, Cause, hint_for
+from megarl.cli.run.failure_report import FACTS, FOREIGN_FAILURES, Cause, hint_for, last_page, print_failure
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,

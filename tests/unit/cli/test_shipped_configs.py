@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megarl.cli.main import main
-from megarl.config.compare import flat
+from megarl.config.dotted import flat
 from megarl.config.schema import PPOConfig, Transport
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config.compare import ABSENT, FIXED, Difference, differences
-from megarl.config.load import dump_config, load_config
+from megarl.config.load import ABSENT, FIXED, Difference, differences, dump_config, load_config
 from megarl.config.schema import SCHEMAS, CheckpointConfig, PPOConfig, TrainerConfig
 from megarl.config.schema.keys import leaves
 from tests.unit.config.folders import ppo_values, write_yaml

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config.compare import differences
-from megarl.config.load import dump_config, load_config
+from megarl.config.load import differences, dump_config, load_config
 from megarl.config.migration import former_keys, with_current_keys
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.config.values import item_section, key_types, schema_keys
