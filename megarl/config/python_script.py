@@ -70,13 +70,12 @@ def configured(text: str, options: Mapping[str, Any], classes: Collection[str]) 
 
     # A model that the script builds itself has its name in the call that loads it.
     if settings.get("model_name_or_path", UNKNOWN) == UNKNOWN:
-        loaded = [
-            script.value(node.args[0])
+        loaded = (
+            {"model_name_or_path": script.value(node.args[0])}
             for name, node in calls
             if name == "from_pretrained" and node.args and "Model" in ast.unparse(node.func)
-        ]
-        if loaded:
-            settings["model_name_or_path"] = loaded[0]
+        )
+        settings |= next(loaded, {})
     return class_name, settings | script.arguments(config) | script.set_later(config)
 
 

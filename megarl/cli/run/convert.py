@@ -233,8 +233,7 @@ def _read_kept_tensors(
 def _dtype(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
-    dtype: torch.dtype = torch.float8_e4m3fn if name == FP8 else getattr(torch, name)
-    return dtype
+    return torch.float8_e4m3fn if name == FP8 else getattr(torch, name)
 
 
 @contextmanager

@@ -165,6 +165,7 @@ def policy_loss(config: PPOConfig) -> Findings:
     needs = loss.kind.needs
     aggregation = needs.aggregation or loss.aggregation
     covariance = loss.covariance
+
     yield from refusals(
         (
             (_KIND, "algorithm.policy_loss.aggregation"),

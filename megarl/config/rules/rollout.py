@@ -39,6 +39,7 @@ def sampling(config: PPOConfig) -> Findings:
     rollout = config.rollout
     validation = rollout.validation
     most = config.data.max_response_length
+
     yield from refusals(
         # The trainer's log-probs must be those of the sampling distribution.
         (

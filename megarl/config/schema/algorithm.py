@@ -80,7 +80,7 @@ _CLIPPED = tuple(
     for kind in PolicyLossKind
     if kind not in (PolicyLossKind.sapo, PolicyLossKind.gpg, PolicyLossKind.kl_cov)
 )
-_WITH_CRITIC = Reader(
+WITH_CRITIC = Reader(
     "algorithm.advantage.estimator", tuple(each for each in AdvantageEstimator if each.needs.critic)
 )
 _IN_RESPONSE_SUMS = Reader(".aggregation", (Aggregation.sequence_mean_token_sum_norm,))
@@ -307,7 +307,7 @@ class DynamicSamplingConfig:
 class AlgorithmConfig:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    value_loss: ValueLossConfig = only_with(field(default_factory=ValueLossConfig), _WITH_CRITIC)
+    value_loss: ValueLossConfig = only_with(field(default_factory=ValueLossConfig), WITH_CRITIC)
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coefficient: float = 0.0  # weight of the mean entropy, which is subtracted from the policy loss
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

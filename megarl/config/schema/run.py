@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.kinds import AdvantageEstimator, LoggerKind
+from megarl.config.kinds import LoggerKind
+from megarl.config.schema.algorithm import WITH_CRITIC
 from megarl.config.schema.keys import PathKind, Reader, matters, names, only_with, ranged
 
 # Values of `checkpoint.resume` besides the path of a checkpoint.
@@ -195,9 +196,7 @@ class TrainerConfig(StepsConfig):
     # initial steps that train only the critic
     critic_warmup_steps: int = only_with(
         ranged(0, at_least=0),
-        Reader(
-            "algorithm.advantage.estimator", tuple(each for each in AdvantageEstimator if each.needs.critic)
-        ),
+        WITH_CRITIC,
         is_refused=True,
     )
     # validate before the first step

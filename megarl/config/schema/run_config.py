@@ -10,7 +10,13 @@ from typing import Any, ClassVar, Self, cast
 from megarl.config.dotted import value_at
 from megarl.config.kinds import AdvantageEstimator, RolloutEngineKind
 from megarl.config.schema.agent import AgentConfig
-from megarl.config.schema.algorithm import AlgorithmConfig, DPOLossConfig, KLWhere, RewardModelLossConfig
+from megarl.config.schema.algorithm import (
+    WITH_CRITIC,
+    AlgorithmConfig,
+    DPOLossConfig,
+    KLWhere,
+    RewardModelLossConfig,
+)
 from megarl.config.schema.data import (
     DataConfig,
     PreferenceDataConfig,
@@ -44,14 +50,10 @@ from megarl.config.schema.run import (
     TrainerConfig,
 )
 
-
-def _of_estimators(*estimators: AdvantageEstimator) -> Reader:
-    return Reader("algorithm.advantage.estimator", estimators)
-
-
 _PENALTY = Reader("algorithm.kl.where", (KLWhere.reward, KLWhere.loss))
-_CRITIC = _of_estimators(*(each for each in AdvantageEstimator if each.needs.critic))
-_TEACHER = _of_estimators(*(each for each in AdvantageEstimator if each.needs.teacher))
+_TEACHER = Reader(
+    "algorithm.advantage.estimator", tuple(each for each in AdvantageEstimator if each.needs.teacher)
+)
 _ENGINES = Reader("rollout.engine")  # only kinds that generate have the key
 
 
@@ -177,7 +179,7 @@ class PPOConfig(RunConfig):
     teachers: list[SourceTeacherConfig] = only_with(
         field(default_factory=list), _TEACHER, is_refused=True
     )  # teachers of some data sources only
-    critic: CriticConfig = only_with(field(default_factory=CriticConfig), _CRITIC, is_usual=True)
+    critic: CriticConfig = only_with(field(default_factory=CriticConfig), WITH_CRITIC, is_usual=True)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
