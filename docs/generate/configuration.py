@@ -183,7 +183,7 @@ def _declaring(section: type, entry: Field[Any]) -> type:
 
 def _same_keys(value: Any, key: str, heading: str, described: Any) -> _Elsewhere:
     """Return the keys of a section that has the same keys as a described one."""
-    pairs = zip(leaves(value, f"{key}."), leaves(described), strict=True)
+    pairs = zip(leaves(value, prefix=f"{key}."), leaves(described), strict=True)
     return [(here.key, here.value, heading, there.value) for here, there in pairs]
 
 

@@ -11,7 +11,6 @@ import ast
 import inspect
 import math
 import typing
-from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, is_dataclass
 from enum import Enum
 from functools import cache
@@ -25,6 +24,7 @@ from megarl.config.schema.keys import (
     MISSING,
     PathKind,
     Range,
+    default_of,
     range_of,
     when_to_change,
 )
@@ -136,7 +136,7 @@ def _section(section: type, value: Any = None) -> Schema:
     required = []
 
     for entry in in_order(section):
-        default = getattr(value, entry.name) if value is not None else _default(entry)
+        default = getattr(value or default_of(section), entry.name)
         kind = types[entry.name]
         # A nested section takes its defaults from the parent's value, not from its own class.
         if is_dataclass(kind):
@@ -148,7 +148,7 @@ def _section(section: type, value: Any = None) -> Schema:
             value_schema |= {"type": ["array", "string"], "not": {"const": "None"}}
             del value_schema["pattern"]
         properties[entry.name] = {"description": _description(section, entry, kind), **value_schema}
-        if default == MISSING or default is NO_DEFAULT:
+        if default == MISSING:
             required.append(entry.name)
         else:
             properties[entry.name]["default"] = contents_of(default)
@@ -161,10 +161,6 @@ def _section(section: type, value: Any = None) -> Schema:
         | {"type": kinds, "properties": properties, "additionalProperties": False}
         | ({"required": required} if required else {})
     )
-
-
-def _default(entry: Field[Any]) -> Any:
-    return entry.default if entry.default_factory is NO_DEFAULT else entry.default_factory()
 
 
 def _description(section: type, entry: Field[Any], kind: Any) -> str:

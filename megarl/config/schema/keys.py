@@ -46,8 +46,7 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         if self.length is not None:
             return f"{self.length} numbers, each {self._replace(length=None)}"
-        ends = {word: end for word, end in self._asdict().items() if end is not None}
-        given = {word: end for word, end in ends.items() if math.isfinite(end)}
+        given = {word: end for word, end in self._asdict().items() if end is not None and math.isfinite(end)}
         if len(given) == 2:
             low = f"[{self.at_least:g}" if "at_least" in given else f"({self.above:g}"
             high = f"{self.at_most:g}]" if "at_most" in given else f"{self.below:g})"
