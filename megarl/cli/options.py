@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,8 +136,7 @@ class Command:
         self, place: str, options: Mapping[str, Any]
     ) -> tuple[Callable[..., int | None], dict[str, Any]]:
         """Return the function at a place, MODULE or MODULE:FUNCTION, and the options that it takes."""
-        module, _, function = place.partition(":")
-        run = getattr(importlib.import_module(module), function or "run")
+        run = pkgutil.resolve_name(place if ":" in place else f"{place}:run")
         parameters = inspect.signature(run).parameters
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         return run, {

@@ -54,13 +54,16 @@ def missing_flash_attention(asked: FlashAttention) -> tuple[str, str] | None:
     Imports nothing.
     """
     package, hint = _FLASH_ATTENTION_PACKAGES.get(asked, (None, ""))
-    if package is None:
-        return None
+    return None if package is None or is_installed(package) else (package, hint)
+
+
+def is_installed(distribution: str) -> bool:
+    """Whether a distribution is installed. Imports nothing."""
     try:
-        metadata.version(package)
+        metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return package, hint
-    return None
+        return False
+    return True
 
 
 def find_transformer_engine() -> Path | None:

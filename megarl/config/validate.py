@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -91,9 +91,8 @@ class Check:
     def run(self, *arguments: Any) -> Findings:
         function = self.function
         if isinstance(function, str):
-            module, _, name = function.partition(":")
             try:
-                function = getattr(importlib.import_module(module), name)
+                function = pkgutil.resolve_name(function)
             except ImportError as error:
                 yield wrong(
                     self.title,

@@ -7,13 +7,13 @@ are plain violations.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import tempfile
 from pathlib import Path
 
 from megarl.config.finding import Absence, Finding, Findings
+from megarl.config.layers import is_installed
 from megarl.config.roles import RoleKind, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
@@ -245,19 +245,11 @@ def _engine_packages(config: RunConfig) -> Findings:
 def _absent_packages(engine: RolloutEngineKind) -> str:
     """Return what an engine needs and this machine does not have, or an empty string."""
     absent = [
-        f"{name}{versions}" for name, versions in engine.needs.packages.items() if not _is_installed(name)
+        f"{name}{versions}" for name, versions in engine.needs.packages.items() if not is_installed(name)
     ]
     if not absent:
         return ""
     return f"requires packages that are not installed: pip install {' '.join(map(repr, absent))}"
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _loggers(config: RunConfig) -> Findings:
