@@ -41,7 +41,7 @@ class EncodedPair(NamedTuple):
         rejected_ids: The other tokens of the rejected answer's row.
         margin: See Pair.
         fingerprint: Of the messages and tools.
-        escaped: A special token in a text that is not the assistant's, see megarl/data/special_tokens.py.
+        escaped: A special token in a text that is not the assistant's, see data/tokenizer.py.
     """
 
     prompt_ids: list[int]

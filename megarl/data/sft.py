@@ -58,7 +58,7 @@ class Example(NamedTuple):
     is_trained: list[bool]
     is_as_rendered: bool  # whether the template renders the whole chat to the same tokens
     fingerprint: str  # of the messages and tools
-    # A special token in a text that is not the assistant's, see megarl/data/special_tokens.py.
+    # A special token in a text that is not the assistant's, see data/tokenizer.py.
     escaped: str | None
 
     @property

@@ -114,18 +114,19 @@ def holds_null(value: Any) -> bool:
 
     Column formats fill a field with null if only other rows have it, and the model would be shown that null.
     """
-    return any(each is None for each in _leaves(value))
+    return any(each is None for each in leaves(value))
 
 
 def _holds_nan(value: Any) -> bool:
     """Return whether `value` contains a number that JSON does not have: NaN or an infinity."""
-    return any(isinstance(each, float) and not math.isfinite(each) for each in _leaves(value))
+    return any(isinstance(each, float) and not math.isfinite(each) for each in leaves(value))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is neither a mapping nor a list in a nested value."""
     if isinstance(value, Mapping | list):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(each)
+            yield from leaves(each)
     else:
         yield value
 

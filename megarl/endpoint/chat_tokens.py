@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.message_keys import tools_key
 from megarl.agents.protocol import Message, Schema, ToolCall
 from megarl.agents.thinking import CallParser, CallTags, TurnPart, split_thinking
 from megarl.data.token_bounds import longest_token
 from megarl.data.tokenizer import render_chat, token_bytes
 from megarl.data.turns import TurnTemplate
+from megarl.endpoint.conversation_tree import tools_key
 from megarl.endpoint.request_fields import call_of
 from megarl.models.thinking import END_THINK, THINK
 

@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse
 
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.harness import HarnessError, HarnessFailure
-from megarl.endpoint.request_body import RequestBodies, bearer_key, disconnected
 from megarl.endpoint.request_fields import checked
+from megarl.endpoint.server import RequestBodies, bearer_key, disconnected
 from megarl.endpoint.session import AgentSession
 from megarl.endpoint.session_access import RewardFields, environment_of, record_reward, task_fields
 

@@ -21,18 +21,20 @@ from typing import Any
 from megarl.agents.sandboxes.protocol import (
     FILE_BYTES,
     NO_VARIABLES,
+    SEARCH_PATH,
     Executed,
     Sandbox,
     SandboxEndedError,
     SandboxStartError,
     archive_of,
     end_of_output,
+    own_environment,
+    start_order,
     write_input,
 )
 from megarl.config.rules.agent import image_problem
 from megarl.config.schema import SandboxConfig, SandboxProvider
 from megarl.machine.namespace_limits import namespace_obstacles
-from megarl.machine.orders import SEARCH_PATH, own_environment, start_order
 from megarl.machine.reaper import has_ended
 from megarl.machine.sandbox_levels import PYTHONS
 
