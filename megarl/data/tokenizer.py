@@ -365,15 +365,12 @@ def escaped(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
 
     if isinstance(value, Mapping):
         return {key: escaped(tokenizer, each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [escaped(tokenizer, each) for each in value]
-    return value
+    return [escaped(tokenizer, each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def spelled(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> str | None:
     """Return the first special token that occurs in one of the texts, or None."""
-    found = (match[0] for text in texts if (match := _pattern(tokenizer).search(text)))
-    return next(found, None)
+    return next((match[0] for text in texts if (match := _pattern(tokenizer).search(text))), None)
 
 
 @lru_cache(maxsize=16)

@@ -100,8 +100,7 @@ class ChatTokens:
 
         Long tokens are runs of one character. The average token of a text is many times shorter.
         """
-        longest = longest_token(self._tokenizer) or 0
-        return max_tokens * max(longest, _TOKEN_BYTES) + _FIELD_BYTES
+        return max_tokens * max(longest_token(self._tokenizer) or 0, _TOKEN_BYTES) + _FIELD_BYTES
 
     def _num_thinking(self, token_ids: list[int], text: str, parts: Sequence[TurnPart]) -> int:
         """Return the number of tokens in thinking, with its tags."""

@@ -100,8 +100,7 @@ class ConversationTree:
         for leaf in range(len(self.turns)):
             if leaf in self._children:
                 continue
-            path = list(self._path(leaf))
-            new = [number for number in path if number not in trained]
+            new = [number for number in self._path(leaf) if number not in trained]
             trained.update(new)
             rows.append(self._row(new, rewards))
 
@@ -163,6 +162,4 @@ def _with_equal_numbers(value: Any) -> Any:
         return int(Decimal(repr(value)))
     if isinstance(value, Mapping):
         return {key: _with_equal_numbers(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_equal_numbers(each) for each in value]
-    return value
+    return [_with_equal_numbers(each) for each in value] if isinstance(value, list | tuple) else value

@@ -230,8 +230,7 @@ def _read_arguments(given: Any) -> Any:
 
 def _refuse_odd_schema(schema: dict[str, Any]) -> dict[str, Any]:
     properties = schema.get("properties")
-    required = schema.get("required")
-    if not isinstance(properties, dict | None) or not isinstance(required, list | None):
+    if not isinstance(properties, dict | None) or not isinstance(schema.get("required"), list | None):
         raise wrong("be a JSON schema, whose `properties` are an object and whose `required` is a list")
     return schema
 

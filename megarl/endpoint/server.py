@@ -18,9 +18,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megarl.agents.trajectory import EpisodeEnd
 from megarl.endpoint import anthropic_messages, openai_chat, openai_responses
 from megarl.endpoint.api_error import ApiError
+from megarl.endpoint.harness import record_reward, task_fields
 from megarl.endpoint.request_fields import ConversationFields, TurnReply, read_query
 from megarl.endpoint.session import AgentSession, TurnPlan
-from megarl.endpoint.session_access import record_reward, task_fields
 from megarl.machine.background import in_background
 from megarl.machine.ports import hold_port
 from megarl.machine.strict_json import load_strictly

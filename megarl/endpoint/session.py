@@ -20,7 +20,7 @@ import numpy as np
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import EpisodeEnd, Sample, Segment, Trajectory
-from megarl.data.tool_results import order_results
+from megarl.data.tool_columns import order_results
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.conversation_tree import ConversationTree, RecordedTurn, message_key, tools_key

@@ -130,8 +130,7 @@ def _join(pidfd: int, kinds: int) -> None:
     Nothing can be imported afterwards, because it would be read from the file system of the sandbox.
     """
     sys.path.clear()
-    pid = _pid_of(pidfd)
-    if os.stat(f"/proc/{pid}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
+    if os.stat(f"/proc/{_pid_of(pidfd)}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
         kinds |= os.CLONE_NEWUSER
     os.setns(pidfd, kinds)
 

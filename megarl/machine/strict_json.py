@@ -139,6 +139,4 @@ def replace_surrogates(value: Any) -> Any:
 
     if isinstance(value, Mapping):
         return {replace_surrogates(key): replace_surrogates(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [replace_surrogates(each) for each in value]
-    return value
+    return [replace_surrogates(each) for each in value] if isinstance(value, list | tuple) else value

@@ -184,8 +184,7 @@ def _is_carried(value: Any) -> bool:
 
 def _of_assert(text: str) -> CodeTest:
     imports, conditions = _statements(text)
-    named = _names_of_program(text, conditions, imports)
-    split = _Split(named, imports)
+    split = _Split(_names_of_program(text, conditions, imports), imports)
     judged = [split.visit(condition) for condition in conditions]
     if not split.sources:
         raise ValueError(f"the test {text[:100]!r} does not call the program")

@@ -261,8 +261,7 @@ def _shown(image: str | None) -> list[tuple[str, str]]:
             raise SandboxStartError(f"image {problem}")
         if not os.path.isdir(image):
             raise SandboxStartError(f"image {image!r} is no folder of this machine")
-        names = sorted(set(os.listdir(image)) - _OWN_FOLDERS)
-        return [(f"/{name}", f"{image}/{name}") for name in names]
+        return [(f"/{name}", f"{image}/{name}") for name in sorted(set(os.listdir(image)) - _OWN_FOLDERS)]
     found = [*_SYSTEM, *(f"/etc/{name}" for name in _OF_ETC), *PYTHONS]
     return [(path, path) for path in found if os.path.exists(path)]
 
