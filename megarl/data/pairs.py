@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
@@ -358,7 +357,7 @@ class PairDataset(RowDataset[EncodedPair]):
         )
         tensors = {
             # Both rows of a pair share the values of their prompt.
-            "prompts": prompts.select(_twice(len(pairs))),
+            "prompts": prompts.select(torch.arange(len(pairs)).repeat_interleave(2)),
             "responses": RaggedTensor.of_rows(answers, torch.int32, padding=pad_id),
             "response_mask": RaggedTensor.of_rows(
                 [self._encoder.is_read(len(ids)) for ids in answers], torch.bool
@@ -373,7 +372,3 @@ class PairDataset(RowDataset[EncodedPair]):
 
         names = [f"{uid}-{answer}" for uid in uids for answer in ("chosen", "rejected")]
         return DataProto.from_dict(tensors=tensors, non_tensors={"uid": names})
-
-
-def _twice(count: int) -> Tensor:
-    return torch.arange(count).repeat_interleave(2)

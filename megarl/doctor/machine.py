@@ -20,10 +20,9 @@ from megarl.config.finding import Finding, doubtful, first_case, good, wrong
 from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.errors import counted, sized
-from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import why_not
-from megarl.machine.sandbox_levels import Level
+from megarl.machine.sandbox_levels import Level, namespace_obstacles
 from megarl.plan.placement.dataflow import at_work
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.model_state import snapshot_bytes

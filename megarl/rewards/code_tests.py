@@ -17,8 +17,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from megarl.machine.strict_json import refuse_unencodable
 from megarl.rewards.code_values import decode, encode, holds_nan, same_as_json
-from megarl.rewards.encodable import refuse_unencodable
 
 # The judge calls the program by this name: REMOTE(number of the source, {bound name: value}).
 REMOTE = "__call_program__"

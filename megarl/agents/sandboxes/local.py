@@ -34,9 +34,8 @@ from megarl.agents.sandboxes.protocol import (
 )
 from megarl.config.rules.agent import image_problem
 from megarl.config.schema import SandboxConfig, SandboxProvider
-from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.reaper import has_ended
-from megarl.machine.sandbox_levels import PYTHONS
+from megarl.machine.sandbox_levels import PYTHONS, namespace_obstacles
 
 FOLDER = "/sandbox"  # the working folder
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")

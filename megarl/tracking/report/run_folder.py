@@ -360,7 +360,8 @@ def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
     spans = sorted((event for event in events if event["ph"] == "X"), key=lambda event: event["ts"])[
         -_MAX_SPANS:
     ]
-    span_names = [phase_name(span["name"]) for span in spans]
+    # Phases that a user's own worker names keep their names.
+    span_names = [_NAMES.get(span["name"], span["name"]) for span in spans]
     names = sorted(set(span_names))
     name_of = {name: number for number, name in enumerate(names)}
     # Round the starts before taking differences, so that rounding errors do not accumulate.
@@ -375,8 +376,3 @@ def _columns(events: list[dict[str, Any]]) -> dict[str, Any]:
         "gap": [start - before for before, start in pairwise([*starts[:1], *starts])],
         "length": [round(span["dur"] / _UNIT_US) for span in spans],
     }
-
-
-def phase_name(span_name: str) -> str:
-    """Return the readable name of a span. Phases that a user's own worker names keep their names."""
-    return _NAMES.get(span_name, span_name)
