@@ -327,14 +327,14 @@ class PairDataset(RowDataset[EncodedPair]):
         )
         warn_of_escapes([pair.escaped for pair in self._items])
         self._encoder = encoder
-        self.identity = self._identity()
         self.reference: Mapping[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def _identity(self) -> RowIdentity:
         rows = Fingerprint()
         for pair in self._items:
             rows.add(values=pair.fingerprint)
-        return RowIdentity(rows.hex(), *rendering_identity(self._encoder.tokenizer, self.token_fingerprint()))
+        self.identity = RowIdentity(
+            rows.hex(), *rendering_identity(encoder.tokenizer, self.token_fingerprint())
+        )
 
     def token_fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the tokens of all pairs."""

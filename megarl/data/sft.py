@@ -98,12 +98,8 @@ class SFTDataset(RowDataset[Example]):
                 len(self._items),
             )
 
-        self.identity = self._identity(tokenizer)
-
-    def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
         rows = Fingerprint()
         tokens = Fingerprint()
-
         for example in self._items:
             rows.add(values=example.fingerprint)
             tokens.add(
@@ -112,7 +108,7 @@ class SFTDataset(RowDataset[Example]):
                 values=None if all(example.is_trained) else example.is_trained,
             )
 
-        return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
+        self.identity = RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """Return a batch with `prompts`, `responses` and `response_mask` as rows of tokens.

@@ -35,8 +35,8 @@ from megarl.machine.sandbox_levels import Level, SandboxLimits
 from megarl.rewards.code_interpreters import Judge, ProgramSide, Value
 from megarl.rewards.code_tests import AssertTest, CallTest, CodeTest, StreamTest, long_integers, read_tests
 from megarl.rewards.code_values import decode, same_as_json
+from megarl.rewards.confined_call import sample_limit_s
 from megarl.rewards.thinking import outside_thinking
-from megarl.rewards.time_limit import sample_limit_s
 
 __all__ = ["answer_from_truth", "check_truth", "compute_score", "program_of", "read_tests", "run_tests"]
 

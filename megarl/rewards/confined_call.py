@@ -150,3 +150,20 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"of {value.bit_length()} bits"
     return repr(value)[:60]
+
+
+# ---- the time limit for scoring one sample in this process, for functions that enforce it themselves
+
+
+# The default of reward.time_limit_s, for functions that are called outside of a reward process.
+_limit_s = 10.0
+
+
+def set_sample_limit(seconds: float) -> None:
+    global _limit_s
+    _limit_s = seconds
+
+
+def sample_limit_s() -> float:
+    """Return the run's `reward.time_limit_s`."""
+    return _limit_s

@@ -28,11 +28,11 @@ from megarl.rewards.confined_call import (
     NotAScoreError,
     call_confined,
     finite_number,
+    set_sample_limit,
     shown,
 )
 from megarl.rewards.judge_reply import JudgeReply, LoadedJudge, load_judge, read_replies
 from megarl.rewards.thinking import set_opens_thinking
-from megarl.rewards.time_limit import set_sample_limit
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MOST_NUMBERS = 64  # that a function may return for a sample, including its score
