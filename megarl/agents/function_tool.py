@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.agents.protocol import Schema, Task, ToolResult
+from megarl.machine.background import in_background
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array"}
 
@@ -127,35 +127,15 @@ async def in_thread(function: Callable[[], Any]) -> Any:
 
     asyncio.to_thread would wait for it.
     """
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # the caller was cancelled
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result = None
-        failure = None
-
+    def guarded() -> Any:
         try:
-            result = function()
-        except BaseException as error:  # noqa: BLE001  (the awaiting caller gets it, whatever it is)
+            return function()
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
             # asyncio lets SystemExit end its loop, and with it the episodes of all callers. A future cannot
             # hold StopIteration.
-            failure = (
-                error
-                if isinstance(error, Exception) and not isinstance(error, StopIteration)
-                else RuntimeError(repr(error))
-            )
+            raise RuntimeError(repr(error)) from error
 
-        # The loop may have been closed while the function was running.
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="tool", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(in_background(guarded, "tool"))

@@ -124,9 +124,7 @@ class ToolEnvironment:
             return refusal, 0.0
 
         start_s = time.monotonic()
-        result = await self._run(call)
-
-        return result, time.monotonic() - start_s
+        return await self._run(call), time.monotonic() - start_s
 
     def _refusal(self, call: ToolCall) -> CallError | None:
         if call.name not in self._toolbox.tools:

@@ -104,6 +104,17 @@ def refused(check: str, key: str, error: Exception, hint: str, **facts: Any) -> 
     return Finding((), message, check=check, hint=hint, facts=facts, is_whole=True)
 
 
+def first_case(check: str, facts: Mapping[str, Any], *cases: tuple[Any, ...]) -> Finding:
+    """Return the finding of the first case that applies.
+
+    Args:
+        facts: The facts of the finding, whatever the case.
+        cases: For each case whether it applies, `good`, `doubtful` or `wrong`, and the texts that this takes.
+    """
+    judge, *texts = next(case for applies, *case in cases if applies)
+    return judge(check, *texts, **facts)
+
+
 def worst(results: Sequence[Finding]) -> Status:
     return max((finding.status for finding in results), key=list(Status).index, default=Status.ok)
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OverlongConversation
-from megarl.data.special_tokens import spelled
-from megarl.data.tokenizer import render_chat
+from megarl.data.tokenizer import render_chat, spelled
 from megarl.machine.errors import counted
 
 if TYPE_CHECKING:  # workers read no tables

@@ -453,8 +453,8 @@ def _fill_empty(hands: list[list[list[int]]]) -> None:
     for rows in (rows for hand in hands for rows in hand if not rows):
         if not full:
             return
-        giver = max(full, key=len)
-        rows.append(giver.pop())  # the cheapest group was added last, and its shortest row comes last
+        # The cheapest group was added last, and its shortest row comes last.
+        rows.append(max(full, key=len).pop())
         full = [rows for rows in full if len(rows) > 1]
 
 

@@ -91,12 +91,9 @@ class PromptDataset(RowDataset[Prompt]):
         )
         warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in self._items])
         self._has_images = any(prompt.images for prompt in self._items)
-        self.identity = self._identity(tokenizer)
 
-    def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
         rows = Fingerprint()
         tokens = Fingerprint()
-
         # Fingerprint rows and tokens separately, because another chat template changes only the tokens.
         for prompt in self._items:
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
@@ -104,7 +101,7 @@ class PromptDataset(RowDataset[Prompt]):
             rows.add(values=[prompt.messages, *values, *digests(prompt.images)])
             tokens.add(prompt.token_ids, values=values)
 
-        return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
+        self.identity = RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """Return a batch with `prompts` as rows of tokens, padded on the left.

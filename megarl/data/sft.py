@@ -58,7 +58,7 @@ class Example(NamedTuple):
     is_trained: list[bool]
     is_as_rendered: bool  # whether the template renders the whole chat to the same tokens
     fingerprint: str  # of the messages and tools
-    # A special token in a text that is not the assistant's, see megarl/data/special_tokens.py.
+    # A special token in a text that is not the assistant's, see data/tokenizer.py.
     escaped: str | None
 
     @property
@@ -98,12 +98,8 @@ class SFTDataset(RowDataset[Example]):
                 len(self._items),
             )
 
-        self.identity = self._identity(tokenizer)
-
-    def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
         rows = Fingerprint()
         tokens = Fingerprint()
-
         for example in self._items:
             rows.add(values=example.fingerprint)
             tokens.add(
@@ -112,7 +108,7 @@ class SFTDataset(RowDataset[Example]):
                 values=None if all(example.is_trained) else example.is_trained,
             )
 
-        return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
+        self.identity = RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """Return a batch with `prompts`, `responses` and `response_mask` as rows of tokens.

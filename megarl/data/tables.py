@@ -21,8 +21,7 @@ from megarl.config.rules.data import JSON_LINES
 from megarl.config.schema import Overlong
 from megarl.data.files import DataError, open_file
 from megarl.data.token_bounds import TooManyTokensError
-from megarl.data.tool_columns import calls_of, holds_null, schemas_of
-from megarl.data.tool_results import order_results
+from megarl.data.tool_columns import calls_of, holds_null, order_results, schemas_of
 from megarl.machine.strict_json import MAX_DEPTH, UNENCODABLE, is_too_deep, load_strictly, lone_surrogate
 
 logger = logging.getLogger(__name__)

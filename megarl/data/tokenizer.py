@@ -6,7 +6,8 @@ import itertools
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megarl.data.chat_clock import clock_arguments
-from megarl.data.special_tokens import escaped
 from megarl.machine.errors import counted, one_line
 from megarl.machine.files import read_json_object
 from megarl.machine.strict_json import UNENCODABLE, is_encodable
@@ -264,8 +264,8 @@ def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence
     what = f"it cannot encode {', '.join(map(repr, gone[:8]))}" if gone else "some of its characters are lost"
 
     return (
-        f"the tokenizer loses text: {what}, and the model would read {_short(read)} for "
-        f"{_short(' '.join(text.split()))}; use a model whose tokenizer supports such text, or other rows "
+        f"the tokenizer loses text: {what}, and the model would read {in_quotes(read)} for "
+        f"{in_quotes(' '.join(text.split()))}; use a model whose tokenizer supports such text, or other rows "
         "(data.lossy=allow accepts them)"
     )
 
@@ -275,7 +275,7 @@ def _letters(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).casefold().replace("\u2581", "").split())
 
 
-def _short(text: str) -> str:
+def in_quotes(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
@@ -345,3 +345,40 @@ def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: RaggedTensor, mask: Rag
         str(tokenizer.decode(row[kept], skip_special_tokens=True))
         for row, kept in zip(ids.each(), mask.each(), strict=True)
     ]
+
+
+# ---- special tokens in texts: only a chat template may write real ones, so that no text of a user or a tool
+# can end a turn
+
+
+def escaped(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
+    """Return a nested value of mappings, lists and texts with all special tokens escaped.
+
+    A space after its first character breaks a special token, so that the tokenizer encodes it as plain text.
+    """
+    if isinstance(value, str):
+        pattern = _pattern(tokenizer)
+        # A replacement may form another special token, so repeat until there is none.
+        while pattern.search(value):
+            value = pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
+        return value
+
+    if isinstance(value, Mapping):
+        return {key: escaped(tokenizer, each) for key, each in value.items()}
+    return [escaped(tokenizer, each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def spelled(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> str | None:
+    """Return the first special token that occurs in one of the texts, or None."""
+    return next((match[0] for text in texts if (match := _pattern(tokenizer).search(text))), None)
+
+
+@lru_cache(maxsize=16)
+def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return a pattern of the special tokens, longest first.
+
+    Tokens of one character cannot be broken and are not included.
+    """
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    longest_first = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # the latter matches nothing

@@ -15,8 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.special_tokens import escaped
-from megarl.data.tokenizer import encode_rendered, rendered_chat
+from megarl.data.tokenizer import encode_rendered, escaped, rendered_chat
 from megarl.data.tool_columns import names_of
 from megarl.models.thinking import END_THINK, THINK
 

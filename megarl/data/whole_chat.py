@@ -18,11 +18,18 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema import LossyText
 from megarl.data.chat_clock import chat_time, reads_clock
-from megarl.data.special_tokens import escaped, spelled
 from megarl.data.tables import Fingerprint
 from megarl.data.token_bounds import refuse_hopeless
-from megarl.data.tokenizer import Tools, encode_rendered, lost_text, rendered_chat
-from megarl.data.tool_columns import names_of
+from megarl.data.tokenizer import (
+    Tools,
+    encode_rendered,
+    escaped,
+    in_quotes,
+    lost_text,
+    rendered_chat,
+    spelled,
+)
+from megarl.data.tool_columns import leaves, names_of
 from megarl.models.thinking import END_THINK, THINK
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -105,7 +112,7 @@ def refuse_unsaid_answer(
     if end and THINK not in thought and f"{THINK}{_squeezed(thought)}{END_THINK}" in _squeezed(answer):
         raise ValueError(
             f"message {index}: the chat template treats the text before {END_THINK!r} in its content as "
-            f"thinking ({_short(thought)}), although no {THINK!r} begins it; write both tags if it is "
+            f"thinking ({in_quotes(thought)}), although no {THINK!r} begins it; write both tags if it is "
             "thinking, or write the tag differently if it is not"
         )
 
@@ -207,7 +214,7 @@ def _refuse_unsaid(
     if missing is not None:
         key, text = said[missing]
         raise ValueError(
-            f"message {index}: the chat template does not write its {key} ({_short(text)}); "
+            f"message {index}: the chat template does not write its {key} ({in_quotes(text)}); "
             f"{_hint(tokenizer, key)}"
         )
 
@@ -247,18 +254,9 @@ def _said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        if value.strip():
-            yield value
-    elif isinstance(value, Mapping | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(each)
+    return (each for each in leaves(value) if isinstance(each, str) and each.strip())
 
 
 def _squeezed(text: str) -> str:
     """Return the text without whitespace, which templates trim and add."""
     return "".join(text.split())
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import psutil
 
-from megarl.config.finding import Finding, doubtful, good, wrong
+from megarl.config.finding import Finding, doubtful, first_case, good, wrong
 from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.errors import counted, sized
-from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import why_not
-from megarl.machine.sandbox_levels import Level
+from megarl.machine.sandbox_levels import Level, namespace_obstacles
 from megarl.plan.placement.dataflow import at_work
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.model_state import snapshot_bytes
@@ -64,25 +63,23 @@ def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Find
     hint = (
         f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
     )
-    facts = {"total": total, "free": free, "needed": needed}
-
-    if total < needed:
-        return wrong(
-            "shared memory",
+    return first_case(
+        "shared memory",
+        {"total": total, "free": free, "needed": needed},
+        (
+            total < needed,
+            wrong,
             f"{folder} has {sized(total)}, but the run needs {sized(needed)} (Ray's object store and NCCL)",
             hint,
-            **facts,
-        )
-
-    if free < needed:
-        return doubtful(
-            "shared memory",
+        ),
+        (
+            free < needed,
+            doubtful,
             f"{folder} has {sized(free)} of {sized(total)} free, but the run needs {sized(needed)}",
             f"remove files left in {folder}, or: {hint}",
-            **facts,
-        )
-
-    return good("shared memory", f"{folder} has {sized(free)} free, {sized(needed)} needed", **facts)
+        ),
+        (True, good, f"{folder} has {sized(free)} free, {sized(needed)} needed"),
+    )
 
 
 def open_files(subject: ExaminedRun) -> Iterator[Finding]:
@@ -94,27 +91,24 @@ def judge_open_files(soft: int, hard: int) -> Finding:
         "run ulimit -n 65536 in the shell that starts the run (and Ray); to exceed the hard limit, set "
         "nofile in /etc/security/limits.conf or docker"
     )
-    facts = {"soft": soft, "hard": hard}
-    if soft == resource.RLIM_INFINITY:
-        return good("open files", "no limit", **facts)
-
-    if soft < TOO_FEW_FILES:
-        return wrong(
-            "open files",
+    return first_case(
+        "open files",
+        {"soft": soft, "hard": hard},
+        (soft == resource.RLIM_INFINITY, good, "no limit"),
+        (
+            soft < TOO_FEW_FILES,
+            wrong,
             f"a process may open {counted(soft, 'file')} (hard limit {hard:,}), but Ray needs more",
             hint,
-            **facts,
-        )
-
-    if soft < FEW_FILES:
-        return doubtful(
-            "open files",
+        ),
+        (
+            soft < FEW_FILES,
+            doubtful,
             f"a process may open {counted(soft, 'file')}, but many workers need {FEW_FILES:,} or more",
             hint,
-            **facts,
-        )
-
-    return good("open files", f"a process may open {soft:,}", **facts)
+        ),
+        (True, good, f"a process may open {soft:,}"),
+    )
 
 
 def memory(subject: ExaminedRun) -> Iterator[Finding]:
@@ -165,31 +159,29 @@ def _cgroup_limit() -> int | None:
 
 
 def judge_memory(total: int, available: int, planned: int) -> Finding:
-    facts = {"total": total, "available": available, "planned": planned}
     hint = (
         "use fewer or smaller processes on this node (see `megarl check --plan`), more nodes, or a higher "
         "limit of the container"
     )
-
-    if planned > total:
-        return wrong(
-            "memory",
+    needs = f", about {sized(planned)} planned" if planned else ""
+    return first_case(
+        "memory",
+        {"total": total, "available": available, "planned": planned},
+        (
+            planned > total,
+            wrong,
             f"the plan needs about {sized(planned)}, but this machine has {sized(total)}",
             hint,
-            **facts,
-        )
-
-    if planned > available:
-        return doubtful(
-            "memory",
+        ),
+        (
+            planned > available,
+            doubtful,
             f"the plan needs about {sized(planned)}, but {sized(available)} of {sized(total)} are available "
             "now",
             f"end other processes, or {hint}",
-            **facts,
-        )
-
-    needs = f", about {sized(planned)} planned" if planned else ""
-    return good("memory", f"{sized(available)} of {sized(total)} available{needs}", **facts)
+        ),
+        (True, good, f"{sized(available)} of {sized(total)} available{needs}"),
+    )
 
 
 def sandbox(subject: ExaminedRun) -> Iterator[Finding]:
@@ -231,40 +223,36 @@ def judge_threads(
 
     `side_by_side` is the number of processes of a node that compute in each phase.
     """
-    facts = {"OMP_NUM_THREADS": setting, "cores": cores, "processes": processes}
-    if setting is not None and not setting.isdigit():
-        return wrong(
-            "threads",
+    in_phases = side_by_side or [1]
+    fewest, most = (max(1, cores // number) for number in (max(in_phases), min(in_phases)))
+    each = int(setting) if setting is not None and setting.isdigit() else 0
+    in_processes = counted(processes, "process")
+
+    return first_case(
+        "threads",
+        {"OMP_NUM_THREADS": setting, "cores": cores, "processes": processes},
+        (
+            setting is not None and not setting.isdigit(),
+            wrong,
             f"OMP_NUM_THREADS is {setting!r}, not a number",
             "set OMP_NUM_THREADS=1, or unset it",
-            **facts,
-        )
-
-    if setting is None and side_by_side and not use_gpu:
-        fewest, most = (max(1, cores // number) for number in (max(side_by_side), min(side_by_side)))
-        return good(
-            "threads",
+        ),
+        (
+            setting is None and side_by_side and not use_gpu,
+            good,
             f"{fewest} to {most} per process, depending on the phase, on {cores} cores; OMP_NUM_THREADS is "
             f"not set",
-            **facts,
-        )
-
-    if setting is None:
-        return good("threads", f"{cores} cores; OMP_NUM_THREADS is not set", **facts)
-    each = int(setting)
-
-    # More threads than cores slow every process down.
-    if not use_gpu and each > 1 and each * processes > cores:
-        asked = f"OMP_NUM_THREADS={each} in {counted(processes, 'process')}"
-        return doubtful(
-            "threads",
-            f"{asked} is {counted(each * processes, 'thread')} on {counted(cores, 'core')}",
+        ),
+        (setting is None, good, f"{cores} cores; OMP_NUM_THREADS is not set"),
+        # More threads than cores slow every process down.
+        (
+            not use_gpu and each > 1 and each * processes > cores,
+            doubtful,
+            f"OMP_NUM_THREADS={each} in {in_processes} is {counted(each * processes, 'thread')} on "
+            f"{counted(cores, 'core')}",
             f"set OMP_NUM_THREADS={max(1, cores // processes)}, or unset it",
-            **facts,
-        )
-
-    return good(
-        "threads", f"{each} in each of {counted(processes, 'process')}, {counted(cores, 'core')}", **facts
+        ),
+        (True, good, f"{each} in each of {in_processes}, {counted(cores, 'core')}"),
     )
 
 
@@ -303,22 +291,22 @@ def clock(subject: ExaminedRun) -> Iterator[Finding]:
 def judge_clock(synchronized: bool | None, max_error_s: float | None, num_nodes: int) -> Finding:
     # The key in the JSON output keeps its spelling.
     facts = {"synchronised": synchronized, "max_error_s": max_error_s}  # codespell:ignore
-    if synchronized:
-        return good("clock", f"synchronized by NTP within {1000 * (max_error_s or 0):,.0f} ms", **facts)
-
-    if num_nodes == 1:
-        return good(
-            "clock",
-            "not known to be synchronized by NTP, which matters only for several nodes; the run has one",
-            **facts,
-        )
-
-    return doubtful(
+    return first_case(
         "clock",
-        "the kernel reports that this clock is not synchronized",
-        "enable NTP (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are ordered "
-        "by their clocks",
-        **facts,
+        facts,
+        (synchronized, good, f"synchronized by NTP within {1000 * (max_error_s or 0):,.0f} ms"),
+        (
+            num_nodes == 1,
+            good,
+            "not known to be synchronized by NTP, which matters only for several nodes; the run has one",
+        ),
+        (
+            True,
+            doubtful,
+            "the kernel reports that this clock is not synchronized",
+            "enable NTP (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are "
+            "ordered by their clocks",
+        ),
     )
 
 

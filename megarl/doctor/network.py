@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from megarl.config.finding import Finding, doubtful, good, wrong
+from megarl.config.finding import Finding, doubtful, first_case, good, wrong
 from megarl.controller.environment import fill_in
 from megarl.doctor.run_inputs import ExaminedRun
 from megarl.machine.errors import counted
@@ -110,6 +110,7 @@ def judge_loopback(
     over = f"over {interface} ({variable})" if interface else f"over the interface that {backend} chose"
     what = f"{backend} all-reduce between {counted(ranks, 'rank')} {over}"
     facts = {
+        **({} if error is not None else {"seconds": seconds}),
         "backend": backend,
         "ranks": ranks,
         "interface": interface,
@@ -120,25 +121,24 @@ def judge_loopback(
         f"{', '.join(interfaces)}"
     )
 
-    if error is not None:
-        return wrong(
-            LOOPBACK,
+    return first_case(
+        LOOPBACK,
+        facts,
+        (
+            error is not None,
+            wrong,
             f"{what} failed: {error}",
             f"{hint}; a firewall must allow connections between processes of the cluster",
-            **facts,
-        )
-
-    # A single rank has no communication, so its speed is meaningless.
-    if ranks > 1 and 2**20 / seconds < _SLOW_BYTES_PER_S:
-        return doubtful(
-            LOOPBACK,
+        ),
+        # A single rank has no communication, so its speed is meaningless.
+        (
+            ranks > 1 and seconds * _SLOW_BYTES_PER_S > 2**20,
+            doubtful,
             f"{what}: 1 MiB took {seconds:.2f} s",
             f"{hint}; or the machine is busy",
-            seconds=seconds,
-            **facts,
-        )
-
-    return good(LOOPBACK, f"{what}: 1 MiB in {1000 * seconds:,.1f} ms", seconds=seconds, **facts)
+        ),
+        (True, good, f"{what}: 1 MiB in {1000 * seconds:,.1f} ms"),
+    )
 
 
 def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> Finding | None:

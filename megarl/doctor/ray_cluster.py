@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.config.finding import Finding, Status, doubtful, good, wrong
+from megarl.config.finding import Finding, Status, doubtful, first_case, good, wrong
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.speculation import draft_of
@@ -249,7 +249,7 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> Finding:
 
 def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> Finding:
     demands = node_demands(pools)
-    facts = {"needed": demands, "nodes": [_facts(node) for node in report.nodes]}
+    needed = {kind: sum(demand.get(kind, 0) for demand in demands) for kind in ("GPU", "CPU")}
     hint = (
         "start nodes with more resources (ray start --num-gpus, and --num-cpus with one per process), add "
         "nodes, or use smaller parallel "
@@ -257,25 +257,24 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
     hint += "sizes or a placement whose roles share devices; `megarl check --plan` shows what is required"
 
     # Demands above the whole cluster can never be met; demands above its free part can wait.
-    if not fits(demands, report.whole):
-        return wrong(
-            RESOURCES,
+    return first_case(
+        RESOURCES,
+        {"needed": demands, "nodes": [_facts(node) for node in report.nodes]},
+        (
+            not fits(demands, report.whole),
+            wrong,
             explain(pools, report.whole, "more than the cluster has").rpartition("\n")[0],
             hint,
-            **facts,
-        )
-
-    if not fits(demands, report.free):
-        return doubtful(
-            RESOURCES,
+        ),
+        (
+            not fits(demands, report.free),
+            doubtful,
             explain(pools, report.free, "in use by others now").rpartition("\n")[0],
             "end the other run, or wait",
-            **facts,
-        )
-
-    needed = {kind: sum(demand.get(kind, 0) for demand in demands) for kind in ("GPU", "CPU")}
-    return good(
-        RESOURCES,
-        f"{needed['GPU']:g} GPU and {needed['CPU']:g} CPU (one per process) are requested and free",
-        **facts,
+        ),
+        (
+            True,
+            good,
+            f"{needed['GPU']:g} GPU and {needed['CPU']:g} CPU (one per process) are requested and free",
+        ),
     )

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megarl import __version__
-from megarl.config.finding import Finding, doubtful, good, wrong
+from megarl.config.finding import Finding, doubtful, first_case, good, wrong
 from megarl.config.layers import (
     choose_layers,
     has_transformer_engine,
@@ -203,8 +203,7 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
     )
 
     # Dry runs have the modules in a folder of their own, where no import finds them.
-    is_half = subject.use_gpu and find_spec("transformer_engine") is not None and not installed
-    if is_half:
+    if subject.use_gpu and find_spec("transformer_engine") is not None and not installed:
         yield doubtful(
             "layers",
             "Transformer Engine is installed without its compiled extension transformer_engine_torch, so a "
@@ -224,27 +223,30 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
 
     asked = config.engine.flash_attention
     missing = missing_flash_attention(asked) if subject.use_gpu else None
-    if choice.layers is Layers.transformer_engine and not installed:
-        yield wrong(
-            "layers",
+    package, hint = missing or ("", "")
+    yield first_case(
+        "layers",
+        {"layers": choice.layers.value},
+        (
+            choice.layers is Layers.transformer_engine and not installed,
+            wrong,
             "engine.layers=transformer_engine, but Transformer Engine is not installed",
             "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.layers=auto",
-        )
-    elif missing is not None:
-        package, hint = missing
-        yield wrong(
-            "layers",
+        ),
+        (
+            missing is not None,
+            wrong,
             f"engine.flash_attention={asked.value}, but the package {package} is not installed",
             hint,
-        )
-    elif subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:
-        yield wrong(
-            "layers",
+        ),
+        (
+            subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed,
+            wrong,
             "engine.cp_comm_type=p2p, but Transformer Engine is not installed",
             "pip install 'transformer-engine[pytorch]' (docs/install.md), or set engine.cp_comm_type=auto",
-        )
-    else:
-        yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)
+        ),
+        (True, good, f"{choice.layers.value}: {choice.why}"),
+    )
 
 
 def _is_between(version: str, oldest: str, newest: str) -> bool:

@@ -118,23 +118,14 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[Findin
         "bytes_per_s": round(disk.speed),
     }
 
-    if disk.error is not None:
-        yield wrong(
-            CHECK,
-            f"{disk.folder} ({disk.kind}, {sized(disk.free)} free) cannot be written: {disk.error}",
-            elsewhere,
-            **facts,
-        )
-        return
-
     # Without atomic renames, a killed run could leave an inconsistent checkpoint.
-    if not disk.renames:
-        yield wrong(
-            CHECK,
-            f"{disk.folder} ({disk.kind}) does not support atomic renames over an existing file",
-            elsewhere,
-            **facts,
+    if disk.error is not None or not disk.renames:
+        problem = (
+            f"({disk.kind}) does not support atomic renames over an existing file"
+            if disk.error is None
+            else f"({disk.kind}, {sized(disk.free)} free) cannot be written: {disk.error}"
         )
+        yield wrong(CHECK, f"{disk.folder} {problem}", elsewhere, **facts)
         return
 
     faults = [*_room(disk, one, most, facts), *_kind(disk, num_nodes, facts)]

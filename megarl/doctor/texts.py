@@ -25,8 +25,7 @@ from megarl.config.schema import (
 from megarl.data.chat_clock import reads_clock
 from megarl.data.files import DataError, open_file
 from megarl.data.images import ImageProcessor
-from megarl.data.pairs import pair_encoder
-from megarl.data.preferences import read_pair_rows
+from megarl.data.pairs import pair_encoder, read_pair_rows
 from megarl.data.prompts import read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
 from megarl.data.tables import DataRow, escapes_message

@@ -16,15 +16,19 @@ from megarl.endpoint.request_fields import (
     JsonSchema,
     Name,
     RequestFields,
+    SampledChoice,
     StopTexts,
     TextPart,
     ToolFunction,
+    TurnQuery,
+    TurnReply,
     as_parts,
     call_of,
     of_kinds,
+    server_event,
+    system_messages,
     text_of,
 )
-from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
 _BLOCKS_HINT = "messages may contain text, calls and their results"
 
@@ -110,7 +114,7 @@ class MessagesRequest(ConversationFields):
     stream: bool = False
 
     def query(self) -> TurnQuery:
-        messages: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        messages = system_messages(self.system)
         for index, message in enumerate(self.messages):
             messages += message.for_template(f"messages[{index}]")
 
@@ -140,7 +144,7 @@ def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
     """Yield the server-sent events of a streamed answer. Each block is sent at once."""
     (choice,) = reply.choices
     empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply, 0)}
-    yield _event("message_start", message={**_head(body, reply), **empty})
+    yield server_event("message_start", message={**_head(body, reply), **empty})
 
     for index, block in enumerate(_blocks(choice)):
         kind = block["type"]
@@ -150,16 +154,12 @@ def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
         else:
             begun = {**block, kind: ""}
             delta = {"type": f"{kind}_delta", kind: block[kind]}
-        yield _event("content_block_start", index=index, content_block=begun)
-        yield _event("content_block_delta", index=index, delta=delta)
-        yield _event("content_block_stop", index=index)
+        yield server_event("content_block_start", index=index, content_block=begun)
+        yield server_event("content_block_delta", index=index, delta=delta)
+        yield server_event("content_block_stop", index=index)
 
-    yield _event("message_delta", delta=_end(choice), usage=_usage(reply, len(choice.tokens)))
-    yield _event("message_stop")
-
-
-def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+    yield server_event("message_delta", delta=_end(choice), usage=_usage(reply, len(choice.tokens)))
+    yield server_event("message_stop")
 
 
 def _head(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:

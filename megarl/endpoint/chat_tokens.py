@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.message_keys import tools_key
 from megarl.agents.protocol import Message, Schema, ToolCall
 from megarl.agents.thinking import CallParser, CallTags, TurnPart, split_thinking
 from megarl.data.token_bounds import longest_token
 from megarl.data.tokenizer import render_chat, token_bytes
 from megarl.data.turns import TurnTemplate
+from megarl.endpoint.conversation_tree import tools_key
 from megarl.endpoint.request_fields import call_of
 from megarl.models.thinking import END_THINK, THINK
 
@@ -100,8 +100,7 @@ class ChatTokens:
 
         Long tokens are runs of one character. The average token of a text is many times shorter.
         """
-        longest = longest_token(self._tokenizer) or 0
-        return max_tokens * max(longest, _TOKEN_BYTES) + _FIELD_BYTES
+        return max_tokens * max(longest_token(self._tokenizer) or 0, _TOKEN_BYTES) + _FIELD_BYTES
 
     def _num_thinking(self, token_ids: list[int], text: str, parts: Sequence[TurnPart]) -> int:
         """Return the number of tokens in thinking, with its tags."""

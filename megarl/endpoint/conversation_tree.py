@@ -6,10 +6,13 @@ As long as an agent only appends to its conversation, its turns form a path. A h
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from types import MappingProxyType
+from typing import Any
 
 from megarl.agents.trajectory import Segment, Trajectory
 
@@ -97,8 +100,7 @@ class ConversationTree:
         for leaf in range(len(self.turns)):
             if leaf in self._children:
                 continue
-            path = list(self._path(leaf))
-            new = [number for number in path if number not in trained]
+            new = [number for number in self._path(leaf) if number not in trained]
             trained.update(new)
             rows.append(self._row(new, rewards))
 
@@ -122,3 +124,42 @@ class ConversationTree:
         if number is not None:
             yield from self._path(self.turns[number].parent)
             yield number
+
+
+# ---- the keys of messages. Clients send a message back in another form than they received it: without its
+# ids, with null fields, with content as a list of parts, or with arguments of a call that they have parsed
+# and written again.
+
+
+def message_key(message: Mapping[str, Any]) -> str:
+    """Return the key of a message as chat templates read it.
+
+    Two messages have the same key if they have the same role, text, and calls (names and arguments, with
+    equal numbers). Ids of calls, reasoning, and all other fields do not count.
+    """
+    calls = [
+        (call["function"]["name"], _arguments_key(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
+    # The order of arguments does not matter.
+    return json.dumps([message["role"], message.get("content") or "", calls], sort_keys=True)
+
+
+def tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the key of the tools that a model is shown. Their order counts, because templates render it."""
+    return json.dumps(tools or [], sort_keys=True)
+
+
+def _arguments_key(arguments: Any) -> Any:
+    """Return arguments as they are compared. Some clients send no arguments as null or ""."""
+    return {} if arguments is None or arguments == "" else _with_equal_numbers(arguments)
+
+
+def _with_equal_numbers(value: Any) -> Any:
+    """Return a JSON value with one form of each number: JavaScript writes 1.0 as 1 and 1e3 as 1000."""
+    if isinstance(value, float) and value.is_integer():
+        # The digits count: int(1e23) is 99999999999999991611392.
+        return int(Decimal(repr(value)))
+    if isinstance(value, Mapping):
+        return {key: _with_equal_numbers(each) for key, each in value.items()}
+    return [_with_equal_numbers(each) for each in value] if isinstance(value, list | tuple) else value

@@ -12,11 +12,17 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from megarl.endpoint.api_error import ApiError
-from megarl.endpoint.harness import HarnessError, HarnessFailure
-from megarl.endpoint.request_body import RequestBodies, bearer_key, disconnected
+from megarl.endpoint.harness import (
+    HarnessError,
+    HarnessFailure,
+    RewardFields,
+    environment_of,
+    record_reward,
+    task_fields,
+)
 from megarl.endpoint.request_fields import checked
+from megarl.endpoint.server import RequestBodies, bearer_key, disconnected
 from megarl.endpoint.session import AgentSession
-from megarl.endpoint.session_access import RewardFields, environment_of, record_reward, task_fields
 
 KEY_VARIABLE = "MEGARL_ENDPOINT_KEY"
 _SHORTEST_KEY = 16

@@ -14,14 +14,16 @@ from megarl.endpoint.request_fields import (
     Count,
     Name,
     RequestFields,
+    SampledChoice,
     StopTexts,
     ToolFunction,
+    TurnQuery,
+    TurnReply,
     call_of,
     of_kinds,
     text_of,
     written_arguments,
 )
-from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
 
 class _Function(RequestFields):
@@ -32,9 +34,6 @@ class _Function(RequestFields):
 class _Call(RequestFields):
     id: str | None = None
     function: _Function
-
-    def for_template(self) -> dict[str, Any]:
-        return call_of(self.id, self.function.name, self.function.arguments)
 
 
 _FUNCTION_CALL = of_kinds({"function": _Call, None: _Call}, "calls must be of functions")
@@ -48,18 +47,14 @@ class _Message(RequestFields):
     tool_calls: list[Annotated[_Call, _FUNCTION_CALL]] = []
 
     def for_template(self) -> Message:
-        made: Message = {
+        calls = [call_of(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+        return {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,
+            # Some templates show the id or the name of a call next to its result.
+            **self.model_dump(include={"tool_call_id", "name"}, exclude_none=True),
+            **({"tool_calls": calls} if calls else {}),
         }
-        # Some templates show the id or the name of a call next to its result.
-        if self.tool_call_id is not None:
-            made["tool_call_id"] = self.tool_call_id
-        if self.name is not None:
-            made["name"] = self.name
-        if self.tool_calls:
-            made["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return made
 
 
 class _Tool(RequestFields):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -18,14 +18,18 @@ from megarl.endpoint.request_fields import (
     Count,
     Name,
     RequestFields,
+    SampledChoice,
     ToolFunction,
+    TurnQuery,
+    TurnReply,
     call_of,
     of_kinds,
+    server_event,
+    system_messages,
     text_of,
     written_arguments,
     wrong,
 )
-from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
 _TEXT = text_of("input_text", "output_text", "text", "refusal")
 
@@ -87,9 +91,7 @@ class ResponsesRequest(ConversationFields):
     stream: bool = False
 
     def query(self) -> TurnQuery:
-        messages: list[Message] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
+        messages = system_messages(self.instructions)
         for item in self.input:
             _append(messages, item)
 
@@ -114,8 +116,7 @@ def _append(messages: list[Message], item: RequestFields) -> None:
             if last["role"] != "assistant":
                 last = {"role": "assistant", "content": ""}
                 messages.append(last)
-            call = call_of(item.call_id, item.name, item.arguments)
-            last.setdefault("tool_calls", []).append(call)
+            last.setdefault("tool_calls", []).append(call_of(item.call_id, item.name, item.arguments))
         case _Result():
             messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
 
@@ -147,13 +148,10 @@ def response(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
 def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
     """Yield the server-sent events of a streamed answer. Each item is sent at once."""
     whole = response(body, reply)
-    number = 0
+    numbers = itertools.count()
 
     def event(kind: str, **fields: Any) -> str:
-        nonlocal number
-        number += 1
-        data = {"type": kind, "sequence_number": number - 1, **fields}
-        return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
+        return server_event(kind, sequence_number=next(numbers), **fields)
 
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield event("response.created", response=begun)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -28,8 +29,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from megarl.agents.protocol import Message, Schema
 from megarl.endpoint.api_error import ApiError, invalid, refuse_unsupported, unsupported
-from megarl.endpoint.turn_query import TurnQuery
 from megarl.machine.errors import in_short, named
 from megarl.machine.strict_json import MAX_DEPTH, is_too_deep
 
@@ -229,8 +230,7 @@ def _read_arguments(given: Any) -> Any:
 
 def _refuse_odd_schema(schema: dict[str, Any]) -> dict[str, Any]:
     properties = schema.get("properties")
-    required = schema.get("required")
-    if not isinstance(properties, dict | None) or not isinstance(required, list | None):
+    if not isinstance(properties, dict | None) or not isinstance(schema.get("required"), list | None):
         raise wrong("be a JSON schema, whose `properties` are an object and whose `required` is a list")
     return schema
 
@@ -250,12 +250,22 @@ class ToolFunction(RequestFields):
     parameters: JsonSchema | None = None
 
     def for_template(self) -> dict[str, Any]:
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
         no_parameters = {"type": "object", "properties": {}}
-        function["parameters"] = no_parameters if self.parameters is None else self.parameters
+        function = {
+            **self.model_dump(include={"name", "description"}, exclude_none=True),
+            "parameters": no_parameters if self.parameters is None else self.parameters,
+        }
         return {"type": "function", "function": function}
+
+
+def system_messages(text: str) -> list[Message]:
+    """Return the messages before those of a conversation, whose instructions are a field of its own."""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def server_event(kind: str, **fields: Any) -> str:
+    """Return a server-sent event that has its kind twice."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 
 def call_of(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
@@ -266,3 +276,65 @@ def call_of(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
 def written_arguments(call: Mapping[str, Any]) -> str:
     """Return the arguments of a call as APIs of OpenAI write them."""
     return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+# ---- a request for a turn and its answer, independent of the API
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnQuery:
+    """A request.
+
+    Attributes:
+        messages: The conversation, as chat templates read it: content is text, and arguments of calls are
+            JSON values.
+        tools: The tools that the model may call; None without tools.
+        num_choices: Number of samples.
+        max_tokens: Tokens per sample, in addition to the limits of the run.
+        stop: Texts that end a sample, and are not part of its text.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Schema] | None = None
+    num_choices: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class SampledChoice(NamedTuple):
+    """A sample as a client reads it.
+
+    Attributes:
+        text: What the model wrote outside of thinking and calls.
+        reasoning: What it wrote between `<think>` and `</think>`; empty if there is none.
+        num_reasoning: Tokens of this thinking and its tags.
+        calls: The calls that could be read, as chat templates read them. Others are part of the text.
+        finish_reason: "length" if a limit of tokens ended it.
+        stop: The text of `TurnQuery.stop` that ended it, if one did.
+        tokens: The UTF-8 bytes of each token, which may be a part of a character.
+        log_probs: The log-prob of each token.
+    """
+
+    text: str
+    reasoning: str
+    num_reasoning: int
+    calls: Sequence[Mapping[str, Any]]
+    finish_reason: Literal["stop", "length"]
+    stop: str | None
+    tokens: Sequence[bytes]
+    log_probs: Sequence[float]
+
+
+class TurnReply(NamedTuple):
+    """The answer to a request.
+
+    Attributes:
+        id: Names the answer among those of the process. APIs write it with a prefix.
+        num_prompt_tokens: Tokens before the samples.
+        num_reused: How many of them are recorded tokens of earlier turns.
+    """
+
+    id: str
+    choices: Sequence[SampledChoice]
+    num_prompt_tokens: int
+    num_reused: int

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.agents.episode import EpisodeLimits
-from megarl.agents.message_keys import message_key, tools_key
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import EpisodeEnd, Sample, Segment, Trajectory
-from megarl.data.tool_results import order_results
+from megarl.data.tool_columns import order_results
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens
-from megarl.endpoint.conversation_tree import ConversationTree, RecordedTurn
-from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
+from megarl.endpoint.conversation_tree import ConversationTree, RecordedTurn, message_key, tools_key
+from megarl.endpoint.request_fields import SampledChoice, TurnQuery, TurnReply
 
 # token ids, maximum number of new tokens, seed
 Generate = Callable[[list[int], int, int], Coroutine[Any, Any, Sample]]

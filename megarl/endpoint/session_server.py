@@ -13,8 +13,7 @@ from megarl.config.schema import HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import Harness, HarnessError, HarnessFailure
-from megarl.endpoint.request_body import RequestBodies
-from megarl.endpoint.server import EndpointServer, build_app
+from megarl.endpoint.server import EndpointServer, RequestBodies, build_app
 from megarl.endpoint.session import (
     AgentSession,
     DroppedRequest,

@@ -30,9 +30,9 @@ from megarl.batch.token_rows import (
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOG_PROBS,
     image_places,
+    token_positions,
     values_per_token,
 )
-from megarl.data.image_positions import token_positions
 from megarl.engine.context import ALONE, RankSlice
 from megarl.engine.micro_batch_layout import (
     ConcatenatedRows,

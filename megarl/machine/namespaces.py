@@ -1,7 +1,8 @@
 """Runs one order in the namespaces of another process, such as the first one of a sandbox.
 
-megarl/machine/orders.py starts it in a process that joins the namespaces and drops its privileges before it
-reads anything of the sandbox. Paths are therefore those of the sandbox, and its links cannot lead out of it.
+megarl/agents/sandboxes/protocol.py starts it in a process that joins the namespaces and drops its privileges
+before it reads anything of the sandbox. Paths are therefore those of the sandbox, and its links cannot lead
+out of it.
 
 This module runs for every command in a sandbox, so it imports only modules that load quickly.
 
@@ -129,8 +130,7 @@ def _join(pidfd: int, kinds: int) -> None:
     Nothing can be imported afterwards, because it would be read from the file system of the sandbox.
     """
     sys.path.clear()
-    pid = _pid_of(pidfd)
-    if os.stat(f"/proc/{pid}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
+    if os.stat(f"/proc/{_pid_of(pidfd)}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
         kinds |= os.CLONE_NEWUSER
     os.setns(pidfd, kinds)
 

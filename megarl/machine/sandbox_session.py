@@ -78,8 +78,7 @@ class SandboxSession:
             output, is_whole, _ = everything.partition(mark)
             # The character before the mark shows whether the program ended without an exception.
             if is_whole and ended == "itself":
-                own = output[:-1], errors, ended
-                return started.finished(own, int(output[-1:] != b"0")), True
+                return started.finished((output[:-1], errors, ended), int(output[-1:] != b"0")), True
             self._started = None
             return started.finished(said, started.end()), False
 

@@ -144,8 +144,7 @@ def numbers_of(calls: str, column: int) -> dict[str, int]:
 
 def allow_only_harmless_calls() -> None:
     """Install the allowlist in this process permanently. Raises OSError."""
-    column = _own_column()
-    _install(_program(column, os.getpid()), flags=0)
+    _install(_program(_own_column(), os.getpid()), flags=0)
 
 
 def refuse_dangerous_calls() -> None:
@@ -183,7 +182,6 @@ def notify_of_threads() -> int:
     # `clone`.
     clone = numbers_of(CHECKED_CALLS, column)["clone"]
     program = [*_load_number(column), (_EQUAL, 0, 1, clone), _NOTIFY, _ALLOW]
-
     return _install(program, flags=1 << 3)  # SECCOMP_FILTER_FLAG_NEW_LISTENER
 
 

@@ -35,8 +35,8 @@ from megarl.machine.sandbox_levels import Level, SandboxLimits
 from megarl.rewards.code_interpreters import Judge, ProgramSide, Value
 from megarl.rewards.code_tests import AssertTest, CallTest, CodeTest, StreamTest, long_integers, read_tests
 from megarl.rewards.code_values import decode, same_as_json
+from megarl.rewards.confined_call import sample_limit_s
 from megarl.rewards.thinking import outside_thinking
-from megarl.rewards.time_limit import sample_limit_s
 
 __all__ = ["answer_from_truth", "check_truth", "compute_score", "program_of", "read_tests", "run_tests"]
 
@@ -71,8 +71,7 @@ def compute_score(
         ValueError: `ground_truth` is not a list of tests that can be run.
         SandboxError: No sandbox works on this machine.
     """
-    program = program_of(solution_str)
-    passed = run_tests(program, read_tests(ground_truth), tolerance)
+    passed = run_tests(program_of(solution_str), read_tests(ground_truth), tolerance)
     return {"score": sum(passed) / len(passed), "all_passed": float(all(passed))}
 
 
@@ -105,8 +104,7 @@ def run_tests(program: str, tests: Sequence[CodeTest], tolerance: float = TOLERA
     passed = [False] * len(tests)
     if not program.strip():
         return passed
-    start = time.monotonic()
-    deadline = start + _SHARE_OF_TIME * sample_limit_s()
+    deadline = time.monotonic() + _SHARE_OF_TIME * sample_limit_s()
     again: list[int] = []
 
     # First attempt: all tests share processes.
@@ -252,9 +250,7 @@ def program_of(response: str) -> str:
             return untagged
 
     between_tags = [text for text in _TAG.findall(response) if text.strip()]
-    if between_tags:
-        return between_tags[-1]
-    return _without_closing_fence(response)
+    return between_tags[-1] if between_tags else _without_closing_fence(response)
 
 
 def _blocks(response: str) -> list[tuple[str, str]]:

@@ -17,8 +17,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from megarl.machine.strict_json import refuse_unencodable
 from megarl.rewards.code_values import decode, encode, holds_nan, same_as_json
-from megarl.rewards.encodable import refuse_unencodable
 
 # The judge calls the program by this name: REMOTE(number of the source, {bound name: value}).
 REMOTE = "__call_program__"
@@ -184,8 +184,7 @@ def _is_carried(value: Any) -> bool:
 
 def _of_assert(text: str) -> CodeTest:
     imports, conditions = _statements(text)
-    named = _names_of_program(text, conditions, imports)
-    split = _Split(named, imports)
+    split = _Split(_names_of_program(text, conditions, imports), imports)
     judged = [split.visit(condition) for condition in conditions]
     if not split.sources:
         raise ValueError(f"the test {text[:100]!r} does not call the program")

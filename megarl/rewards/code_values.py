@@ -138,12 +138,8 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
         return dict(zip(_hashable(keys), values, strict=True))
 
     items = [decode(each, call) for each in content]
-    if kind in ("list", "tuple", "iterator"):
-        return {"list": list, "tuple": tuple, "iterator": iter}[kind](items)
-    if kind == "set":
-        return frozenset(_hashable(items))
-    if kind == "deque":
-        return collections.deque(items)
+    if kind in _COLLECTED:
+        return _COLLECTED[kind](items)
     # Construct known types only, because the program may have sent any type name.
     if kind not in _CONSTRUCTED and kind != "decimal.Decimal":
         raise ValueError(f"{kind!r} is not a known type of value")
@@ -152,6 +148,16 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
     module, name = kind.split(".")
 
     return getattr(importlib.import_module(module), name)(*items)
+
+
+# Kinds of values -> what builds one from its items.
+_COLLECTED: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "iterator": iter,
+    "set": lambda items: frozenset(_hashable(items)),
+    "deque": collections.deque,
+}
 
 
 def _hashable(keys: list[Any]) -> list[Any]:

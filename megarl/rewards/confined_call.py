@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, NoReturn
 
 from megarl.machine.confined import ProcessLimits, close_descriptors_from, confine, end_with
@@ -116,3 +118,52 @@ def _answer(
     with contextlib.suppress(OSError):  # the parent closes its end if the answer is too long
         os.write(3, said.encode())
     os._exit(0)
+
+
+# ---- the numbers that reward functions and the parsers of judges return
+
+
+class NotAScoreError(ConfinedCallError):
+    """A function returned something other than a finite number, or a dict with such a `score`."""
+
+
+def finite_number(value: Any) -> float | None:
+    """Return a finite float, or None. numpy and torch scalars count as numbers."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    if not isinstance(value, Real):
+        return None
+
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+
+    return number if math.isfinite(number) else None
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of the value's text.
+
+    Python does not print integers with more than a few thousand digits.
+    """
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"of {value.bit_length()} bits"
+    return repr(value)[:60]
+
+
+# ---- the time limit for scoring one sample in this process, for functions that enforce it themselves
+
+
+# The default of reward.time_limit_s, for functions that are called outside of a reward process.
+_limit_s = 10.0
+
+
+def set_sample_limit(seconds: float) -> None:
+    global _limit_s
+    _limit_s = seconds
+
+
+def sample_limit_s() -> float:
+    """Return the run's `reward.time_limit_s`."""
+    return _limit_s

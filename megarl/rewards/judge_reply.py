@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megarl.config.schema import JudgeConfig, JudgeParseConfig
 from megarl.machine.user_functions import Expected, last_line, load_function
 from megarl.models.thinking import END_THINK
-from megarl.rewards.returned_numbers import finite_number
+from megarl.rewards.confined_call import finite_number
 from megarl.rewards.thinking import outside_thinking
 
 _ARGUMENTS = ("ground_truth", "extra_info")  # passed to functions that have these parameters

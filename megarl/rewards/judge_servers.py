@@ -25,7 +25,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import opens_thinking
 from megarl.machine.errors import EngineDeadError, RunError
 from megarl.plan.placement.placement_plan import PlacementPlan
-from megarl.rewards.judge_client import JudgeEndpoint
+from megarl.rewards.judges import JudgeEndpoint
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rollout.driver.start_rollout import replica_places
 from megarl.rollout.interface import RolloutEngineSpec

@@ -23,11 +23,16 @@ from megarl.machine.confined import ProcessLimits, landlock_abi
 from megarl.machine.errors import HintedError
 from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
-from megarl.rewards.confined_call import ConfinedCallError, call_confined
+from megarl.rewards.confined_call import (
+    ConfinedCallError,
+    NotAScoreError,
+    call_confined,
+    finite_number,
+    set_sample_limit,
+    shown,
+)
 from megarl.rewards.judge_reply import JudgeReply, LoadedJudge, load_judge, read_replies
-from megarl.rewards.returned_numbers import NotAScoreError, finite_number, shown
 from megarl.rewards.thinking import set_opens_thinking
-from megarl.rewards.time_limit import set_sample_limit
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MOST_NUMBERS = 64  # that a function may return for a sample, including its score

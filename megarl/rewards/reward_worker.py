@@ -14,7 +14,7 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import decode_rows, decode_turns, load_tokenizer
 from megarl.models.thinking import THINK
-from megarl.rewards.judge_client import JudgeEndpoint
+from megarl.rewards.judges import JudgeEndpoint
 from megarl.rewards.process import Outcome
 from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreRequest, refuse_fruitless
 

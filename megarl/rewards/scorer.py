@@ -28,9 +28,8 @@ from megarl.machine.reaper import OWNER
 from megarl.machine.spawn import BareContext, FreshContext
 from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards import process
-from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_reply import JudgeReply
-from megarl.rewards.judges import JudgePanel
+from megarl.rewards.judges import JudgeEndpoint, JudgePanel
 from megarl.rewards.process import FIX_THE_FUNCTION, Outcome, RewardFunctionError, ScoreRequest
 
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports

@@ -12,11 +12,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args, get_origin, get_type_hints
 
+from megarl.machine.errors import in_short
 from megarl.machine.files import write_whole
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
 
@@ -34,8 +34,14 @@ class StatusError(ValueError):
     """The status cannot be read. The message gives the reason in one line."""
 
 
+class _Exact:
+    """A part of the file. pydantic converts no value of it, and accepts no other keys."""
+
+    __pydantic_config__ = {"strict": True, "extra": "forbid"}
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReplicaStatus:
+class ReplicaStatus(_Exact):
     """Status of one rollout replica.
 
     Attributes:
@@ -50,7 +56,7 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupStatus:
+class GroupStatus(_Exact):
     """Status of a prompt with missing samples.
 
     Attributes:
@@ -65,7 +71,7 @@ class GroupStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStatus:
+class RunStatus(_Exact):
     """Status of a run.
 
     Attributes:
@@ -106,7 +112,7 @@ class RunStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusRecord:
+class StatusRecord(_Exact):
     """Contents of `status.json`.
 
     Attributes:
@@ -185,12 +191,16 @@ def read_status(run_dir: Path) -> StatusRecord:
         StatusError: The folder does not exist, is not a run's folder, or has no status yet; or the file is
             damaged or has another format.
     """
+    # Imported here, because a run that only writes its status does not need it.
+    from pydantic import TypeAdapter, ValidationError
+
     path = run_dir / STATUS_FILE
     if not run_dir.is_dir():
         raise StatusError(f"{run_dir}: there is no such folder; give a run's trainer.output_dir")
 
     try:
-        values = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        values = json.loads(content)
     except FileNotFoundError:
         raise StatusError(_why_there_is_none(run_dir)) from None
     except OSError as error:
@@ -207,10 +217,16 @@ def read_status(run_dir: Path) -> StatusRecord:
             f"megarl that runs the job"
         )
 
+    # Missing and unknown keys both mean damage, since the format number matches.
     try:
-        return _read(StatusRecord, values, "")
-    except _DamageError as error:
-        raise StatusError(f"{path}: is damaged: {error}; a running job rewrites it within seconds") from None
+        return TypeAdapter(StatusRecord).validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the top level"
+        raise StatusError(
+            f"{path}: is damaged: {where}: {first['msg']}, found {in_short(first['input'])}; a running job "
+            "rewrites it within seconds"
+        ) from None
 
 
 def _why_there_is_none(run_dir: Path) -> str:
@@ -226,40 +242,3 @@ def _why_there_is_none(run_dir: Path) -> str:
         f"{run_dir}: no run has written here (no {STATUS_FILE}, no {CONFIG_FILE}); give a run's "
         f"trainer.output_dir"
     )
-
-
-# ---- parsing JSON
-
-
-class _DamageError(Exception):
-    pass
-
-
-def _read[Part](part: type[Part], values: Any, where: str) -> Part:
-    """Build a dataclass instance from JSON, checking the type of every value."""
-    if not isinstance(values, dict):
-        raise _DamageError(f"{where or 'the top level'} is not a mapping")
-    hints = get_type_hints(part)
-    names = [entry.name for entry in fields(part)]  # pyrefly: ignore[bad-argument-type]
-    # Missing and unknown keys both mean damage, since the format number matches.
-    if set(names) != values.keys():
-        raise _DamageError(f"{where or 'the top level'} has other keys than {', '.join(names)}")
-
-    return part(
-        **{name: _value(hints[name], values[name], f"{where}.{name}" if where else name) for name in names}
-    )
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if is_dataclass(hint):
-        return _read(hint, value, where)
-    if get_origin(hint) is list and isinstance(value, list):
-        return [_value(get_args(hint)[0], item, where) for item in value]
-    if get_origin(hint) is dict and isinstance(value, dict):
-        return {name: _value(get_args(hint)[1], item, f"{where}.{name}") for name, item in value.items()}
-    # JSON writes integral floats as integers.
-    accepted = (float, int) if hint is float else get_args(hint) or (hint,)  # the members of a union
-    if get_origin(hint) in (list, dict) or isinstance(value, bool) or not isinstance(value, accepted):
-        raise _DamageError(f"{where} is {str(value)[:40]!r}")
-
-    return value

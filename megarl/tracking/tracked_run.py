@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.config.dotted import flat
 from megarl.machine.files import write_whole
-
-if TYPE_CHECKING:
-    from megarl.tracking.timeline import Span
+from megarl.tracking.timeline import Span
 
 RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
 

@@ -37,8 +37,8 @@ from megarl.controller.dispatch import Dispatch
 from megarl.controller.group import RoleGroup
 from megarl.controller.worker import Worker, register
 from megarl.rewards import judge_servers
-from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_servers import JudgeWorker
+from megarl.rewards.judges import JudgeEndpoint
 from megarl.roles.start import PPORoles
 from megarl.rollout.interface import RolloutEngineSpec
 from tests.integration.run_outcome import Outcome

@@ -294,8 +294,7 @@ class _Engine:
         # Without a tag, Docker would pull all of them.
         has_tag = ":" in image.rpartition("/")[2] or "@" in image
         parameters = {"fromImage": image if has_tag else f"{image}:latest"}
-        url = f"{_VERSION}/images/create"
-        async with self.client.stream("POST", url, params=parameters) as response:
+        async with self.client.stream("POST", f"{_VERSION}/images/create", params=parameters) as response:
             lines = [line async for line in response.aiter_lines() if line]
         errors = [json.loads(line) for line in lines if '"error"' in line or response.is_error]
         if errors:

@@ -21,20 +21,21 @@ from typing import Any
 from megarl.agents.sandboxes.protocol import (
     FILE_BYTES,
     NO_VARIABLES,
+    SEARCH_PATH,
     Executed,
     Sandbox,
     SandboxEndedError,
     SandboxStartError,
     archive_of,
     end_of_output,
+    own_environment,
+    start_order,
     write_input,
 )
 from megarl.config.rules.agent import image_problem
 from megarl.config.schema import SandboxConfig, SandboxProvider
-from megarl.machine.namespace_limits import namespace_obstacles
-from megarl.machine.orders import SEARCH_PATH, own_environment, start_order
 from megarl.machine.reaper import has_ended
-from megarl.machine.sandbox_levels import PYTHONS
+from megarl.machine.sandbox_levels import PYTHONS, namespace_obstacles
 
 FOLDER = "/sandbox"  # the working folder
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
@@ -259,8 +260,7 @@ def _shown(image: str | None) -> list[tuple[str, str]]:
             raise SandboxStartError(f"image {problem}")
         if not os.path.isdir(image):
             raise SandboxStartError(f"image {image!r} is no folder of this machine")
-        names = sorted(set(os.listdir(image)) - _OWN_FOLDERS)
-        return [(f"/{name}", f"{image}/{name}") for name in names]
+        return [(f"/{name}", f"{image}/{name}") for name in sorted(set(os.listdir(image)) - _OWN_FOLDERS)]
     found = [*_SYSTEM, *(f"/etc/{name}" for name in _OF_ETC), *PYTHONS]
     return [(path, path) for path in found if os.path.exists(path)]
 

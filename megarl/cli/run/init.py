@@ -582,8 +582,7 @@ def row_lengths(
                 example = read_example(row, tokenizer, data)
                 yield len(example.prompt_ids) + len(example.response_ids)
         elif isinstance(data, PreferenceDataConfig):
-            from megarl.data.pairs import AnswerEncoder
-            from megarl.data.preferences import read_pair_rows
+            from megarl.data.pairs import AnswerEncoder, read_pair_rows
 
             # A reward model reads one more token, which the rounded limit has room for.
             encoder = AnswerEncoder(tokenizer, data)

@@ -313,8 +313,7 @@ def _side(text: str) -> Answer:
     side = _read(text)
     # A function is not a product with its argument.
     is_function = is_name(text) and not VARIABLE.fullmatch(text) and ("(" in text or '"' in text)
-    is_formula = isinstance(side, Formula) or is_unread(side)
-    if is_function and is_formula:
+    if is_function and (isinstance(side, Formula) or is_unread(side)):
         side = Words(re.sub(r'[\s"]+', "", text))
     return side._replace(latex=text)
 

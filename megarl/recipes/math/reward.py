@@ -19,9 +19,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.machine.strict_json import refuse_unencodable
 from megarl.recipes.math.equality import normal_form, parsed, same, within_limit
 from megarl.recipes.math.reading import Answer, readings, unread_parts
-from megarl.rewards.encodable import refuse_unencodable
 from megarl.rewards.thinking import outside_thinking
 
 _LONGEST = 2000  # maximum characters of an answer, or of a line without a box, that is parsed

@@ -184,8 +184,7 @@ def _pair(problem: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     answer = int(problem["answer"])
     wrong = answer + chance.choice(SLIPS)
     if chance.random() >= SLIP_SHARE:
-        others = [each for each in range(2, 199) if each != answer]
-        wrong = chance.choice(others)
+        wrong = chance.choice([each for each in range(2, 199) if each != answer])
     return {"prompt": problem["metadata"]["expression"], "chosen": str(answer), "rejected": str(wrong)}
 
 

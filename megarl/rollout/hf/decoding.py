@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megarl.data.image_positions import token_positions
+from megarl.batch.token_rows import token_positions
 from megarl.data.images import ImageProcessor
 from megarl.machine.errors import counted
 from megarl.rollout.hf.attention import KVCache, SharedPrompts

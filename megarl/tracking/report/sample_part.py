@@ -107,8 +107,7 @@ def _packed(rows: pa.Table, table: SampleTable, num_tokens: int) -> tuple[dict[s
         **{name: rows[name].to_pylist() for name in _SHOWN},
     }
     # Half precision keeps the page small; its largest finite number is 65504.
-    weights = _flat(rows, "rollout_weights")
-    floats = (own, gaps, advantages, weights, shares * num_tokens)
+    floats = (own, gaps, advantages, _flat(rows, "rollout_weights"), shares * num_tokens)
     halves = [np.clip(values, -65504, 65504).astype("<f2") for values in floats]
     excluded = np.nan_to_num(_flat(rows, "excluded"))
 
@@ -161,7 +160,4 @@ def finite(value: Any) -> Any:
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {str(key): finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [finite(each) for each in value]
-
-    return value
+    return [finite(each) for each in value] if isinstance(value, list) else value

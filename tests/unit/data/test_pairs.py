@@ -18,8 +18,7 @@ from megarl.config.schema import (
 )
 from megarl.data.conversations import ConversationEncoder
 from megarl.data.files import DataError
-from megarl.data.pairs import AnswerEncoder, ConversationPairEncoder, PairDataset
-from megarl.data.preferences import read_pair, read_pair_rows
+from megarl.data.pairs import AnswerEncoder, ConversationPairEncoder, PairDataset, read_pair, read_pair_rows
 from tests.unit.data.chats import TOOLS_TEMPLATE, assistant, character_tokenizer, user, write
 
 EXPLICIT = {"prompt": "2+3", "chosen": "5", "rejected": "67"}

@@ -14,7 +14,7 @@ from megarl.data.files import DataError
 from megarl.data.pairs import AnswerEncoder, PairDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
-from megarl.data.tool_results import order_results
+from megarl.data.tool_columns import order_results
 from tests.unit.data.chats import TOOLS_TEMPLATE, assistant, character_tokenizer, prompt_row, user
 
 

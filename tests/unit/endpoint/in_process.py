@@ -18,8 +18,7 @@ from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import AgentConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
-from megarl.endpoint.request_body import RequestBodies
-from megarl.endpoint.server import build_app
+from megarl.endpoint.server import RequestBodies, build_app
 from megarl.endpoint.session import AgentSession
 from megarl.rollout.tool_calls import call_format
 

@@ -21,8 +21,7 @@ from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.config.schema import AgentConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.endpoint.chat_tokens import ChatTokens
-from megarl.endpoint.request_body import RequestBodies
-from megarl.endpoint.server import EndpointServer, build_app
+from megarl.endpoint.server import EndpointServer, RequestBodies, build_app
 from megarl.endpoint.session import AgentSession
 from megarl.rollout.tool_calls import call_format
 

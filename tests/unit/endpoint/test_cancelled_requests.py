@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.endpoint.api_error import ApiError
-from megarl.endpoint.turn_query import TurnQuery
+from megarl.endpoint.request_fields import TurnQuery
 from tests.unit.endpoint.in_process import InProcess, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

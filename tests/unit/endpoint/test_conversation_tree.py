@@ -8,9 +8,8 @@ from collections import Counter
 
 import numpy as np
 
-from megarl.agents.message_keys import message_key, tools_key
 from megarl.agents.trajectory import Author, Segment, Trajectory
-from megarl.endpoint.conversation_tree import ConversationTree, RecordedTurn
+from megarl.endpoint.conversation_tree import ConversationTree, RecordedTurn, message_key, tools_key
 
 
 def written(*ids: int) -> Segment:

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import IMAGE_GRIDS, PIXEL_VALUES
+from megarl.batch.token_rows import IMAGE_GRIDS, PIXEL_VALUES, token_positions
 from megarl.config.schema import OptimConfig, ParallelConfig, Recomputation, Recompute
-from megarl.data.image_positions import token_positions
 from megarl.engine.micro_batch import row_images
 from tests.families import example_architecture
 from tests.ranks import RankPool

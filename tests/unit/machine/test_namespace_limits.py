@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.machine.namespace_limits import namespace_obstacles
+from megarl.machine.sandbox_levels import namespace_obstacles
 
 # Lines of a container of Docker, and of a machine.
 MOUNTS = """\

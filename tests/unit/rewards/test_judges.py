@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardFunctionConfig
-from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_reply import JudgeReply
-from megarl.rewards.judges import JudgePanel, JudgePromptError, load_template
+from megarl.rewards.judges import JudgeEndpoint, JudgePanel, JudgePromptError, load_template
 from megarl.rewards.process import RewardFunctionError, ScoreRequest
 from megarl.rewards.scorer import RewardError, RewardScorer
 from tests.judge_server import JudgeServer, serve_judge

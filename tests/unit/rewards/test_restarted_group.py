@@ -18,8 +18,8 @@ from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restarts import ProcessLimitError, RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
-from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_servers import JudgeServers, JudgeWorker
+from megarl.rewards.judges import JudgeEndpoint
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward

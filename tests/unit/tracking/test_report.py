@@ -32,9 +32,8 @@ from megarl.cli.inspect.report import LiveReport
 from megarl.cli.main import main
 from megarl.controller.worker import Worker, registered_methods
 from megarl.rollout import worker as rollout_workers
-from megarl.tracking.report.run_folder import RunFolder, open_runs
+from megarl.tracking.report.run_folder import PHASE_NAMES, RunFolder, open_runs, timeline_part
 from megarl.tracking.report.sample_part import sample_part
-from megarl.tracking.report.timeline_part import PHASE_NAMES, timeline_part
 from megarl.tracking.samples import read_samples, sample_path
 from megarl.tracking.timeline import Span, Timeline
 

@@ -100,8 +100,8 @@ def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(
         ("summary.json", "no status.json; see `megarl report"),
         ('{"format": 1, "wri', "is damaged: it is not JSON"),
         ('{"format": 2, "else": []}', "has format 2, but this megarl reads 1"),
-        ("[1]", "is damaged: the top level is not a mapping"),
-        ('{"format": 1}', "is damaged: the top level has other keys than format, written_at, host, pid, run"),
+        ("[1]", "is damaged: the top level: Input should be an object, found [1]"),
+        ('{"format": 1}', "is damaged: written_at: Field required, found {'format': 1}"),
     ],
 )
 def test_what_is_not_there_or_damaged_is_one_line(tmp_path: Path, content: str | None, says: str) -> None:
@@ -118,17 +118,18 @@ def test_what_is_not_there_or_damaged_is_one_line(tmp_path: Path, content: str |
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        ({"step": "3"}, "run.step is '3'"),
-        ({"step": True}, "run.step is 'True'"),
-        ({"phases": "gen"}, "run.phases is 'gen'"),
-        ({"phases": [1]}, "run.phases is '1'"),
-        ({"groups": {"waiting": 1.5}}, "run.groups.waiting is '1.5'"),
+        ({"step": "3"}, "run.step: Input should be a valid integer, found '3'"),
+        ({"step": True}, "run.step: Input should be a valid integer, found True"),
+        ({"phases": "gen"}, "run.phases: Input should be a valid array, found 'gen'"),
+        ({"phases": [1]}, "run.phases.0: Input should be a valid string, found 1"),
+        ({"groups": {"waiting": 1.5}}, "run.groups.waiting: Input should be a valid integer, found 1.5"),
         (
             {"replicas": [{"state": "idle"}]},
-            "run.replicas has other keys than state, in_flight, tokens_per_s, silent_s",
+            "run.replicas.0.in_flight: Field required, found {'state': 'idle'}",
         ),
-        ({"stalled": 5}, "run.stalled is '5'"),
-        ({"trainer_idle": None}, "run.trainer_idle is 'None'"),
+        ({"more": 1}, "run.more: Unexpected keyword argument, found 1"),
+        ({"stalled": 5}, "run.stalled: Input should be a valid string, found 5"),
+        ({"trainer_idle": None}, "run.trainer_idle: Input should be a valid number, found None"),
     ],
 )
 def test_a_value_of_another_type_is_named(tmp_path: Path, change: dict[str, object], where: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from megarl.tracking.report.timeline_part import timeline_part
+from megarl.tracking.report.run_folder import timeline_part
 from megarl.tracking.timeline import Span, Timeline
 
 
