@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.distillation import top_k_kl
+from megarl.algorithms.advantages.token_level import top_k_kl
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.masked import aggregate, denominator, masked
-from megarl.algorithms.policy_losses import PolicyInputs, TokenLosses
-from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
+from megarl.algorithms.policy_losses import SELECTED_TOKENS, PolicyInputs, TokenLosses
 from megarl.algorithms.rollout_correction import correction_weights
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.branches import EPISODE_TOKENS

@@ -24,7 +24,7 @@ from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import VISION, has_dense_layers, routing_layers
-from megarl.models.part_kind import PartKind
+from megarl.models.mapping import PartKind
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 
 

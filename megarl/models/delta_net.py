@@ -10,12 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.architecture import Architecture, DeltaNet
-from megarl.models.config_reader import OF_CLASS, ConfigReader
-from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
-from megarl.models.part_kind import MIXER, PartKind
-from megarl.models.tensor_part import TensorPart
+from megarl.models.config_reader import OF_CLASS, ConfigReader, read_layer_types
+from megarl.models.mapping import (
+    HF_LAYER,
+    MEGATRON_LAYER,
+    MIXER,
+    Cut,
+    MappingRow,
+    PartKind,
+    StagePlacement,
+    TensorPart,
+)
 from megarl.models.trunk import ATTENTION_ROWS
-from megarl.models.windows import read_layer_types
 
 _LINEAR = "linear_attention"
 _HF = HF_LAYER + "linear_attn."

@@ -10,9 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from megarl.machine.errors import ConfigError
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import QUANTIZATION, ConfigReader
 from megarl.models.families import read_fields
-from megarl.models.quantization import FIELD as QUANTIZATION
 
 _WEIGHTS = ("*.safetensors", "*.bin")  # SGLang reads the first kind that the folder has
 

@@ -9,15 +9,13 @@ from typing import Any
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
-from megarl.models.config_reader import ConfigReader
-from megarl.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
+from megarl.models.config_reader import ConfigReader, check_quantization
+from megarl.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM_MOE_DSA
 from megarl.models.family import Family, SGLangStages
 from megarl.models.gemma import GEMMA3_TEXT
-from megarl.models.glm import GLM4_MOE
 from megarl.models.gpt_oss import GPT_OSS
 from megarl.models.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SMOLLM3
 from megarl.models.olmo import OLMO2, OLMO3
-from megarl.models.quantization import check_quantization
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.models.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.models.architecture import Architecture
+from megarl.models.config_reader import BLOCK, BLOCK_FP8
 from megarl.models.layers import kinds_of
-from megarl.models.quantization import BLOCK, BLOCK_FP8
 from megarl.models.tensor_table import Weight, weights_of
 
 SCALE_SUFFIX = "_scale_inv"

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.models.architecture import Activation, Architecture, BlockNorms
-from megarl.models.config_reader import OF_CLASS, ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader, read_windows
 from megarl.models.family import Family
 from megarl.models.trunk import ATTENTION_ROWS, EXAMPLE, read_trunk, trunk_rows
-from megarl.models.windows import read_windows
 
 _ROWS = trunk_rows(
     ATTENTION_ROWS,

@@ -9,13 +9,19 @@ from dataclasses import replace
 from functools import partial
 
 from megarl.models.architecture import Architecture, Experts
-from megarl.models.config_reader import OF_CLASS, ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader, read_windows
 from megarl.models.experts import check_router_gradient
 from megarl.models.family import Family
-from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
-from megarl.models.tensor_part import TensorPart
+from megarl.models.mapping import (
+    EXPERT,
+    HF_LAYER,
+    MEGATRON_LAYER,
+    Cut,
+    MappingRow,
+    StagePlacement,
+    TensorPart,
+)
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
-from megarl.models.windows import read_windows
 
 _ALPHA = 1.702  # the slope of the sigmoid in Megatron's quick_gelu
 _EXPERTS = HF_LAYER + "mlp.experts."

@@ -7,8 +7,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.config_reader import ConfigReader
-from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
-from megarl.models.part_kind import MIXER, PartKind
+from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, MIXER, Cut, MappingRow, PartKind, StagePlacement
 
 # transformers' norms of latent vectors, and those of the published model code, ignore `rms_norm_eps`.
 _NORM_EPS = 1e-6

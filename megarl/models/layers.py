@@ -17,9 +17,18 @@ from megarl.models.architecture import Architecture
 from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
-from megarl.models.mapping import MEGATRON_LAYER, Cut, MappingRow, StagePlacement, num_row_axes
-from megarl.models.part_kind import FEED_FORWARD, MIXER, TOWER, PartKind
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import (
+    FEED_FORWARD,
+    MEGATRON_LAYER,
+    MIXER,
+    TOWER,
+    Cut,
+    MappingRow,
+    PartKind,
+    StagePlacement,
+    num_row_axes,
+    size_of,
+)
 from megarl.models.tensor_table import block_of, dimension_sizes, entry_size, name_of, rows_of
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision

@@ -15,8 +15,7 @@ from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import SGLANG_DIFFERENCES, check_router_gradient, experts_of, transposed_fused
 from megarl.models.family import Family
-from megarl.models.mapping import Cut, MappingRow, StagePlacement
-from megarl.models.part_kind import TOWER
+from megarl.models.mapping import TOWER, Cut, MappingRow, StagePlacement
 from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, with_prefix
 from megarl.models.vision import Vision

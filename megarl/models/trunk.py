@@ -10,20 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.architecture import Architecture, Experts, LatentAttention
-from megarl.models.config_reader import OF_CLASS, REQUIRED, ConfigReader
+from megarl.models.config_reader import OF_CLASS, REQUIRED, ConfigReader, check_sliding_window
 from megarl.models.mapping import (
     EMBEDDING,
+    FEED_FORWARD,
     HF_LAYER,
     MEGATRON_LAYER,
+    MIXER,
     Cut,
     MappingRow,
+    PartKind,
     StagePlacement,
+    TensorPart,
     is_dense,
 )
-from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
 from megarl.models.rope import has_rope_by_layer_type, read_rope, read_ropes_by_layer_type
-from megarl.models.tensor_part import TensorPart
-from megarl.models.windows import check_sliding_window
 
 _LARGEST_EPS = 0.01  # added to a mean square of about 1; models have 1e-5 or 1e-6
 

@@ -26,7 +26,7 @@ from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.layers import kinds_of, layers_of, reads_images, replaces_core, routes_tokens, tower_of
-from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
+from megarl.models.mapping import FEED_FORWARD, MIXER, PartKind
 from megarl.plan.placement.layer_sizes import (
     WORKSPACE_BYTES,
     Kernels,

@@ -26,8 +26,7 @@ from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import has_dense_layers, replaces_core
-from megarl.models.part_kind import PartKind
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import PartKind, size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision

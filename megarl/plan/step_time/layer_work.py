@@ -5,9 +5,7 @@ from __future__ import annotations
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.layers import LayerPart, Matrix
-from megarl.models.mapping import Cut
-from megarl.models.part_kind import MIXER
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import MIXER, Cut, size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.step_time.counts import IDLE, NOTHING, Counts, Edge, PassCounts, call, joined, linear, total
 from megarl.plan.step_time.packed_batch import PackedBatch

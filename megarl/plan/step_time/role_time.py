@@ -21,7 +21,7 @@ from megarl.config.schema import (
 )
 from megarl.models.architecture import Architecture
 from megarl.models.layers import num_routing_layers
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.placement.model_state import model_state, weight_bytes

@@ -18,8 +18,7 @@ from megarl.config.schema import (
 )
 from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
-from megarl.models.counts import padded_vocab_size
-from megarl.models.flops import pairs_of_block, tower_matrices
+from megarl.models.counts import padded_vocab_size, pairs_of_block, tower_matrices
 from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens, tower_of
 from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.step_time.counts import (

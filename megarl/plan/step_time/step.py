@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.models.flops import training_flops
+from megarl.models.counts import training_flops
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, Item, OffloadPlan, Phase, phases_of, waits_for
 from megarl.plan.placement.memory import engine_weights, pushed_bytes
 from megarl.plan.placement.model_state import Usage, model_state, rank_snapshot_bytes

@@ -14,8 +14,13 @@ from megarl.machine.errors import EngineDeadError
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
 from megarl.models.layers import cached_numbers
-from megarl.rehearse.calibration.measurements import CalibrationRequest, DecodeSweep, DecodeTime
-from megarl.rehearse.calibration.reduced import most_layers, write_reduced
+from megarl.rehearse.calibration.measurements import (
+    CalibrationRequest,
+    DecodeSweep,
+    DecodeTime,
+    most_layers,
+    write_reduced,
+)
 from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, SamplingParameters
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.messages import generation_payload

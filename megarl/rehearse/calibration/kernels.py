@@ -28,8 +28,9 @@ from megarl.rehearse.calibration.measurements import (
     CalibrationRequest,
     CollectiveTime,
     ProductTime,
+    most_layers,
+    write_reduced,
 )
-from megarl.rehearse.calibration.reduced import most_layers, write_reduced
 
 # Tokens of all rows whose attention is measured.
 _CUDA_TOKENS = 16_384
