@@ -165,9 +165,8 @@ class ActorLoss:
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)
         elif "rollout_log_probs" in rows:
-            correction = self.algorithm.rollout_correction
             per_token = per_token * correction_weights(
-                inputs.old_log_probs, rows["rollout_log_probs"], mask, correction
+                inputs.old_log_probs, rows["rollout_log_probs"], mask, self.algorithm.rollout_correction
             )
 
         loss = self._aggregate(per_token, rows)

@@ -216,8 +216,7 @@ def dppo_tv(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
     The total variation is that of the binary distribution "the sampled token or another".
     """
-    distance = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
-    return _dppo(inputs, config, distance)
+    return _dppo(inputs, config, (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs())
 
 
 def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:

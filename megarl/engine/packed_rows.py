@@ -70,8 +70,7 @@ class PackedRows(PackedSeqParams):
         self.pieces = pieces(self.lengths, prompts, place)
 
         # The order of the keys takes time on the host, so only a batch that needs it pays for it.
-        orders_keys = self.shares_prompts and place.size > 1
-        key_order = whole_order(self.lengths, place.size) if orders_keys else None
+        key_order = whole_order(self.lengths, place.size) if self.shares_prompts and place.size > 1 else None
         self.shared = shared_prompts(self.pieces, key_order, device)
         longest = max(self.lengths)
 

@@ -215,8 +215,7 @@ def set_local_rotation(layers: Iterable[Any], architecture: Architecture, like: 
     rotation = RotaryEmbedding(
         architecture.rotary_dim, rotary_percent=1.0, use_cpu_initialization=on_cpu, cp_group=like.cp_group
     )
-    frequencies = inverse_frequencies(architecture.rotary_dim, theta, scaling)
-    rotation.inv_freq = frequencies.to(like.inv_freq.device)
+    rotation.inv_freq = inverse_frequencies(architecture.rotary_dim, theta, scaling).to(like.inv_freq.device)
 
     def with_local_angles(
         attention: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]

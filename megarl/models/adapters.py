@@ -72,8 +72,7 @@ def with_adapters(
     """
     adapted: list[MappingRow] = []
     for row in rows:
-        trains = row == trained or _is_saved(row, lora)
-        adapted.append(row if trains else replace(row, trains=False))
+        adapted.append(row if row == trained or _is_saved(row, lora) else replace(row, trains=False))
         for name, dims in _targets_of(row, lora):
             adapted += _pair(row, name, dims)
     return tuple(adapted)
@@ -132,8 +131,7 @@ def _pair(row: MappingRow, name: str, dims: str) -> tuple[MappingRow, MappingRow
 
 def available_targets(rows: Sequence[MappingRow]) -> tuple[str, ...]:
     """Return the names of the projections that can have an adapter, without repetitions."""
-    every = LoRA(rank=1, alpha=1)
-    names = (name for row in rows for name, _ in _targets_of(row, every))
+    names = (name for row in rows for name, _ in _targets_of(row, LoRA(rank=1, alpha=1)))
     return tuple(dict.fromkeys(map(module_of, names)))
 
 

@@ -88,8 +88,7 @@ class Matrix(NamedTuple):
             expert_tensor: The number of ranks that share each expert.
         """
         ranks = expert_tensor if self.num_experts else tensor
-        has_outputs = self.cut not in (Cut.replicated, Cut.row)
-        return ranks if has_outputs else 1, ranks if self.cut is Cut.row else 1
+        return ranks if self.cut not in (Cut.replicated, Cut.row) else 1, ranks if self.cut is Cut.row else 1
 
     def on_rank(self, tensor: int, expert_tensor: int) -> Matrix:
         """Return the part of it on one of the ranks that share it. The arguments are those of `shards`."""
@@ -237,8 +236,7 @@ def pair_products(architecture: Architecture) -> Mapping[int, int]:
 def cached_numbers(architecture: Architecture, layers: Iterable[int], ranks: int) -> int:
     """Return the numbers that one of the ranks of an engine keeps of a token, in these layers."""
     sizes = dimension_sizes(architecture)
-    every = layers_of(architecture)
-    kinds = (part.kind for layer in layers for part in every[layer])
+    kinds = (part.kind for layer in layers for part in layers_of(architecture)[layer])
     return sum(
         max(size_of(kind.cached, sizes) // ranks, size_of(kind.cached_at_least, sizes)) for kind in kinds
     )

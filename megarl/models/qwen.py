@@ -34,8 +34,7 @@ SHARED_EXPERT_ROWS = (
 def read_experts_with_shared(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     """Read the experts of a model whose layers also have a shared expert with a gate."""
     reader.require("qkv_bias", True, "only true is supported")
-    shared_intermediate_size = reader.number("shared_expert_intermediate_size", int)
-    return read_experts(reader, num_hidden_layers, shared_intermediate_size)
+    return read_experts(reader, num_hidden_layers, reader.number("shared_expert_intermediate_size", int))
 
 
 def read_experts(reader: ConfigReader, num_hidden_layers: int, shared_intermediate_size: int = 0) -> Experts:
@@ -70,8 +69,7 @@ def _sparse_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, .
         return ()
 
     # The step counts layers from 1: with a step of 2, the second layer is the first sparse one.
-    every_step = range(step - 1, num_hidden_layers, step)
-    layers = tuple(layer for layer in every_step if layer not in dense)
+    layers = tuple(layer for layer in range(step - 1, num_hidden_layers, step) if layer not in dense)
 
     if not layers:
         said = f"'decoder_sparse_step' {step} and 'mlp_only_layers' {dense}"

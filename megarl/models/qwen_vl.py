@@ -238,7 +238,6 @@ def _check(
         return
 
     num_positions = vision.num_position_embeddings
-    half = architecture.rotary_dim // 2
     problems = (
         (
             vision.out_hidden_size != architecture.hidden_size,
@@ -246,7 +245,7 @@ def _check(
             f"'hidden_size' {architecture.hidden_size} of the language model",
         ),
         (
-            sum(sections) != half,
+            sum(sections) != architecture.rotary_dim // 2,
             f"field 'mrope_section' is {list(sections)}, whose sum must be half of the head's size "
             f"{architecture.rotary_dim}",
         ),

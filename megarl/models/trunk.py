@@ -388,5 +388,4 @@ def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> tupl
             "num_attention_heads",
         )
 
-    head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
-    return num_attention_heads, num_attention_heads, head_dim
+    return num_attention_heads, num_attention_heads, latent.qk_nope_head_dim + latent.qk_rope_head_dim

@@ -261,8 +261,7 @@ class _Sizes:
         for role in self._roles.values():
             if role.before_training and role.shares_with in stages:
                 memory = self._of(role.name, stages[role.shares_with])
-                alone = replace(memory.state, activations=memory.score)
-                phases[role.phases[0].name] = {role.name: alone}
+                phases[role.phases[0].name] = {role.name: replace(memory.state, activations=memory.score)}
         return phases
 
     def _of(self, role: str, stage: int) -> RoleMemory:
@@ -314,8 +313,7 @@ def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usa
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of the weights on one device of an engine's stage with the most."""
-    stages = range(config.rollout.pipeline_parallel_size)
-    return max(stage_weights(config, policy, stage) for stage in stages)
+    return max(stage_weights(config, policy, stage) for stage in range(config.rollout.pipeline_parallel_size))
 
 
 def stage_weights(config: PPOConfig, policy: Architecture, stage: int) -> int:

@@ -59,8 +59,7 @@ def partitions(space: Space, max_staleness: int) -> list[Partition]:
 
     Engines that generate ahead of training have a pool of their own. A pinned placement leaves one way.
     """
-    units = (*space.units, ROLLOUT)
-    found = [tuple(map(tuple, each)) for each in _set_partitions(list(units))]
+    found = [tuple(map(tuple, each)) for each in _set_partitions([*space.units, ROLLOUT])]
     if max_staleness:
         found = [each for each in found if (ROLLOUT,) in each]
     if space.is_pinned("placement.roles") or space.is_pinned("placement.strategy"):
@@ -81,13 +80,13 @@ def _set_partitions(items: list[str]) -> Iterator[list[list[str]]]:
 
 def device_splits(space: Space, partition: Partition) -> list[tuple[Pool, ...]]:
     """Return the ways to divide all devices among the pools of a partition, one node after the other."""
-    if space.is_pinned("placement.pools") and space.config.placement.pools:
-        return [_configured_pools(space, partition)]
+    placement = space.config.placement
+    if space.is_pinned("placement.pools") and placement.pools:
+        return [tuple(Pool(units, tuple(placement.pools[placement.roles[units[0]]])) for units in partition)]
     step = _step(space)
-    parts = space.num_devices // step
     return [
         _placed(space, partition, [step * count for count in counts])
-        for counts in _compositions(parts, len(partition))
+        for counts in _compositions(space.num_devices // step, len(partition))
     ]
 
 
@@ -170,10 +169,9 @@ def _strategy(space: Space, partition: Partition) -> PlacementStrategy:
 def _pools_of(space: Space, strategy: PlacementStrategy) -> set[frozenset[str]]:
     """Return the roles with devices that share each pool of a strategy."""
     placement = replace(space.config.placement, strategy=strategy)
-    requests = pool_requests(space.config.with_sections(placement=placement))
     pools = (
         frozenset(role for group in pool.groups if group.together for role in group.roles)
-        for pool in requests
+        for pool in pool_requests(space.config.with_sections(placement=placement))
     )
     return {pool for pool in pools if pool}
 
@@ -186,11 +184,6 @@ def _is_configured(space: Space, partition: Partition) -> bool:
             pools.setdefault(placement.roles.get(unit, unit), set()).add(unit)
         return set(map(frozenset, partition)) == set(map(frozenset, pools.values()))
     return _strategy(space, partition) is placement.strategy
-
-
-def _configured_pools(space: Space, partition: Partition) -> tuple[Pool, ...]:
-    placement = space.config.placement
-    return tuple(Pool(units, tuple(placement.pools[placement.roles[units[0]]])) for units in partition)
 
 
 def skeleton(space: Space, partition: Partition) -> PlacementPlan:

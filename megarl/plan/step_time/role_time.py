@@ -246,9 +246,8 @@ def _stage_time(stage: StageWork, work: PassWork, device: DeviceProfile) -> Phas
     counts, nbytes, num_launches = stage
     rate = peak_flops(device, work.product_dtype) * device.efficiency.gemm
     memory = device.memory_bytes_s
-    element = dtype_bytes(work.dtype)
     time = PhaseTime.of(
-        products=sum(_product_s(each, rate, memory, element) for each in counts.products),
+        products=sum(_product_s(each, rate, memory, dtype_bytes(work.dtype)) for each in counts.products),
         attention=counts.masked_attention_flops
         / (peak_flops(device, work.dtype) * device.efficiency.attention),
         collectives=_collectives_s(counts.collectives, device),

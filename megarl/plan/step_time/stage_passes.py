@@ -150,8 +150,7 @@ def _layers_of_chunks(
     architecture: Architecture, chunks: tuple[range, ...]
 ) -> Counter[tuple[LayerPart, ...]]:
     """Return how many layers are equal, by their parts."""
-    layers = layers_of(architecture)
-    return Counter(layers[number] for chunk in chunks for number in chunk)
+    return Counter(layers_of(architecture)[number] for chunk in chunks for number in chunk)
 
 
 def head_work(
@@ -176,11 +175,10 @@ def head_work(
         )
 
     entered = edge.entered(trains=False)
-    chunk = logit_chunk_tokens(config.engine, architecture)
     return joined(
         (
             entered,
-            _logits(architecture, edge, batch.scored, chunk),
+            _logits(architecture, edge, batch.scored, logit_chunk_tokens(config.engine, architecture)),
             _scores(role, num_scores * batch.responses),
         )
     )
@@ -214,9 +212,8 @@ def _logits(architecture: Architecture, edge: Edge, tokens: int, chunk: int) -> 
             call(edge.parallel, "all_reduce", "tensor", size, "float32", number),
             call(edge.parallel, "all_reduce", "tensor", 4 * size, "float32", number),
         ]
-        again = number - (size == last)
         backward += [
-            product(size, edge.width, columns, again),
+            product(size, edge.width, columns, number - (size == last)),
             product(size, columns, edge.width, number),
             product(columns, size, edge.width, number * trains),
         ]

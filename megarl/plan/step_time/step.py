@@ -229,13 +229,11 @@ def push_time(
     if needs.through_files:
         whole = pushed_bytes(config, policy)
         nodes = len(plan.group_of("rollout").nodes)
-        written_s = whole / (device.storage_gb_s * 1e9)
-        return PhaseTime.of(storage=written_s * (1 + 1 / nodes), copies=copies_s)
+        return PhaseTime.of(storage=whole / (device.storage_gb_s * 1e9) * (1 + 1 / nodes), copies=copies_s)
 
     # Each replica needs every weight once; the trainers' devices share the sending.
     senders = len(plan.group_of("actor").devices)
-    receivers = len(plan.group_of("rollout").devices)
-    sent = received * max(1.0, receivers / senders)
+    sent = received * max(1.0, len(plan.group_of("rollout").devices) / senders)
     link = device.between_nodes if plan.num_nodes > 1 else device.within_node
     rate = link.gb_s
     # With shared devices, an engine rank finds a part of its weights on its own device or node, if a whole

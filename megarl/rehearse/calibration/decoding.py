@@ -104,8 +104,7 @@ def _step(backend: InProcessBackend, loop: LoopThread, batch: int, architecture:
     seconds(few)  # compiles kernels for this batch size
     # Other load on the machine can only slow a repeat.
     fastest = [min(seconds(num_tokens) for _ in range(_REPEATS)) for num_tokens in (few, many)]
-    step_s = max(0.0, fastest[1] - fastest[0]) / (many - few)
-    return DecodeTime(batch, step_s, prompt + (many + few) / 2)
+    return DecodeTime(batch, max(0.0, fastest[1] - fastest[0]) / (many - few), prompt + (many + few) / 2)
 
 
 def _payload(number: int, num_tokens: int, prompt: int, sampling: SamplingParameters) -> dict[str, object]:

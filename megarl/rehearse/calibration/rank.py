@@ -42,10 +42,9 @@ def measure(
     if not request.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // request.num_ranks))
 
-    store = open_store(*address, rank, request.num_ranks, _LIMIT)
     dist.init_process_group(
         active.distributed_backend,
-        store=store,
+        store=open_store(*address, rank, request.num_ranks, _LIMIT),
         rank=rank,
         world_size=request.num_ranks,
         timeout=_LIMIT,

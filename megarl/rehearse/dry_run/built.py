@@ -49,8 +49,7 @@ def _wrong_marks(engine: MegatronEngine, parameters: Mapping[str, torch.nn.Param
         if shards == 1:
             continue
         parameter = parameters[weight.megatron_name]
-        axis = AXES[weight.cut].cut
-        expected = 0 if weight.cut in _IN_FIRST_DIMENSION else axis
+        expected = 0 if weight.cut in _IN_FIRST_DIMENSION else AXES[weight.cut].cut
         is_marked = getattr(parameter, "tensor_model_parallel", False)
         marked = getattr(parameter, "partition_dim", None)
 

@@ -181,8 +181,7 @@ class _Rank:
 
     def same(self, group: str, call: Collective) -> int | None:
         """Return the number of the rank's own call that matches another rank's, if it is running."""
-        numbers = (number for number in self.at_work(group) if _meet(self.calls[number], call))
-        return next(numbers, None)
+        return next((number for number in self.at_work(group) if _meet(self.calls[number], call)), None)
 
     def end(self, number: int) -> None:
         self.ended.add(number)

@@ -33,9 +33,7 @@ def equal_tokens(request: GenerationRequest, length: int) -> Sample:
     """Write a sample of `length` tokens that are all the same, without its versions."""
     reason: FinishReason = "length" if length == request.sampling.max_new_tokens else "stop"
     token_ids = np.full(length, _TOKEN, dtype=np.int32)
-    log_probs = np.full(length, _LOG_PROB, dtype=np.float32)
-
-    return Sample(token_ids, log_probs, reason, spans=())
+    return Sample(token_ids, np.full(length, _LOG_PROB, dtype=np.float32), reason, spans=())
 
 
 class _InFlight:
