@@ -71,8 +71,8 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
                 f"critic/{name}/mean": tokens.mean,
                 f"critic/{name}/max": tokens.maximum,
                 f"critic/{name}/min": tokens.minimum,
+                f"critic/{name}/std": sqrt(tokens.variance),
             }
-            metrics[f"critic/{name}/std"] = sqrt(tokens.variance)
 
     if "values" in batch and "returns" in batch:
         errors = moments(torch.sub, mask, batch["returns"], batch["values"])
@@ -88,7 +88,10 @@ def _rollout_differences(batch: Mapping[str, Column]) -> dict[str, float]:
     """Compare the log-probs of the rollout with those of the trainer, if the batch has both."""
     metrics: dict[str, float] = {}
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
-        for name, difference in (("probs", _of_probs), ("log_probs", _of_log_probs)):
+        for name, difference in (
+            ("probs", lambda rollout, old: (rollout.exp() - old.exp()).abs()),
+            ("log_probs", _of_log_probs),
+        ):
             tokens = moments(
                 difference, batch["response_mask"], batch["rollout_log_probs"], batch["old_log_probs"]
             )
@@ -96,10 +99,6 @@ def _rollout_differences(batch: Mapping[str, Column]) -> dict[str, float]:
             metrics[f"training/rollout_{name}_diff_max"] = tokens.maximum if tokens.number else 0.0
 
     return metrics
-
-
-def _of_probs(rollout: Tensor, old: Tensor) -> Tensor:
-    return (rollout.exp() - old.exp()).abs()
 
 
 def _of_log_probs(rollout: Tensor, old: Tensor) -> Tensor:
@@ -205,13 +204,8 @@ def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """
     if "reward_model_scores" not in batch:
         return {}
-    metrics: dict[str, float] = {}
-
-    for name, scores in (
-        ("model", batch["reward_model_scores"]),
-        ("functions", batch["reward_function_scores"]),
-    ):
-        metrics |= _summary(f"reward/{name}", scores)
+    metrics = _summary("reward/model", batch["reward_model_scores"])
+    metrics |= _summary("reward/functions", batch["reward_function_scores"])
 
     for name in ("truncated", "spells_special"):
         metrics[f"reward/model/{name}"] = float(batch[f"reward_model_{name}"].float().mean())

@@ -78,12 +78,6 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
     )
 
 
-def _to_cuda(
-    tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any
-) -> torch.Tensor:
-    return tensor.to(CUDA, non_blocking=non_blocking)
-
-
 def _apply(
     module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
@@ -162,7 +156,9 @@ def _adapt_tensors() -> None:
     FakeTensor.tolist = read
     torch.tensor = tensor
     torch.Tensor.type = spell
-    torch.Tensor.cuda = _to_cuda
+    torch.Tensor.cuda = lambda tensor, device=None, non_blocking=False, **options: tensor.to(
+        CUDA, non_blocking=non_blocking
+    )
 
     torch.Tensor.pin_memory = pin
 

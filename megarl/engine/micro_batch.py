@@ -190,7 +190,11 @@ def make_micro_batch(
     responses = columns["responses"]
     num_rows, response_length = responses.shape
     cells = real.response_row * response_length + real.response_offset
-    top_ids = _top_ids(columns, inputs.scored)
+    top_ids = None
+    # Those of the teacher's tokens, (N, k) int32, at this rank's response tokens.
+    if TEACHER_TOP_IDS in columns:
+        every = columns[TEACHER_TOP_IDS].flat().view(-1, values_per_token(columns))
+        top_ids = to_device(every[inputs.scored], device)
 
     return MicroBatch(
         inputs=placed,
@@ -202,7 +206,7 @@ def make_micro_batch(
         shape=(num_rows, response_length),
         row_numbers=tuple(rows),
         images=images,
-        top_ids=None if top_ids is None else to_device(top_ids, device),
+        top_ids=top_ids,
     )
 
 
@@ -225,13 +229,6 @@ def _loss_columns(columns: Mapping[str, RaggedTensor], cells: Tensor) -> dict[st
         slots = log_probs.new_zeros(num_rows * length, num_values).index_copy(0, cells, log_probs)
         padded[TEACHER_TOP_LOG_PROBS] = slots.view(num_rows, length, num_values)
     return padded
-
-
-def _top_ids(columns: Mapping[str, RaggedTensor], scored: Tensor) -> Tensor | None:
-    """Return the ids (N, k) int32 of the teacher's tokens at this rank's response tokens, if it has any."""
-    if TEACHER_TOP_IDS not in columns:
-        return None
-    return columns[TEACHER_TOP_IDS].flat().view(-1, values_per_token(columns))[scored]
 
 
 def _set_positions_in_three_axes(

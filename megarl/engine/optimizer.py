@@ -333,15 +333,12 @@ def _make_moments(part: Any) -> None:
     The state that can be offloaded or saved is then the same before and after the first step.
     """
     optimizer = part.optimizer
-    # Transformer Engine's Adam knows the dtypes, and also creates the masters.
-    if part.config.use_precision_aware_optimizer:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.initialize_state(parameter, store_param_remainders=False)
-        return
-
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            # Transformer Engine's Adam knows the dtypes, and also creates the masters.
+            if part.config.use_precision_aware_optimizer:
+                optimizer.initialize_state(parameter, store_param_remainders=False)
+                continue
             state = optimizer.state[parameter]
             if _counts_by_tensor(optimizer):
                 # torch keeps the step count on the host unless the whole update runs on the device.

@@ -65,9 +65,9 @@ def num_tower_parameters(architecture: Architecture) -> int:
     return sum(_row_size(row, {}) for row in tower_rows(architecture))
 
 
-def num_active_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
+def num_active_parameters(architecture: Architecture) -> int:
     """Count the parameters that one token uses: only the selected experts are included."""
-    whole = _whole(architecture, with_value_head, trained_only=False)
+    whole = _whole(architecture, with_value_head=False, trained_only=False)
     sizes = dimension_sizes(architecture)
     return whole.dense + whole.of_experts // max(1, sizes["E"]) * sizes["e"]
 

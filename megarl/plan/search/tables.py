@@ -178,10 +178,11 @@ def _refined(
     """Yield a layout with each number of virtual stages, and each distribution of experts."""
     pipeline = dense.pipeline_parallel_size
     layers = architecture.num_hidden_layers // pipeline
+    shards = dict.fromkeys((1, dense.tensor_parallel_size)) if routes_tokens(architecture) else [1]
     virtual = [None, *(each for each in _VIRTUAL if pipeline > 1 and layers % each == 0)]
 
     for chunks in pinned.get("virtual_pipeline_parallel_size", virtual):
-        for expert_tensor in pinned.get("expert_tensor_parallel_size", _expert_tensors(dense, architecture)):
+        for expert_tensor in pinned.get("expert_tensor_parallel_size", shards):
             most = max(1, architecture.num_experts)
             groups = [each for each in _divisors(dense.stage_size // expert_tensor, most) if most % each == 0]
             for expert in pinned.get("expert_parallel_size", groups):
@@ -202,12 +203,6 @@ def _contexts(role: ModelRole, num_devices: int) -> list[int]:
     if role.name == REWARD_MODEL:
         return [role.parallel.context_parallel_size]
     return [each for each in _divisors(num_devices, _MOST_CONTEXT) if each & (each - 1) == 0]
-
-
-def _expert_tensors(dense: ParallelConfig, architecture: Architecture) -> list[int]:
-    if not routes_tokens(architecture):
-        return [1]
-    return list(dict.fromkeys((1, dense.tensor_parallel_size)))
 
 
 def _problem(

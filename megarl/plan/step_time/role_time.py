@@ -14,7 +14,6 @@ from megarl.config.batch_arithmetic import optimizer_steps_per_step
 from megarl.config.roles import ModelRole, RolePhase, scores_in_update
 from megarl.config.schema import (
     PPOConfig,
-    Recomputation,
     Recompute,
     RecomputeModule,
     RunConfig,
@@ -132,16 +131,13 @@ def _stage(
     sparse = num_routing_layers(architecture, layers)
     exchanges = _LAUNCHES_OF_CONTEXT * len(layers) if role.parallel.context_parallel_size > 1 else 0
     launched = len(layers) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
-    again = exchanges if trains and _repeats_core_only(role.recomputation) else 0
+    how, modules, _ = role.recomputation
+    repeats_core = trains and how is Recompute.selective and RecomputeModule.core_attn in modules
     return (
         count(config, role, architecture, stage, batch),
         elementwise_bytes(config, role, architecture, stage, batch, trains=trains),
-        launched * passes(role, trains) + again,
+        launched * passes(role, trains) + exchanges * repeats_core,
     )
-
-
-def _repeats_core_only(recomputation: Recomputation) -> bool:
-    return recomputation.how is Recompute.selective and RecomputeModule.core_attn in recomputation.modules
 
 
 def _update(

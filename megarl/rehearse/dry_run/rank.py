@@ -63,17 +63,7 @@ if TYPE_CHECKING:  # imports Megatron, which requires an active platform
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.vocab_parallel import Extra
 
-_ledger: Ledger | None = None  # the ledger of this process's rank
-
-
-def _on_wait() -> None:
-    if _ledger is not None:
-        _ledger.synchronizes("synchronize")
-
-
-def _on_flops(flops: int) -> None:
-    if _ledger is not None:
-        _ledger.computes(flops)
+_ledger = Ledger(None)  # of this process; a rank has its own
 
 
 def prepare() -> None:
@@ -81,9 +71,10 @@ def prepare() -> None:
 
     Takes as long as importing Megatron.
     """
-    te_signature.count_flops_with(_on_flops)
+    te_signature.count_flops_with(lambda flops: _ledger.computes(flops))
     platform.activate_fake_cuda(
-        _on_wait, transformer_engine_torch.compiled_module() if has_transformer_engine_modules() else None
+        lambda: _ledger.synchronizes("synchronize"),
+        transformer_engine_torch.compiled_module() if has_transformer_engine_modules() else None,
     )
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
