@@ -16,8 +16,17 @@ from megarl.models.gemma import GEMMA3_TEXT
 from megarl.models.gpt_oss import GPT_OSS
 from megarl.models.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SMOLLM3
 from megarl.models.olmo import OLMO2, OLMO3
-from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from megarl.models.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
+from megarl.models.qwen import (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from megarl.models.unsupported import UNSUPPORTED
 

@@ -16,11 +16,9 @@ from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import SGLANG_DIFFERENCES, check_router_gradient, experts_of, transposed_fused
 from megarl.models.family import Family
 from megarl.models.mapping import TOWER, Cut, MappingRow, StagePlacement
-from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts
+from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts, read_sections
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, with_prefix
 from megarl.models.vision import Vision
-
-_ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 
 # Fields of both families that concern videos, which megarl does not train on, or name tokens that only the
 # chat template writes.
@@ -128,38 +126,6 @@ def _read(
 
     _check(reader, architecture, vision, sections)
     return replace(architecture, model_type=model_type, vision=vision)
-
-
-def read_sections(
-    text: dict[str, Any], default: tuple[int, ...], reader: ConfigReader, *, is_interleaved: bool
-) -> tuple[int, ...]:
-    """Take the sections of the three position axes out of the object of the rotary embedding.
-
-    What remains in the object is an ordinary rotary embedding.
-    """
-    sizes: Any = default
-    for name in _ROPE_FIELDS:
-        rope = text.get(name)
-        if not isinstance(rope, dict):
-            continue
-
-        rest = dict(rope)
-        sizes = rest.pop("mrope_section", sizes)
-        interleaved = rest.pop("mrope_interleaved", is_interleaved)
-        if interleaved is not is_interleaved:
-            said = f"only {is_interleaved} is supported by this family"
-            reader.problems.append(f"field 'mrope_interleaved' is {interleaved!r}; {said}")
-
-        # The type of an ordinary embedding has several names.
-        for kind in ("type", "rope_type"):
-            if rest.get(kind) == "mrope":
-                rest[kind] = "default"
-        text[name] = rest
-
-    if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(isinstance(n, int) for n in sizes)):
-        reader.problems.append(f"field 'mrope_section' is {sizes!r}, but must be a list of three integers")
-        return default
-    return tuple(sizes)
 
 
 def _read_tower(tower: ConfigReader) -> dict[str, Any]:

@@ -17,16 +17,20 @@ from megarl.machine.errors import ConfigError, counted
 from megarl.plan.placement.activations import RoleMemory
 from megarl.plan.placement.memory import PlacedMemory, budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.placements import (
+from megarl.plan.search.solution import Solution
+from megarl.plan.search.space import (
+    ROLLOUT,
     Partition,
     Pool,
+    Reason,
+    Rejections,
+    Space,
     device_splits,
     partitions,
     placement_of,
+    refusals,
     skeleton,
 )
-from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, refusals
 from megarl.plan.search.tables import EngineShape, Tables
 from megarl.plan.search.variants import Variant
 from megarl.plan.step_time.step import GENERATION, PredictedCosts, PredictedStep, StepSchedule

@@ -26,8 +26,7 @@ from megarl.models.layers import routes_tokens
 from megarl.plan.placement.memory import engine_share, engine_usage, row_cache
 from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.requests import engine_problems
-from megarl.plan.search.placements import Pool
-from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, units_of
+from megarl.plan.search.space import ROLLOUT, Pool, Reason, Rejections, Space, units_of
 from megarl.plan.search.variants import LEVEL as VARIANTS
 from megarl.plan.search.variants import VariantTable
 from megarl.plan.step_time.step import PredictedCosts
