@@ -53,10 +53,6 @@ class QueryPiece(NamedTuple):
     prompt: range
     own: range
 
-    @property
-    def num_keys(self) -> int:
-        return len(self.prompt) + len(self.own)
-
 
 def own_tokens(lengths: Sequence[int], place: RankSlice) -> Tensor:
     """Return the positions (T / C,) int64 in the whole batch of a rank's tokens, in its order.

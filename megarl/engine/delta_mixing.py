@@ -269,8 +269,7 @@ def mix(
     arguments = (tokens, convolution, a_log, dt_bias, norm)
     if tokens.device.type == "cuda" and megatron_delta_net.HAVE_FLA:
         return _mix_by_kernels(*arguments, rows, sizes, eps)
-    mixed: Tensor = _Recomputed.apply(_mix_by_torch, (rows, sizes, eps), *arguments)
-    return mixed
+    return _Recomputed.apply(_mix_by_torch, (rows, sizes, eps), *arguments)
 
 
 def _mix_by_torch(
@@ -332,8 +331,7 @@ def _mix_by_kernels(
         cu_seqlens=rows.bounds,
     )
 
-    output: Tensor = _Recomputed.apply(_gated_norm, (eps,), mixed[0], gate, norm)
-    return output
+    return _Recomputed.apply(_gated_norm, (eps,), mixed[0], gate, norm)
 
 
 def _split(tokens: Tensor, sizes: DeltaNet) -> tuple[Tensor, ...]:

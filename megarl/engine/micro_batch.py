@@ -176,7 +176,7 @@ def make_micro_batch(
         _set_positions_in_three_axes(inputs, positions, vision, device)
         if holds_tower and len(grids):
             images = _image_inputs(inputs, pixels, grids, features, cut, device)
-    elif inputs.packed is not None and inputs.packed.needs_positions:
+    elif inputs.packed is not None and (inputs.packed.shares_prompts or place.size > 1):
         set_positions(inputs.packed.cu_seqlens_q, placed.positions[0])
 
     # Predictors are counted among the tokens that the last layer keeps.

@@ -84,11 +84,6 @@ class PackedRows(PackedSeqParams):
             max_seqlen_kv=furthest,
         )
 
-    @property
-    def needs_positions(self) -> bool:
-        """Whether the positions of tokens are not 0, 1, 2, ... in each sequence."""
-        return self.shares_prompts or self.place.size > 1
-
     @cached_property
     def attention_plan(self) -> AttentionPlan:
         """The plan of the attention calls, which is made once per micro-batch and cached for all layers.
@@ -161,7 +156,7 @@ class PackedRows(PackedSeqParams):
             ]
         )
         queries = [piece.length for piece in self.pieces]
-        keys = [piece.num_keys for piece in self.pieces]
+        keys = [len(piece.prompt) + len(piece.own) for piece in self.pieces]
         return to_device(order[places], device), sequences_of(queries, keys, device)
 
 

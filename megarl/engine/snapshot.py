@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -129,11 +129,9 @@ class PendingSnapshot:
                 f"the snapshot of step {self._step} cannot be written: {failure}"
             ) from failure
 
-    @contextmanager
-    def stands_still(self) -> Generator[None]:
+    def stands_still(self) -> AbstractContextManager[bool]:
         """Copy nothing within the context, in which tensors may be moved between the device and the host."""
-        with self._lock:
-            yield
+        return self._lock
 
     def _run(self) -> None:
         # Copies on a stream of their own do not wait for the model's.

@@ -121,14 +121,11 @@ class StepTrace:
         # The last layer of a packed batch keeps only the tokens that predict another.
         inputs = micro_batch.inputs
         packed = inputs.packed
-        is_last = packed is not None and packed.predicting is not None and name.startswith(self._last_layer)
+        last = f"layer {self._engine.spec.architecture.num_hidden_layers - 1:04d} "
+        is_last = packed is not None and packed.predicting is not None and name.startswith(last)
         predictors = micro_batch.predictors if may_be_selected and is_last else inputs.predictors
         places, names = self._chosen(micro_batch, inputs.scored.cpu())
         self._keep(name, names, hidden[predictors[places]])
-
-    @property
-    def _last_layer(self) -> str:
-        return f"layer {self._engine.spec.architecture.num_hidden_layers - 1:04d} "
 
     def _gathered(self, hidden: Tensor) -> Tensor:
         group = self._engine.groups.tensor

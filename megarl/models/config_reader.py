@@ -138,8 +138,7 @@ class ConfigReader:
         if given == 0 and not isinstance(given, bool):
             self.seen.add(name)
             return 0
-        number: int = self.number(name, int, default)
-        return number
+        return self.number(name, int, default)
 
     def flag(self, name: str) -> bool:
         """Read a boolean.

@@ -24,9 +24,8 @@ from megarl.models.mapping import (
 
 def experts_of(architecture: Architecture) -> Experts:
     """Return the experts of a model that has some."""
-    experts = architecture.experts
-    assert experts is not None
-    return experts
+    assert architecture.experts is not None
+    return architecture.experts
 
 
 def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterator[tuple[str, str, float]]:

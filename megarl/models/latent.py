@@ -15,9 +15,8 @@ _NORM_EPS = 1e-6
 
 def latent_of(architecture: Architecture) -> LatentAttention:
     """Return the sizes of a model that has latent attention."""
-    latent = architecture.latent
-    assert latent is not None
-    return latent
+    assert architecture.latent is not None
+    return architecture.latent
 
 
 def megatron_sizes(architecture: Architecture) -> dict[str, Any]:

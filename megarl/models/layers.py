@@ -182,9 +182,8 @@ def reads_images(architecture: Architecture) -> bool:
 
 def tower_of(architecture: Architecture) -> Vision:
     """Return the vision tower of a model that reads images."""
-    tower = architecture.vision
-    assert tower is not None
-    return tower
+    assert architecture.vision is not None
+    return architecture.vision
 
 
 def has_dense_layers(architecture: Architecture) -> bool:

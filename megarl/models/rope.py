@@ -137,8 +137,7 @@ def _read_partial_rotary_factor(rope: ConfigReader) -> float:
             rope.refuse("partial_rotary_factor", "only 1 is supported by this family")
         return 1.0
 
-    fraction: float = rope.number("partial_rotary_factor", float, OF_CLASS, at_most=1.0)
-    return fraction
+    return rope.number("partial_rotary_factor", float, OF_CLASS, at_most=1.0)
 
 
 def _read_scaling(rope: ConfigReader, max_position_embeddings: int) -> RopeScaling | None:

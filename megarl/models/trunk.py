@@ -321,12 +321,9 @@ def read_trunk(
 
 def _read_intermediate_size(reader: ConfigReader, num_hidden_layers: int, experts: Experts | None) -> int:
     """Read the size of dense feed-forwards. A folder may omit it if all layers have experts."""
-    size: int
     if experts is not None and len(experts.layers) == num_hidden_layers:
-        size = reader.number("intermediate_size", int, OF_CLASS, null=experts.intermediate_size)
-    else:
-        size = reader.number("intermediate_size", int)
-    return size
+        return reader.number("intermediate_size", int, OF_CLASS, null=experts.intermediate_size)
+    return reader.number("intermediate_size", int)
 
 
 def _read_heads(reader: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
@@ -369,8 +366,7 @@ def _read_key_value_heads(reader: ConfigReader, num_attention_heads: int) -> int
     """
     name = "num_key_value_heads"
     is_derived = reader.value(name) is None and (name in reader.fields or name in reader.defaults)
-    number: int = reader.number(name, int, num_attention_heads if is_derived else REQUIRED)
-    return number
+    return reader.number(name, int, num_attention_heads if is_derived else REQUIRED)
 
 
 def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> tuple[int, int, int]:

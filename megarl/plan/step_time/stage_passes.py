@@ -74,7 +74,6 @@ class StagePasses:
             for layer in self._numbers
         }
 
-        self._trains_embedding = architecture.trains_fully(EMBEDDING_MODULE)
         self._trains_tower = architecture.lora is None and not role.freeze_vision
         self._tower = (IDLE, IDLE)
         if self._is_first and reads_images(architecture):
@@ -98,7 +97,8 @@ class StagePasses:
         if self._is_first:
             # Each rank has a part of the vocabulary.
             embedded = self._edge.left()
-            yield embedded if self._trains_embedding else PassCounts(embedded.forward)
+            trains = self._architecture.trains_fully(EMBEDDING_MODULE)
+            yield embedded if trains else PassCounts(embedded.forward)
             yield from self._tower
 
     def _head(self, num_scores: int) -> PassCounts:
