@@ -204,16 +204,6 @@ def _adapt_attention() -> None:
     F.scaled_dot_product_attention = attention
 
 
-def _adapt_norm() -> None:
-    """Register a norm for CUDA in CPU builds, which have none.
-
-    Without a kernel, torch decomposes the norm before autograd and keeps float32 copies that the kernel does
-    not make. The registered function only has to exist: fake tensors never call it.
-    """
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(_NORM, "CUDA"):
-        _KERNELS.impl(_NORM, lambda *arguments: NotImplemented)
-
-
 def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> None:
     """Gather objects, assuming that those of the other ranks equal this one's.
 
@@ -317,7 +307,11 @@ def install(on_wait: Callable[[], None], transformer_engine: types.ModuleType | 
 
     _adapt_tensors()
     _adapt_attention()
-    _adapt_norm()
+    # A norm for CUDA in CPU builds, which have none. Without a kernel, torch decomposes the norm before
+    # autograd and keeps float32 copies that the kernel does not make. The registered function only has to
+    # exist: fake tensors never call it.
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_NORM, "CUDA"):
+        _KERNELS.impl(_NORM, lambda *arguments: NotImplemented)
     use_cpu_generator()
     _adapt_sorting()
 

@@ -47,8 +47,10 @@ from megarl.engine.vision import ImageInputs
 from megarl.machine.errors import counted
 from megarl.models.vision import Vision
 
-_TOP_TOKENS = (TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)  # with several values per token
-_NOT_FOR_THE_LOSS = ("prompts", "responses", ROUTED_EXPERTS, PIXEL_VALUES, IMAGE_GRIDS, *_TOP_TOKENS)
+_NOT_FOR_THE_LOSS = (
+    *("prompts", "responses", ROUTED_EXPERTS, PIXEL_VALUES, IMAGE_GRIDS),
+    *(TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS),  # with several values per token
+)
 
 
 class MicroBatchRoutes:

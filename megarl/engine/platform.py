@@ -110,8 +110,6 @@ def activate(device: Device) -> Platform:
             _hide("transformer_engine")
         with without_modules(*UNUSED):
             rotary.install()
-        pickle_as_torch()
-        share_device()
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
     else:
         from megarl.engine import cpu_adaptations
@@ -120,11 +118,11 @@ def activate(device: Device) -> Platform:
         _hide("flash_mla")
         with without_modules(*UNUSED):
             cpu_adaptations.install()
-        pickle_as_torch()
-        share_device()
         keep_freed_memory()
         _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
 
+    pickle_as_torch()
+    share_device()
     return _active
 
 

@@ -20,8 +20,9 @@ from megarl.models.architecture import Architecture, LoRA
 from megarl.models.mapping import Cut, MappingRow
 
 # The linear layers that take adapters, by Megatron's names.
-_LATENT = "q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj"
-_LINEAR = re.compile(rf"(.+\.linear_(?:qkv|proj|fc1|fc2|{_LATENT}))\.weight")
+_LINEAR = re.compile(
+    r"(.+\.linear_(?:qkv|proj|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj))\.weight"
+)
 _WITH_SHARDED_OUTPUTS = (Cut.column, Cut.qkv, Cut.gated)
 _SUFFIX = ".weight"
 ADAPTER = ".lora."  # in Megatron's names, between the linear layer's and the projection's

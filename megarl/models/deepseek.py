@@ -22,19 +22,15 @@ _MODEL_TYPE = "deepseek_v3"
 
 # Fields of the published model code that select variants, with the one that this family computes.
 _FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-# Fields of DeepSeek's own training and serving.
-_HARMLESS = ("aux_loss_alpha", "ep_size", "seq_aux")
 _LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # transformers' names, newer and older
-# How an indexer computes its scores, and in which layers it reuses the selection of an earlier layer.
-_FLAGS_OF_INDEXERS = ("indexer_rope_interleave", "index_share_for_mtp_iteration")
-_SHARING = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern", "indexer_types")
 
 
 def _read_layers(reader: ConfigReader) -> Architecture:
     """Read a model with the layers of DeepSeek-V3."""
     for name, supported in _FIXED.items():
         reader.require(name, supported, f"only {supported!r} is supported")
-    for name in _HARMLESS:
+    # Fields of DeepSeek's own training and serving.
+    for name in ("aux_loss_alpha", "ep_size", "seq_aux"):
         reader.take(name)
 
     return read_trunk(reader, read_experts=read_sigmoid_experts, read_latent=read_latent, may_have_mtp=True)
@@ -45,9 +41,10 @@ def _read_sparse(reader: ConfigReader) -> Architecture:
     index_topk = reader.number("index_topk", int)
     for name in ("index_n_heads", "index_head_dim"):
         reader.number(name, int)
-    for name in _FLAGS_OF_INDEXERS:
+    # How an indexer computes its scores, and in which layers it reuses the selection of an earlier layer.
+    for name in ("indexer_rope_interleave", "index_share_for_mtp_iteration"):
         reader.flag(name)
-    for name in _SHARING:
+    for name in ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern", "indexer_types"):
         reader.take(name)
     reader.require("moe_router_dtype", "float32", "only 'float32' is supported")
 

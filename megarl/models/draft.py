@@ -13,8 +13,6 @@ from megarl.machine.errors import ConfigError
 from megarl.models.config_reader import QUANTIZATION, ConfigReader
 from megarl.models.families import read_fields
 
-_WEIGHTS = ("*.safetensors", "*.bin")  # SGLang reads the first kind that the folder has
-
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel:
@@ -68,6 +66,8 @@ def read_draft(folder: str) -> DraftModel:
     vocab = reader.number("vocab_size", int)
     heads = reader.number("num_attention_heads", int)
     latent = reader.count("kv_lora_rank", 0)
+    # SGLang reads the first kind of files that the folder has.
+    weights = (list(Path(folder).glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
     draft = DraftModel(
         vocab_size=vocab,
         draft_vocab_size=reader.number("draft_vocab_size", int, vocab),
@@ -79,7 +79,7 @@ def read_draft(folder: str) -> DraftModel:
         head_dim=reader.number("head_dim", int, hidden // heads),
         latent_size=latent and latent + reader.count("qk_rope_head_dim", 0),
         is_quantized=whole.get(QUANTIZATION) is not None,
-        weight_bytes=_weight_bytes(Path(folder)),
+        weight_bytes=sum(file.stat().st_size for file in next(filter(None, weights), ())),
     )
 
     if reader.problems:
@@ -94,10 +94,3 @@ def read_draft_if_there(folder: str) -> DraftModel | None:
         return read_draft(folder)
     except ConfigError:
         return None
-
-
-def _weight_bytes(folder: Path) -> int:
-    for pattern in _WEIGHTS:
-        if files := list(folder.glob(pattern)):
-            return sum(file.stat().st_size for file in files)
-    return 0

@@ -64,7 +64,6 @@ _ALIASES = {"kimi_k2": "deepseek_v3"}
 # Suffixes of the class names of critics and reward models. A critic may start from any class.
 CRITIC_CLASS = "ForTokenClassification"
 REWARD_CLASS = "ForSequenceClassification"
-_HEADS = (REWARD_CLASS, CRITIC_CLASS, "Model")
 
 
 def family_of(model_type: object) -> Family | None:
@@ -146,7 +145,7 @@ def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) 
     is_own_code = auto_map is not None and trust_remote_code
 
     # Any head is allowed, because a critic may start from any class of the family.
-    allowed = {family.class_prefix + head for head in (family.lm_class, *_HEADS)}
+    allowed = {family.class_prefix + head for head in (family.lm_class, REWARD_CLASS, CRITIC_CLASS, "Model")}
 
     names = reader.fields.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -31,54 +31,6 @@ def _row(megatron: str, place: StagePlacement, cut: Cut, tensor: tuple[str, str]
     return MappingRow(megatron=MEGATRON_LAYER + megatron, place=place, cut=cut, tensors=(tensor,))
 
 
-_ROWS = (
-    *(row for row in TRUNK_ROWS if ".mlp." not in row.megatron),
-    _row(
-        "self_attention.linear_proj.bias",
-        StagePlacement.layer,
-        Cut.replicated,
-        (HF_LAYER + "self_attn.o_proj.bias", "H"),
-    ),
-    _row(
-        "self_attention.core_attention.softmax_offset",
-        StagePlacement.layer,
-        Cut.column,
-        (HF_LAYER + "self_attn.sinks", "N"),
-    ),
-    _row(
-        "mlp.router.weight",
-        StagePlacement.layer,
-        Cut.replicated,
-        (HF_LAYER + "mlp.router.weight", "E H"),
-    ),
-    _row("mlp.router.bias", StagePlacement.layer, Cut.replicated, (HF_LAYER + "mlp.router.bias", "E")),
-    _row(
-        EXPERT + "linear_fc1.weight",
-        StagePlacement.expert,
-        Cut.gated,
-        TensorPart(name=_EXPERTS + "gate_up_proj", dims="E H (M 2)", order="2 M H"),
-    ),
-    _row(
-        EXPERT + "linear_fc1.bias",
-        StagePlacement.expert,
-        Cut.gated,
-        TensorPart(name=_EXPERTS + "gate_up_proj_bias", dims="E (M 2)", order="2 M"),
-    ),
-    _row(
-        EXPERT + "linear_fc2.weight",
-        StagePlacement.expert,
-        Cut.row,
-        TensorPart(name=_EXPERTS + "down_proj", dims="E M H", order="H M"),
-    ),
-    _row(
-        EXPERT + "linear_fc2.bias",
-        StagePlacement.expert,
-        Cut.replicated,
-        TensorPart(name=_EXPERTS + "down_proj_bias", dims="E H"),
-    ),
-)
-
-
 def _read(reader: ConfigReader) -> Architecture:
     reader.require("attention_bias", True, "only true is supported")
     is_packed = _read_packing(reader)
@@ -134,7 +86,52 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     class_prefix="GptOss",
     read=_read,
-    rows=_ROWS,
+    rows=(
+        *(row for row in TRUNK_ROWS if ".mlp." not in row.megatron),
+        _row(
+            "self_attention.linear_proj.bias",
+            StagePlacement.layer,
+            Cut.replicated,
+            (HF_LAYER + "self_attn.o_proj.bias", "H"),
+        ),
+        _row(
+            "self_attention.core_attention.softmax_offset",
+            StagePlacement.layer,
+            Cut.column,
+            (HF_LAYER + "self_attn.sinks", "N"),
+        ),
+        _row(
+            "mlp.router.weight",
+            StagePlacement.layer,
+            Cut.replicated,
+            (HF_LAYER + "mlp.router.weight", "E H"),
+        ),
+        _row("mlp.router.bias", StagePlacement.layer, Cut.replicated, (HF_LAYER + "mlp.router.bias", "E")),
+        _row(
+            EXPERT + "linear_fc1.weight",
+            StagePlacement.expert,
+            Cut.gated,
+            TensorPart(name=_EXPERTS + "gate_up_proj", dims="E H (M 2)", order="2 M H"),
+        ),
+        _row(
+            EXPERT + "linear_fc1.bias",
+            StagePlacement.expert,
+            Cut.gated,
+            TensorPart(name=_EXPERTS + "gate_up_proj_bias", dims="E (M 2)", order="2 M"),
+        ),
+        _row(
+            EXPERT + "linear_fc2.weight",
+            StagePlacement.expert,
+            Cut.row,
+            TensorPart(name=_EXPERTS + "down_proj", dims="E M H", order="H M"),
+        ),
+        _row(
+            EXPERT + "linear_fc2.bias",
+            StagePlacement.expert,
+            Cut.replicated,
+            TensorPart(name=_EXPERTS + "down_proj_bias", dims="E H"),
+        ),
+    ),
     example_fields=EXAMPLE
     | {
         "head_dim": 32,

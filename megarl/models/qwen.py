@@ -147,7 +147,6 @@ QWEN3_MOE = Family(
 )
 
 
-_ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 # Fields that transformers does not read, with the values that it implies.
 _IMPLIED: dict[str, object] = {
     "attn_output_gate": True,
@@ -157,7 +156,6 @@ _IMPLIED: dict[str, object] = {
     "mlp_only_layers": [],
 }
 _TOKENS_OF_IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-_TOWER = {"model.visual.": "the vision tower"}
 
 
 def read_sections(
@@ -168,7 +166,7 @@ def read_sections(
     What remains in the object is an ordinary rotary embedding.
     """
     sizes: Any = default
-    for name in _ROPE_FIELDS:
+    for name in ("rope_parameters", "rope_scaling"):
         rope = text.get(name)
         if not isinstance(rope, dict):
             continue
@@ -313,7 +311,7 @@ def _family_with_tower(text: Family, models: str) -> Family:
                 "num_position_embeddings": 4,
             },
         },
-        kept=MTP | _TOWER,
+        kept=MTP | {"model.visual.": "the vision tower"},
         sglang_replaced=partial(_sglang_text_only, text=text),
         sglang_differences=_SGLANG_DIFFERENCES,
         models=models,

@@ -20,11 +20,6 @@ from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts, re
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, with_prefix
 from megarl.models.vision import Vision
 
-# Fields of both families that concern videos, which megarl does not train on, or name tokens that only the
-# chat template writes.
-_UNREAD = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
-_UNREAD_OF_TOWER = ("tokens_per_second", "model_type", "rope_parameters")
-
 
 def _position_axes(sections: tuple[int, ...], num_frequencies: int, is_interleaved: bool) -> tuple[int, ...]:
     """Return the position axis of each rotary frequency, given how many frequencies each axis has."""
@@ -88,7 +83,8 @@ def _read(
     The first folders of Qwen2.5-VL have the fields of the language model at the top level.
     """
     model_type = reader.take("model_type")
-    for name in _UNREAD:
+    # They concern videos, which megarl does not train on, or name tokens that only the chat template writes.
+    for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"):
         reader.count(name, 0)
     is_tied = reader.flag("tie_word_embeddings")
 
@@ -130,7 +126,7 @@ def _read(
 
 def _read_tower(tower: ConfigReader) -> dict[str, Any]:
     """Read what the towers of both families have."""
-    for name in _UNREAD_OF_TOWER:
+    for name in ("tokens_per_second", "model_type", "rope_parameters"):
         tower.take(name)
     in_channels = tower.number("in_channels", int, OF_CLASS)
     patch_size = tower.number("patch_size", int, OF_CLASS)

@@ -10,8 +10,6 @@ from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.step_time.counts import IDLE, NOTHING, Counts, Edge, PassCounts, call, joined, linear, total
 from megarl.plan.step_time.packed_batch import PackedBatch
 
-_ROUTER = "mlp.router."
-
 
 def layer_work(
     architecture: Architecture,
@@ -194,7 +192,7 @@ def matrix_work(matrix: Matrix, edge: Edge) -> PassCounts:
     own = edge.own_tokens
     if matrix.cut is Cut.replicated:
         # Megatron's router has both gradients always.
-        trains = matrix.trains or matrix.name.startswith(_ROUTER)
+        trains = matrix.trains or matrix.name.startswith("mlp.router.")
         return joined(
             (linear(own, held.inputs, held.outputs, trains=trains), _adapters(held, own, own, IDLE))
         )

@@ -227,21 +227,20 @@ def collective_times(sizes: Sequence[int], device: torch.device) -> Iterator[Col
     Args:
         sizes: Bytes of the larger of input and output of a rank.
     """
-    for kind, call in _calls().items():
+    for kind, call in _CALLS.items():
         for nbytes in sizes:
             yield CollectiveTime(
                 kind, dist.get_world_size(), nbytes, _collective_seconds(call, nbytes, device)
             )
 
 
-def _calls() -> dict[str, Callable[[Tensor, Tensor], object]]:
-    """Return a call for each kind, of a tensor of full size and of this rank's share of it."""
-    return {
-        "all_reduce": lambda whole, share: dist.all_reduce(whole),
-        "all_gather": lambda whole, share: dist.all_gather_single(whole, share),
-        "reduce_scatter": lambda whole, share: dist.reduce_scatter_single(share, whole),
-        "all_to_all": lambda whole, share: dist.all_to_all_single(torch.empty_like(whole), whole),
-    }
+# A call for each kind, of a tensor of full size and of this rank's share of it.
+_CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "all_reduce": lambda whole, share: dist.all_reduce(whole),
+    "all_gather": lambda whole, share: dist.all_gather_single(whole, share),
+    "reduce_scatter": lambda whole, share: dist.reduce_scatter_single(share, whole),
+    "all_to_all": lambda whole, share: dist.all_to_all_single(torch.empty_like(whole), whole),
+}
 
 
 def _collective_seconds(call: Callable[[Tensor, Tensor], object], nbytes: int, device: torch.device) -> float:

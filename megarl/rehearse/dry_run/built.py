@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # imports Megatron, which requires an active platform
     from megarl.engine.engine import MegatronEngine
 
 _LISTED = 4
-# Axes of views that split or stack the first dimension of the parameter.
-_IN_FIRST_DIMENSION = (Cut.qkv, Cut.gated)
 
 
 def check_engine(engine: MegatronEngine, *, with_transformer_engine: bool) -> None:
@@ -49,7 +47,8 @@ def _wrong_marks(engine: MegatronEngine, parameters: Mapping[str, torch.nn.Param
         if shards == 1:
             continue
         parameter = parameters[weight.megatron_name]
-        expected = 0 if weight.cut in _IN_FIRST_DIMENSION else AXES[weight.cut].cut
+        # The axes of these views split or stack the first dimension of the parameter.
+        expected = 0 if weight.cut in (Cut.qkv, Cut.gated) else AXES[weight.cut].cut
         is_marked = getattr(parameter, "tensor_model_parallel", False)
         marked = getattr(parameter, "partition_dim", None)
 
