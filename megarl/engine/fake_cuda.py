@@ -239,21 +239,15 @@ class _Sorted(torch.autograd.Function):
         return gradient.clone()
 
 
-def _adapt_sorting() -> None:
-    """Sort the tokens of experts in one operation instead of two for each expert and rank.
-
-    A dry run counts what an operation allocates. Megatron-Core's function splits the tokens into a chunk for
-    each expert of each rank and joins them in another order: 512 operations on fake tensors per layer with
-    128 ranks of two experts, most of the time of a dry run. Forward and backward allocate the joined tokens
-    only, as here. Both read the same numbers from the device, and refuse the same mistakes.
-    """
-    from megatron.core.transformer.moe import token_dispatcher
-
-    token_dispatcher.sort_chunks_by_idxs = sorting(token_dispatcher.sort_chunks_by_idxs)
-
-
 def sorting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of Megatron's function `sort_chunks_by_idxs`."""
+    """Return the replacement of Megatron's function `sort_chunks_by_idxs`.
+
+    It sorts the tokens of experts in one operation instead of two for each expert and rank. A dry run counts
+    what an operation allocates. Megatron-Core's function splits the tokens into a chunk for each expert of
+    each rank and joins them in another order: 512 operations on fake tensors per layer with 128 ranks of two
+    experts, most of the time of a dry run. Forward and backward allocate the joined tokens only, as here.
+    Both read the same numbers from the device, and refuse the same mistakes.
+    """
 
     def sort_chunks_by_idxs(
         input: torch.Tensor,
@@ -313,7 +307,9 @@ def install(on_wait: Callable[[], None], transformer_engine: types.ModuleType | 
     if not torch._C._dispatch_has_kernel_for_dispatch_key(_NORM, "CUDA"):
         _KERNELS.impl(_NORM, lambda *arguments: NotImplemented)
     use_cpu_generator()
-    _adapt_sorting()
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.sort_chunks_by_idxs = sorting(token_dispatcher.sort_chunks_by_idxs)
 
 
 class _Export(types.ModuleType):

@@ -190,8 +190,7 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
         if axes is None:
             angles = freqs[positions, 0, :, : freqs.shape[-1] // 2]  # Megatron repeats them for each half
         else:
-            by_frequency = positions[axes].T
-            angles = freqs[:, 0, 0, : len(axes)].gather(0, by_frequency)[:, None]
+            angles = freqs[:, 0, 0, : len(axes)].gather(0, positions[axes].T)[:, None]
         cos = (angles.cos() * mscale).to(like.dtype)
         sin = (angles.sin() * mscale).to(like.dtype)
         kept = (table, mscale, cos, sin)

@@ -122,8 +122,7 @@ def insert_images(
             **_geometry(tower, vision, images.grids, hidden.device),
         )
         # (F, H) each: the embeddings of image tokens, and the features of each block of `deepstack_blocks`.
-        features = (outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ()))
-        every = torch.stack(features)
+        every = torch.stack([outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())])
         if gathering_group is not None:
             every = copy_to_tensor_model_parallel_region(every, group=gathering_group)
         own = every.index_select(1, images.features)

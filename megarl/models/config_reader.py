@@ -128,9 +128,8 @@ class ConfigReader:
 
     def value(self, name: str) -> Any:
         """Return a field as it is, or the default of transformers' class if it is missing."""
-        default = self.defaults.get(name)
         value = self.take(name)
-        return value if name in self.fields else default
+        return value if name in self.fields else self.defaults.get(name)
 
     def count(self, name: str, default: Any) -> int:
         """Read a non-negative int. The arguments are those of `number`."""

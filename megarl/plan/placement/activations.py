@@ -345,8 +345,7 @@ class _Work:
         if self._is_last:
             moments.append(self._backward_of_head(tokens))
         if self._is_first and self.kernels is not Kernels.cpu:
-            embedded = (2 * tokens + self._vocabulary) * self._sizes.whole
-            moments.append(embedded * self._element)
+            moments.append((2 * tokens + self._vocabulary) * self._sizes.whole * self._element)
 
         # What a trained tower saves stays until the end of the backward pass.
         tower = self._tower(trains=True)

@@ -18,8 +18,7 @@ from megarl.config.speculation import draft_of
 from megarl.machine.errors import byte_unit, counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters, stage_shares
-from megarl.models.draft import DraftModel, read_draft_if_there
-from megarl.models.families import engine_stages
+from megarl.models.families import DraftModel, engine_stages, read_draft_if_there
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, state_bytes
 from megarl.plan.placement.activations import RoleMemory, role_memory

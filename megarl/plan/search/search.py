@@ -266,7 +266,6 @@ class Branch:
         placed: PlacedMemory,
         max_staleness: int,
     ) -> None:
-        self._tables = tables
         self._best = best
         self._rejections = tables.rejections
         self._pools = pools

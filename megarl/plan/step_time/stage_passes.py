@@ -174,10 +174,9 @@ def head_work(
             (PassCounts(gathered), linear(batch.scored, edge.width, 1), _scores(role, batch.responses))
         )
 
-    entered = edge.entered(trains=False)
     return joined(
         (
-            entered,
+            edge.entered(trains=False),
             _logits(architecture, edge, batch.scored, logit_chunk_tokens(config.engine, architecture)),
             _scores(role, num_scores * batch.responses),
         )

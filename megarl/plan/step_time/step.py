@@ -234,8 +234,7 @@ def push_time(
     # Each replica needs every weight once; the trainers' devices share the sending.
     senders = len(plan.group_of("actor").devices)
     sent = received * max(1.0, len(plan.group_of("rollout").devices) / senders)
-    link = device.between_nodes if plan.num_nodes > 1 else device.within_node
-    rate = link.gb_s
+    rate = (device.between_nodes if plan.num_nodes > 1 else device.within_node).gb_s
     # With shared devices, an engine rank finds a part of its weights on its own device or node, if a whole
     # replica of the trained model is on each node.
     if (

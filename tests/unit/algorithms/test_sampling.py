@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.groups import group_metrics, overlong_penalty, penalise_overlong, rows_with_signal
-from megarl.algorithms.sampling_metrics import (
+from megarl.algorithms.metrics import (
     Estimate,
     best_at_k,
     majority_at_k,
