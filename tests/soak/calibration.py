@@ -16,7 +16,8 @@ from megarl.config.published import with_published_models
 from megarl.config.schema import PPOConfig
 from megarl.models.families import read_architecture
 from megarl.plan.step_time.device import load_device
-from megarl.rehearse.calibration.measurements import CalibrationRequest, measure_decoding
+from megarl.rehearse.calibration.measurements import CalibrationRequest
+from megarl.rehearse.calibration.processes import measure_decoding
 
 CONFIG = "configs/quickstart.yaml"
 GIB = 2**30

@@ -35,9 +35,8 @@ from megarl.rehearse.calibration.measurements import (
     CalibrationRequest,
     DecodeSweep,
     RankMeasurements,
-    measure_decoding,
-    measure_devices,
 )
+from megarl.rehearse.calibration.processes import measure_decoding, measure_devices
 from megarl.rehearse.calibration.profile import Calibration, calibrate, describes
 
 _CPU = "cpu"
