@@ -192,11 +192,6 @@ def make_micro_batch(
     responses = columns["responses"]
     num_rows, response_length = responses.shape
     cells = real.response_row * response_length + real.response_offset
-    top_ids = None
-    # Those of the teacher's tokens, (N, k) int32, at this rank's response tokens.
-    if TEACHER_TOP_IDS in columns:
-        every = columns[TEACHER_TOP_IDS].flat().view(-1, values_per_token(columns))
-        top_ids = to_device(every[inputs.scored], device)
 
     return MicroBatch(
         inputs=placed,
@@ -208,7 +203,7 @@ def make_micro_batch(
         shape=(num_rows, response_length),
         row_numbers=tuple(rows),
         images=images,
-        top_ids=top_ids,
+        top_ids=_top_ids(columns, inputs.scored, device),
     )
 
 
@@ -231,6 +226,13 @@ def _loss_columns(columns: Mapping[str, RaggedTensor], cells: Tensor) -> dict[st
         slots = log_probs.new_zeros(num_rows * length, num_values).index_copy(0, cells, log_probs)
         padded[TEACHER_TOP_LOG_PROBS] = slots.view(num_rows, length, num_values)
     return padded
+
+
+def _top_ids(columns: Mapping[str, RaggedTensor], scored: Tensor, device: torch.device) -> Tensor | None:
+    """Return the ids (N, k) int32 of the teacher's tokens at this rank's response tokens, if it has any."""
+    if TEACHER_TOP_IDS not in columns:
+        return None
+    return to_device(columns[TEACHER_TOP_IDS].flat().view(-1, values_per_token(columns))[scored], device)
 
 
 def _set_positions_in_three_axes(

@@ -30,8 +30,8 @@ from megarl.models.counts import peak_tflops
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
 # killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
 UNUSED = ("wandb", "torch.utils.tensorboard")
-# Of the probe: edge of the matrices, and number of products. About 1 ms on a CPU core, and 3 ms on an H100 at
-# its peak rate.
+# The probe's edge of the matrices, and its number of products: about 1 ms on a CPU core, and 3 ms on an H100
+# at its peak rate.
 PROBE_ON_CPU = (192, 4)
 PROBE_ON_CUDA = (2048, 128)
 

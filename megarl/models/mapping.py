@@ -1,6 +1,6 @@
 """The types of the tables of models: the rows of the tensor table, and the kinds of parts of layers.
 
-A row says which Hugging Face tensors form a Megatron parameter, and how it is sharded. Most consist of whole
+A row specifies which Hugging Face tensors form a Megatron parameter, and its sharding. Most consist of whole
 tensors. A `TensorPart` describes the others, such as one expert of a tensor that holds all experts, or the
 query rows of a projection that also holds gates.
 
