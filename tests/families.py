@@ -19,8 +19,7 @@ from transformers import (
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
-from megarl.models.mapping import StagePlacement
-from megarl.models.tensor_part import TensorPart
+from megarl.models.mapping import StagePlacement, TensorPart
 
 
 def example_fields(model_type: str, **changes: Any) -> dict[str, Any]:

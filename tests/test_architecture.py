@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megarl.models.families import FAMILIES
-from megarl.models.part_kind import PartKind
+from megarl.models.mapping import PartKind
 
 ROOT = Path(__file__).parent.parent
 

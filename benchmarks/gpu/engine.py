@@ -15,7 +15,7 @@ flash_attn if it is installed, else torch's own `varlen_attn` (on a CPU `sdpa`).
 recomputes all layers too (its gradient checkpointing); compared with `selective`, it recomputes nothing,
 because it has no such mode.
 
-MFU is the operations that the model needs (megarl/models/flops.py; a third of them for the scoring pass)
+MFU is the operations that the model needs (megarl/models/counts.py; a third of them for the scoring pass)
 relative to the peak of the GPU.
 """
 
@@ -55,8 +55,8 @@ from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
 from megarl.machine.usage import Stopwatch
 from megarl.models.architecture import Architecture
+from megarl.models.counts import training_flops
 from megarl.models.families import read_architecture
-from megarl.models.flops import training_flops
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine

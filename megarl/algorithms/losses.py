@@ -26,11 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.distillation import top_k_kl
+from megarl.algorithms.advantages.token_level import top_k_kl
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.masked import aggregate, denominator, masked
-from megarl.algorithms.policy_losses import PolicyInputs, TokenLosses
-from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
+from megarl.algorithms.policy_losses import SELECTED_TOKENS, PolicyInputs, TokenLosses
 from megarl.algorithms.rollout_correction import correction_weights
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.branches import EPISODE_TOKENS
@@ -166,9 +165,8 @@ class ActorLoss:
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)
         elif "rollout_log_probs" in rows:
-            correction = self.algorithm.rollout_correction
             per_token = per_token * correction_weights(
-                inputs.old_log_probs, rows["rollout_log_probs"], mask, correction
+                inputs.old_log_probs, rows["rollout_log_probs"], mask, self.algorithm.rollout_correction
             )
 
         loss = self._aggregate(per_token, rows)

@@ -153,8 +153,7 @@ def write_tensors(folder: Path, shards: Iterable[Shard], places: OffloadableStat
     _on_all_ranks(
         lambda: folder.mkdir(parents=True, exist_ok=True) if dist.get_rank() == 0 else None, folder, "written"
     )
-    items = [_item_of(shard, places) for shard in shards]
-    PendingSave(folder, items, {}).finish()
+    PendingSave(folder, [_item_of(shard, places) for shard in shards], {}).finish()
 
 
 def _host_items(engine: MegatronEngine) -> Iterable[ItemToWrite]:

@@ -53,10 +53,6 @@ class QueryPiece(NamedTuple):
     prompt: range
     own: range
 
-    @property
-    def num_keys(self) -> int:
-        return len(self.prompt) + len(self.own)
-
 
 def own_tokens(lengths: Sequence[int], place: RankSlice) -> Tensor:
     """Return the positions (T / C,) int64 in the whole batch of a rank's tokens, in its order.
@@ -64,11 +60,10 @@ def own_tokens(lengths: Sequence[int], place: RankSlice) -> Tensor:
     Args:
         lengths: The lengths of the padded sequences.
     """
-    starts = accumulate(lengths[:-1], initial=0)
     return torch.cat(
         [
             torch.arange(start + chunk.start, start + chunk.stop)
-            for start, length in zip(starts, lengths, strict=True)
+            for start, length in zip(accumulate(lengths[:-1], initial=0), lengths, strict=True)
             for chunk in chunks_of_rank(length, place.size, place.rank)
         ]
     )

@@ -270,16 +270,6 @@ def _weighted_bias_swiglu(
     return (_bias_swiglu(input, bias, fp8_input_store) * weights).to(input.dtype)
 
 
-def _adapt_experts() -> None:
-    from megatron.core.tensor_parallel import mappings
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    # The dispatcher imports the function by name, so it is replaced in both modules.
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = numbers_on_host
-    mappings._gather_along_first_dim = gather_unequal(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = scatter_unequal(mappings._reduce_scatter_along_first_dim)
-
-
 def adapt_products() -> None:
     """Replace linear layers and activations. The gated activation becomes a part of a linear layer."""
     from megatron.core.tensor_parallel import layers
@@ -296,6 +286,8 @@ def _adapt_megatron() -> None:
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as base_optimizer
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     use_cpu_generator()
 
@@ -306,7 +298,10 @@ def _adapt_megatron() -> None:
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
 
     rotary.install()
-    _adapt_experts()
+    # The dispatcher imports the function by name, so it is replaced in both modules.
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = numbers_on_host
+    mappings._gather_along_first_dim = gather_unequal(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = scatter_unequal(mappings._reduce_scatter_along_first_dim)
     adapt_products()
     # Megatron uses the names that torch has deprecated.
     # pyrefly: ignore[deprecated]

@@ -66,8 +66,7 @@ def row_chunks(lengths: Sequence[int], device: torch.device) -> RowChunks:
     places = []
     for number, count in enumerate(num_rows):
         rows = order[:count, None]
-        offset = number * size + torch.arange(size)
-        places.append(starts[rows] + torch.minimum(offset, sizes[rows] - 1))
+        places.append(starts[rows] + torch.minimum(number * size + torch.arange(size), sizes[rows] - 1))
 
     # The first chunk with each number, and the rank of each row among the longest.
     first = torch.tensor([0, *accumulate(num_rows)])
@@ -75,12 +74,10 @@ def row_chunks(lengths: Sequence[int], device: torch.device) -> RowChunks:
     rank[order] = torch.arange(len(order))
     offsets = torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
     chunk = first[offsets // size] + torch.repeat_interleave(rank, sizes)
-    inverse = chunk * size + offsets % size
-
     return RowChunks(
         to_device(offsets, device),
         to_device(torch.cat(places), device),
-        to_device(inverse, device),
+        to_device(chunk * size + offsets % size, device),
         num_rows,
     )
 
@@ -272,8 +269,7 @@ def mix(
     arguments = (tokens, convolution, a_log, dt_bias, norm)
     if tokens.device.type == "cuda" and megatron_delta_net.HAVE_FLA:
         return _mix_by_kernels(*arguments, rows, sizes, eps)
-    mixed: Tensor = _Recomputed.apply(_mix_by_torch, (rows, sizes, eps), *arguments)
-    return mixed
+    return _Recomputed.apply(_mix_by_torch, (rows, sizes, eps), *arguments)
 
 
 def _mix_by_torch(
@@ -335,8 +331,7 @@ def _mix_by_kernels(
         cu_seqlens=rows.bounds,
     )
 
-    output: Tensor = _Recomputed.apply(_gated_norm, (eps,), mixed[0], gate, norm)
-    return output
+    return _Recomputed.apply(_gated_norm, (eps,), mixed[0], gate, norm)
 
 
 def _split(tokens: Tensor, sizes: DeltaNet) -> tuple[Tensor, ...]:

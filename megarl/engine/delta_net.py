@@ -92,8 +92,7 @@ class GatedDeltaNet(torch.nn.Module):
         )
 
         # All values are loaded from a folder.
-        channels = sum(sizes.channels)
-        self.conv1d = _Weight(self._empty(channels, 1, delta_net.conv_kernel_dim))
+        self.conv1d = _Weight(self._empty(sum(sizes.channels), 1, delta_net.conv_kernel_dim))
         self.dt_bias = torch.nn.Parameter(self._empty(sizes.num_value_heads))
         self.A_log = torch.nn.Parameter(self._empty(sizes.num_value_heads))
         self.out_norm = _Weight(self._empty(delta_net.value_head_dim))

@@ -284,7 +284,7 @@ class MegatronEngine:
         """
         self._places.require("return its gradients", StatePart.gradients)
         return {
-            name: _main_grad(parameter)
+            name: parameter.main_grad  # pyrefly: ignore[missing-attribute]
             for name, parameter in self._named_parameters()
             if parameter.requires_grad
         }
@@ -651,11 +651,6 @@ class MegatronEngine:
             key: total.reshape(values.shape).to(values.dtype)
             for (key, values), total in zip(parts.items(), sums, strict=True)
         }
-
-
-def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
-    """Return the buffer in which Megatron accumulates the gradient of a parameter."""
-    return parameter.main_grad  # pyrefly: ignore[missing-attribute]
 
 
 def _in_order_of_rows(

@@ -78,12 +78,6 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
     )
 
 
-def _to_cuda(
-    tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **options: Any
-) -> torch.Tensor:
-    return tensor.to(CUDA, non_blocking=non_blocking)
-
-
 def _apply(
     module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
@@ -162,7 +156,9 @@ def _adapt_tensors() -> None:
     FakeTensor.tolist = read
     torch.tensor = tensor
     torch.Tensor.type = spell
-    torch.Tensor.cuda = _to_cuda
+    torch.Tensor.cuda = lambda tensor, device=None, non_blocking=False, **options: tensor.to(
+        CUDA, non_blocking=non_blocking
+    )
 
     torch.Tensor.pin_memory = pin
 
@@ -208,16 +204,6 @@ def _adapt_attention() -> None:
     F.scaled_dot_product_attention = attention
 
 
-def _adapt_norm() -> None:
-    """Register a norm for CUDA in CPU builds, which have none.
-
-    Without a kernel, torch decomposes the norm before autograd and keeps float32 copies that the kernel does
-    not make. The registered function only has to exist: fake tensors never call it.
-    """
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(_NORM, "CUDA"):
-        _KERNELS.impl(_NORM, lambda *arguments: NotImplemented)
-
-
 def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> None:
     """Gather objects, assuming that those of the other ranks equal this one's.
 
@@ -253,21 +239,15 @@ class _Sorted(torch.autograd.Function):
         return gradient.clone()
 
 
-def _adapt_sorting() -> None:
-    """Sort the tokens of experts in one operation instead of two for each expert and rank.
-
-    A dry run counts what an operation allocates. Megatron-Core's function splits the tokens into a chunk for
-    each expert of each rank and joins them in another order: 512 operations on fake tensors per layer with
-    128 ranks of two experts, most of the time of a dry run. Forward and backward allocate the joined tokens
-    only, as here. Both read the same numbers from the device, and refuse the same mistakes.
-    """
-    from megatron.core.transformer.moe import token_dispatcher
-
-    token_dispatcher.sort_chunks_by_idxs = sorting(token_dispatcher.sort_chunks_by_idxs)
-
-
 def sorting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of Megatron's function `sort_chunks_by_idxs`."""
+    """Return the replacement of Megatron's function `sort_chunks_by_idxs`.
+
+    It sorts the tokens of experts in one operation instead of two for each expert and rank. A dry run counts
+    what an operation allocates. Megatron-Core's function splits the tokens into a chunk for each expert of
+    each rank and joins them in another order: 512 operations on fake tensors per layer with 128 ranks of two
+    experts, most of the time of a dry run. Forward and backward allocate the joined tokens only, as here.
+    Both read the same numbers from the device, and refuse the same mistakes.
+    """
 
     def sort_chunks_by_idxs(
         input: torch.Tensor,
@@ -321,9 +301,15 @@ def install(on_wait: Callable[[], None], transformer_engine: types.ModuleType | 
 
     _adapt_tensors()
     _adapt_attention()
-    _adapt_norm()
+    # A norm for CUDA in CPU builds, which have none. Without a kernel, torch decomposes the norm before
+    # autograd and keeps float32 copies that the kernel does not make. The registered function only has to
+    # exist: fake tensors never call it.
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_NORM, "CUDA"):
+        _KERNELS.impl(_NORM, lambda *arguments: NotImplemented)
     use_cpu_generator()
-    _adapt_sorting()
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.sort_chunks_by_idxs = sorting(token_dispatcher.sort_chunks_by_idxs)
 
 
 class _Export(types.ModuleType):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,19 +111,20 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
 
     _seed_generators(seed)
 
+    state: Any = parallel_state  # its groups are declared as None
     return ParallelGroups(
         parallel=parallel,
-        tensor=_existing(parallel_state.get_tensor_model_parallel_group()),
-        pipeline=_existing(parallel_state.get_pipeline_model_parallel_group()),
-        context=_existing(parallel_state.get_context_parallel_group()),
-        data=_existing(parallel_state.get_data_parallel_group()),
-        data_context=_existing(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        stage=_existing(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
+        tensor=state.get_tensor_model_parallel_group(),
+        pipeline=state.get_pipeline_model_parallel_group(),
+        context=state.get_context_parallel_group(),
+        data=state.get_data_parallel_group(),
+        data_context=state.get_data_parallel_group(with_context_parallel=True),
+        stage=state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
-        expert_data=_existing(parallel_state.get_expert_data_parallel_group()),
+        expert_data=state.get_expert_data_parallel_group(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
     )
 
@@ -145,9 +147,3 @@ def _seed_generators(seed: int) -> None:
     for_numpy, for_python = np.random.SeedSequence([seed, *place]).spawn(2)
     np.random.seed(for_numpy.generate_state(4))
     random.seed(for_python.generate_state(4).tobytes())
-
-
-def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return one of Megatron's groups, which are declared as None until they are created."""
-    assert group is not None
-    return group

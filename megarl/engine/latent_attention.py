@@ -26,14 +26,6 @@ from megarl.engine.rotary import attention_factor
 from megarl.models.architecture import Architecture, YarnScaling
 from megarl.models.latent import latent_of, megatron_sizes
 
-# Transformer Engine has the norms of latent vectors in the up projections, and that of a dense MLP in its
-# first layer. Checkpoints have the same names for both kinds of layers.
-_CHECKPOINT_KEYS = {
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-
 
 class ReplicatedLinear(torch.nn.Module):
     """A linear layer whose weight every tensor-parallel rank has, like Transformer Engine's "duplicated" one.
@@ -133,7 +125,13 @@ def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) ->
     if provider is None:
         attention = modules.self_attention.submodules
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        modules.sharded_state_dict_keys_map = dict(_CHECKPOINT_KEYS)
+        # Transformer Engine has the norms of latent vectors in the up projections, and that of a dense MLP in
+        # its first layer. Checkpoints have the same names for both kinds of layers.
+        modules.sharded_state_dict_keys_map = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
 
 
 def set_rotation(model: torch.nn.Module, architecture: Architecture, frequencies: Tensor) -> None:

@@ -24,7 +24,7 @@ from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import VISION, has_dense_layers, routing_layers
-from megarl.models.part_kind import PartKind
+from megarl.models.mapping import PartKind
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 
 
@@ -125,9 +125,8 @@ def _set_experts(layer: ModuleSpec, architecture: Architecture, provider: Any) -
         moe_utils.te_general_gemm = None
 
     # Transformer Engine has a separate norm before experts. Megatron's checkpoints must be the same for both.
-    stored = modules.sharded_state_dict_keys_map
     modules.sharded_state_dict_keys_map = {
-        name: key for name, key in stored.items() if name != "pre_mlp_layernorm."
+        name: key for name, key in modules.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."
     }
 
 

@@ -33,8 +33,7 @@ from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norm
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
-from megarl.models.mapping import EXPERT
-from megarl.models.part_kind import NORM_BEFORE, PartKind
+from megarl.models.mapping import EXPERT, NORM_BEFORE, PartKind
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool, has_adapters: bool = False) -> LayerChoice:

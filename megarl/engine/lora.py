@@ -114,8 +114,7 @@ class LinearAdapters(torch.nn.Module):
 
         for tensor in weight.tensors:
             a, b = parameter_names(weight.megatron_name, tensor.name)
-            has_all_outputs = self._shards_inputs or self._is_replicated
-            outputs = tensor.shape[0] // (1 if has_all_outputs else self._size)
+            outputs = tensor.shape[0] // (1 if self._shards_inputs or self._is_replicated else self._size)
             if a not in shapes:
                 self._parts.append((None, outputs))
                 continue

@@ -47,8 +47,10 @@ from megarl.engine.vision import ImageInputs
 from megarl.machine.errors import counted
 from megarl.models.vision import Vision
 
-_TOP_TOKENS = (TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)  # with several values per token
-_NOT_FOR_THE_LOSS = ("prompts", "responses", ROUTED_EXPERTS, PIXEL_VALUES, IMAGE_GRIDS, *_TOP_TOKENS)
+_NOT_FOR_THE_LOSS = (
+    *("prompts", "responses", ROUTED_EXPERTS, PIXEL_VALUES, IMAGE_GRIDS),
+    *(TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS),  # with several values per token
+)
 
 
 class MicroBatchRoutes:
@@ -176,7 +178,7 @@ def make_micro_batch(
         _set_positions_in_three_axes(inputs, positions, vision, device)
         if holds_tower and len(grids):
             images = _image_inputs(inputs, pixels, grids, features, cut, device)
-    elif inputs.packed is not None and inputs.packed.needs_positions:
+    elif inputs.packed is not None and (inputs.packed.shares_prompts or place.size > 1):
         set_positions(inputs.packed.cu_seqlens_q, placed.positions[0])
 
     # Predictors are counted among the tokens that the last layer keeps.
@@ -190,7 +192,6 @@ def make_micro_batch(
     responses = columns["responses"]
     num_rows, response_length = responses.shape
     cells = real.response_row * response_length + real.response_offset
-    top_ids = _top_ids(columns, inputs.scored)
 
     return MicroBatch(
         inputs=placed,
@@ -202,7 +203,7 @@ def make_micro_batch(
         shape=(num_rows, response_length),
         row_numbers=tuple(rows),
         images=images,
-        top_ids=None if top_ids is None else to_device(top_ids, device),
+        top_ids=_top_ids(columns, inputs.scored, device),
     )
 
 
@@ -227,11 +228,11 @@ def _loss_columns(columns: Mapping[str, RaggedTensor], cells: Tensor) -> dict[st
     return padded
 
 
-def _top_ids(columns: Mapping[str, RaggedTensor], scored: Tensor) -> Tensor | None:
+def _top_ids(columns: Mapping[str, RaggedTensor], scored: Tensor, device: torch.device) -> Tensor | None:
     """Return the ids (N, k) int32 of the teacher's tokens at this rank's response tokens, if it has any."""
     if TEACHER_TOP_IDS not in columns:
         return None
-    return columns[TEACHER_TOP_IDS].flat().view(-1, values_per_token(columns))[scored]
+    return to_device(columns[TEACHER_TOP_IDS].flat().view(-1, values_per_token(columns))[scored], device)
 
 
 def _set_positions_in_three_axes(

@@ -176,10 +176,9 @@ def _recompute_options(recomputation: Recomputation, architecture: Architecture)
             names.append("moe")
         return {"recompute_granularity": "selective", "recompute_modules": names}
 
-    method = "uniform" if num_layers is None else "block"
     return {
         "recompute_granularity": "full",
-        "recompute_method": method,
+        "recompute_method": "uniform" if num_layers is None else "block",
         "recompute_num_layers": num_layers or 1,
     }
 
@@ -287,14 +286,13 @@ class ModelChunk(GPTModel):
         """Run this chunk, beginning with the embedding and the vision tower on the first stage."""
         if self._vision is not None:
             assert packed_seq_params is not None
-            sequence_parallel = self.config.sequence_parallel
             options["decoder_input"] = insert_images(
                 self.embedding(tokens, positions),
                 self.visual,
                 self._vision,
                 images,
                 packed_seq_params,
-                self.pg_collection.tp if sequence_parallel else None,
+                self.pg_collection.tp if self.config.sequence_parallel else None,
             )
 
         run: Callable[..., Tensor] = super().forward  # Megatron takes None where it declares a tensor
@@ -320,9 +318,8 @@ class ModelChunk(GPTModel):
             hidden: (S / tp or S, b, H).
         """
         if self.config.sequence_parallel:
-            summed = self.head == "lm"
             hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=summed, group=self.pg_collection.tp
+                hidden, tensor_parallel_output_grad=self.head == "lm", group=self.pg_collection.tp
             )
         elif self.head == "lm":
             hidden = copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)

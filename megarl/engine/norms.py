@@ -137,8 +137,7 @@ def _normalize_output(
 
 def linear_class(module: torch.nn.Module) -> type:
     """Return the class of a linear layer without the norm that `with_normed_output` added."""
-    kind: type = getattr(type(module), "linear_class", type(module))
-    return kind
+    return getattr(type(module), "linear_class", type(module))
 
 
 def set_norms(layer: ModuleSpec, architecture: Architecture, norm: Any) -> None:

@@ -10,11 +10,11 @@ killed process leaves no file.
 from __future__ import annotations
 
 import ctypes
-import io
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from io import BufferedIOBase, BufferedRandom
 from itertools import accumulate
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, UntypedStorage
 from megarl.engine import platform
 
 _ALIGNMENT = 512  # bytes: the fastest alignment for copies to or from a device
+_ON_DISK = "/var/tmp"
 
 
 class StatePart(str, Enum):
@@ -48,7 +49,7 @@ class _File:
     """
 
     def __init__(self) -> None:
-        self._file: io.FileIO | None = None
+        self._file: BufferedRandom | None = None
         self._starts: list[int] = []
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
@@ -57,12 +58,15 @@ class _File:
         Raises:
             OSError: They do not fit. The message names the folder.
         """
-        folder = _disk_folder()
+        # /tmp is in memory on many systems, /var/tmp is not.
+        is_chosen = os.environ.get("TMPDIR") or not os.access(_ON_DISK, os.W_OK)
+        folder = tempfile.gettempdir() if is_chosen else _ON_DISK
         try:
             # The file stays open until `take`.
-            file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
+            file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
             for storage in storages:
-                _all_of(storage, file.write)
+                file.write(_host_bytes(storage.data_ptr(), storage.nbytes()))
+            file.flush()
         except OSError as error:
             size_mb = sum(storage.nbytes() for storage in storages) / 1e6
             raise OSError(
@@ -82,7 +86,7 @@ class _File:
         with self._file as file:
             file.seek(0)
             for storage in storages:
-                _all_of(storage, file.readinto)
+                _fill(file, storage.data_ptr(), storage.nbytes())
         self._file = None
 
     def read(self, number: int, start: int, target: Tensor) -> None:
@@ -94,42 +98,25 @@ class _File:
             target: (bytes,) uint8 in host memory.
         """
         assert self._file is not None
-        file = self._file.fileno()
-        position = self._starts[number] + start
-
-        # Leaves the position of the file alone, since a snapshot reads in a thread of its own.
-        def read_next(view: memoryview) -> int:
-            nonlocal position
-            count = os.preadv(file, [view], position)
-            position += count
-            return count
-
-        _move_all(target.data_ptr(), target.numel(), read_next)
+        # Opened again, since a snapshot reads in a thread of its own, from another position.
+        with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as file:
+            file.seek(self._starts[number] + start)
+            _fill(file, target.data_ptr(), target.numel())
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _disk_folder() -> str:
-    """Return the folder for offloaded state. /tmp is in memory on many systems, /var/tmp is not."""
-    on_disk = "/var/tmp"
-    return tempfile.gettempdir() if os.environ.get("TMPDIR") or not os.access(on_disk, os.W_OK) else on_disk
+def _host_bytes(address: int, nbytes: int) -> memoryview:
+    """Return host memory by its address: a storage exposed as a numpy array can no longer be resized."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
-def _all_of(storage: UntypedStorage, move: Callable[[memoryview], int | None]) -> None:
-    # Use the address: a storage that was exposed as a numpy array can no longer be resized.
-    _move_all(storage.data_ptr(), storage.nbytes(), move)
-
-
-def _move_all(address: int, nbytes: int, move: Callable[[memoryview], int | None]) -> None:
-    """Move all bytes of host memory. One call moves at most 2 GiB on Linux."""
-    view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-    while view:
-        moved = move(view)
-        if not moved:
-            raise OSError(f"the temporary file of an offloaded model is {len(view)} bytes too short")
-        view = view[moved:]
+def _fill(file: BufferedIOBase, address: int, nbytes: int) -> None:
+    missing = nbytes - file.readinto(_host_bytes(address, nbytes))
+    if missing:
+        raise OSError(f"the temporary file of an offloaded model is {missing} bytes too short")
 
 
 class PinnedMemory:

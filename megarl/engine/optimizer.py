@@ -21,7 +21,6 @@ from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.machine.errors import NonFiniteUpdateError, RunError
 
 MOMENTS = tuple(name for kind in OptimizerKind for name in kind.needs.moments)
-_MASTER = "master_param"  # the float32 masters in the state of Transformer Engine's Adam
 _DECOUPLED = "decoupled_grad"
 
 
@@ -157,7 +156,7 @@ class Optimizer:
                     state = optimizer.optimizer.state[stepped]
                     held = parameter_ranges["param"]
                     # Transformer Engine's Adam may step bfloat16 weights, with the masters in its state.
-                    master = state.get(_MASTER, stepped)
+                    master = state.get("master_param", stepped)
                     tensors = {"param": master.detach(), **{name: state[name] for name in moments}}
                     slices.append(OptimizerSlice(parameter, held.start, held.end, tensors))
 
@@ -333,15 +332,12 @@ def _make_moments(part: Any) -> None:
     The state that can be offloaded or saved is then the same before and after the first step.
     """
     optimizer = part.optimizer
-    # Transformer Engine's Adam knows the dtypes, and also creates the masters.
-    if part.config.use_precision_aware_optimizer:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.initialize_state(parameter, store_param_remainders=False)
-        return
-
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            # Transformer Engine's Adam knows the dtypes, and also creates the masters.
+            if part.config.use_precision_aware_optimizer:
+                optimizer.initialize_state(parameter, store_param_remainders=False)
+                continue
             state = optimizer.state[parameter]
             if _counts_by_tensor(optimizer):
                 # torch keeps the step count on the host unless the whole update runs on the device.

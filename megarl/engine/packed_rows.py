@@ -70,8 +70,7 @@ class PackedRows(PackedSeqParams):
         self.pieces = pieces(self.lengths, prompts, place)
 
         # The order of the keys takes time on the host, so only a batch that needs it pays for it.
-        orders_keys = self.shares_prompts and place.size > 1
-        key_order = whole_order(self.lengths, place.size) if orders_keys else None
+        key_order = whole_order(self.lengths, place.size) if self.shares_prompts and place.size > 1 else None
         self.shared = shared_prompts(self.pieces, key_order, device)
         longest = max(self.lengths)
 
@@ -84,11 +83,6 @@ class PackedRows(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=furthest,
         )
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether the positions of tokens are not 0, 1, 2, ... in each sequence."""
-        return self.shares_prompts or self.place.size > 1
 
     @cached_property
     def attention_plan(self) -> AttentionPlan:
@@ -162,7 +156,7 @@ class PackedRows(PackedSeqParams):
             ]
         )
         queries = [piece.length for piece in self.pieces]
-        keys = [piece.num_keys for piece in self.pieces]
+        keys = [len(piece.prompt) + len(piece.own) for piece in self.pieces]
         return to_device(order[places], device), sequences_of(queries, keys, device)
 
 

@@ -11,20 +11,29 @@ from types import ModuleType
 
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
-from megarl.config.layers import has_transformer_engine
-from megarl.config.schema import Device, DType
+from megarl.config.layers import has_transformer_engine, missing_flash_attention
+from megarl.config.schema import Device, DType, FlashAttention
 from megarl.engine import rotary
 from megarl.machine.gloo import share_device
 from megarl.machine.replaced import replaced
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.machine.usage import keep_freed_memory, trim_heap
-from megarl.models.flops import peak_tflops
+from megarl.models.counts import peak_tflops
 
 # Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
 # killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
 UNUSED = ("wandb", "torch.utils.tensorboard")
+# The probe's edge of the matrices, and its number of products: about 1 ms on a CPU core, and 3 ms on an H100
+# at its peak rate.
+PROBE_ON_CPU = (192, 4)
+PROBE_ON_CUDA = (2048, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +110,6 @@ def activate(device: Device) -> Platform:
             _hide("transformer_engine")
         with without_modules(*UNUSED):
             rotary.install()
-        pickle_as_torch()
-        share_device()
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
     else:
         from megarl.engine import cpu_adaptations
@@ -111,11 +118,11 @@ def activate(device: Device) -> Platform:
         _hide("flash_mla")
         with without_modules(*UNUSED):
             cpu_adaptations.install()
-        pickle_as_torch()
-        share_device()
         keep_freed_memory()
         _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
 
+    pickle_as_torch()
+    share_device()
     return _active
 
 
@@ -173,3 +180,57 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     # CUDA refuses to pin an expanded tensor, whose elements share memory.
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def activate_flash_attention(asked: FlashAttention) -> None:
+    """Activate the kernels of torch's operators of flash attention, for this process, on CUDA.
+
+    torch contains FlashAttention 2. Once another implementation is activated, the whole process uses it. The
+    operators, and so all callers (`varlen_attn`, `shared_prompts`), stay the same. A second call may request
+    other kernels.
+
+    Raises:
+        ValueError: Their package is not installed.
+    """
+    if asked is FlashAttention.fa2:
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+        return
+
+    # torch would only report the module that it cannot import.
+    if (missing := missing_flash_attention(asked)) is not None:
+        package, hint = missing
+        raise ValueError(
+            f"engine.flash_attention={asked.value}, but the package {package} is not installed: {hint}"
+        )
+
+    if current_flash_attention_impl() != (name := asked.value.upper()):
+        activate_flash_attention_impl(name)
+
+
+class SpeedProbe:
+    """A small computation that is the same on every rank, so that its duration shows how fast the device is.
+
+    The time of a rank's own work would depend on its rows and its part of the model, and include waiting for
+    other ranks. The matrices are in the memory of the device.
+    """
+
+    def __init__(self) -> None:
+        self._is_cuda = current().is_cuda
+        edge, self._repeats = PROBE_ON_CUDA if self._is_cuda else PROBE_ON_CPU
+        dtype = torch.bfloat16 if self._is_cuda else torch.float32
+        # The product of two such matrices is the same matrix, so values neither grow nor vanish when it is
+        # repeated.
+        self._factor = torch.full((edge, edge), 1 / edge, dtype=dtype, device=current().device)
+        self._product = self._factor.clone()
+
+    def settle(self) -> None:
+        """Wait until the device has no other work of this process."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+    def run(self) -> None:
+        """Compute the products. The device is done when this returns."""
+        for _ in range(self._repeats):
+            torch.mm(self._factor, self._factor, out=self._product)
+        self.settle()

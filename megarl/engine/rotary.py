@@ -190,8 +190,7 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
         if axes is None:
             angles = freqs[positions, 0, :, : freqs.shape[-1] // 2]  # Megatron repeats them for each half
         else:
-            by_frequency = positions[axes].T
-            angles = freqs[:, 0, 0, : len(axes)].gather(0, by_frequency)[:, None]
+            angles = freqs[:, 0, 0, : len(axes)].gather(0, positions[axes].T)[:, None]
         cos = (angles.cos() * mscale).to(like.dtype)
         sin = (angles.sin() * mscale).to(like.dtype)
         kept = (table, mscale, cos, sin)
@@ -215,8 +214,7 @@ def set_local_rotation(layers: Iterable[Any], architecture: Architecture, like: 
     rotation = RotaryEmbedding(
         architecture.rotary_dim, rotary_percent=1.0, use_cpu_initialization=on_cpu, cp_group=like.cp_group
     )
-    frequencies = inverse_frequencies(architecture.rotary_dim, theta, scaling)
-    rotation.inv_freq = frequencies.to(like.inv_freq.device)
+    rotation.inv_freq = inverse_frequencies(architecture.rotary_dim, theta, scaling).to(like.inv_freq.device)
 
     def with_local_angles(
         attention: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]

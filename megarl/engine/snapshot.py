@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Staging:
         from_bytes = source.reshape(-1).view(torch.uint8)
         to_bytes = target.view(-1).view(torch.uint8)
         size = min(max(-(-from_bytes.numel() // _NUM_PARTS), self._least), self._buffers[0].numel())
-        filled: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]] = deque()
+        filled: deque[tuple[torch.Tensor, torch.Tensor, torch.Event | None]] = deque()
 
         for number, (part, place) in enumerate(
             zip(from_bytes.split(size), to_bytes.split(size), strict=True)
@@ -71,16 +71,12 @@ class Staging:
             _empty(*filled.popleft())
 
 
-def _recorded_event(tensor: torch.Tensor) -> torch.cuda.Event | None:
+def _recorded_event(tensor: torch.Tensor) -> torch.Event | None:
     """Return an event after the work that is queued on the tensor's GPU; None on a CPU."""
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
+    return torch.cuda.current_stream().record_event() if tensor.is_cuda else None
 
 
-def _empty(buffer: torch.Tensor, place: torch.Tensor, is_filled: torch.cuda.Event | None) -> None:
+def _empty(buffer: torch.Tensor, place: torch.Tensor, is_filled: torch.Event | None) -> None:
     if is_filled is not None:
         is_filled.synchronize()
     place.copy_(buffer)
@@ -129,11 +125,9 @@ class PendingSnapshot:
                 f"the snapshot of step {self._step} cannot be written: {failure}"
             ) from failure
 
-    @contextmanager
-    def stands_still(self) -> Generator[None]:
+    def stands_still(self) -> AbstractContextManager[bool]:
         """Copy nothing within the context, in which tensors may be moved between the device and the host."""
-        with self._lock:
-            yield
+        return self._lock
 
     def _run(self) -> None:
         # Copies on a stream of their own do not wait for the model's.

@@ -50,7 +50,7 @@ class ModelSpec:
             memory.
         device_peak_tflops: The peak rate of a device, if the device is not in the table.
         check_replicas_every: The updates between comparisons of weights that several ranks hold; 0: never.
-        measures_speed: Whether each update measures how fast the device is (speed_probe.py).
+        measures_speed: Whether each update measures how fast the device is (`platform.SpeedProbe`).
     """
 
     path: str

@@ -82,8 +82,7 @@ class StepTrace:
         """Write what was recorded, and the gradients, before the optimizer step."""
         folder = self._folder / mini_batch_folder(self._number)
         write_tensors(folder, self._gradients(), self._engine.places)
-        groups = self._engine.groups
-        if groups.tensor_rank == 0:
+        if self._engine.groups.tensor_rank == 0:
             arrays = {name: torch.cat(parts).numpy() for name, parts in self._recorded.items()}
             # pyrefly: ignore[bad-argument-type]  # no name is allow_pickle
             np.savez(folder / forward_file(dist.get_rank()), **arrays)
@@ -102,8 +101,7 @@ class StepTrace:
         for model in self._engine.models:
             if hasattr(model, "embedding"):
                 yield "embedding", model.embedding, False
-            layers = model.decoder.layers
-            for layer in layers:
+            for layer in model.decoder.layers:
                 # A name sorts in the order of the forward pass.
                 prefix = f"layer {layer.layer_number - 1:04d}"
                 for place, part in enumerate(_PARTS):
@@ -123,14 +121,11 @@ class StepTrace:
         # The last layer of a packed batch keeps only the tokens that predict another.
         inputs = micro_batch.inputs
         packed = inputs.packed
-        is_last = packed is not None and packed.predicting is not None and name.startswith(self._last_layer)
+        last = f"layer {self._engine.spec.architecture.num_hidden_layers - 1:04d} "
+        is_last = packed is not None and packed.predicting is not None and name.startswith(last)
         predictors = micro_batch.predictors if may_be_selected and is_last else inputs.predictors
         places, names = self._chosen(micro_batch, inputs.scored.cpu())
         self._keep(name, names, hidden[predictors[places]])
-
-    @property
-    def _last_layer(self) -> str:
-        return f"layer {self._engine.spec.architecture.num_hidden_layers - 1:04d} "
 
     def _gathered(self, hidden: Tensor) -> Tensor:
         group = self._engine.groups.tensor
@@ -165,8 +160,7 @@ class StepTrace:
 
     def _weights(self) -> Iterator[Shard]:
         sharding = sharding_of(self._engine.models, self._engine.groups)
-        slices = self._engine.optimizer.slices()
-        yield from (shard for shard in sharding.of_weights(slices) if shard.is_main)
+        yield from (shard for shard in sharding.of_weights(self._engine.optimizer.slices()) if shard.is_main)
 
     def _gradients(self) -> Iterator[Shard]:
         """Yield the reduced gradients: on each data-parallel rank, those that its optimizer reads."""

@@ -55,20 +55,6 @@ def keep_frequencies(tower: torch.nn.Module) -> None:
     rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
 
 
-def run_tower(tower: torch.nn.Module, vision: Vision, pixels: Tensor, grids: Tensor) -> list[Tensor]:
-    """Run the tower on the patches of images.
-
-    What follows from the sizes of images is computed on the host, so that nothing is read from the device.
-
-    Returns:
-        (F, H) each: the embeddings of image tokens, and the features of each block of `deepstack_blocks`.
-    """
-    outputs = tower(
-        pixels, grid_thw=grids, return_dict=True, **_geometry(tower, vision, grids, pixels.device)
-    )
-    return [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())]
-
-
 def _geometry(tower: Any, vision: Vision, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
     """Return the inputs of a tower that follow from `grids`. Sequence lengths stay on the host."""
     from transformers import vision_utils
@@ -128,10 +114,15 @@ def insert_images(
         return _Untouched.apply(hidden, *trained) if trained and torch.is_grad_enabled() else hidden
 
     with torch.set_grad_enabled(bool(trained) and torch.is_grad_enabled()):
-        features = run_tower(
-            tower, vision, to_device(images.pixels, hidden.device).to(hidden.dtype), images.grids
+        # What follows from the sizes of images is computed on the host, so nothing is read from the device.
+        outputs = tower(
+            to_device(images.pixels, hidden.device).to(hidden.dtype),
+            grid_thw=images.grids,
+            return_dict=True,
+            **_geometry(tower, vision, images.grids, hidden.device),
         )
-        every = torch.stack(features)
+        # (F, H) each: the embeddings of image tokens, and the features of each block of `deepstack_blocks`.
+        every = torch.stack([outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or ())])
         if gathering_group is not None:
             every = copy_to_tensor_model_parallel_region(every, group=gathering_group)
         own = every.index_select(1, images.features)

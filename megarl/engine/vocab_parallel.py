@@ -205,8 +205,7 @@ def _score(
         top_ids = most_likely(logits, vocabulary.top, vocabulary.first, vocabulary.group)
     if top_ids is None:
         return scores, None, None
-    own = vocabulary.find(top_ids)
-    top = top_log_probs(logits, *own, whole_partition, vocabulary.group, _blocks(logits))
+    top = top_log_probs(logits, *vocabulary.find(top_ids), whole_partition, vocabulary.group, _blocks(logits))
     return scores, top_ids, top
 
 

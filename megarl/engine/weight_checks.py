@@ -60,8 +60,7 @@ def check_replicas(engine: MegatronEngine, owner: str) -> None:
         (groups.expert_data, experts),
         (groups.tensor, {name: value for name, value in dense.items() if name in whole}),
     ]
-    device = next(iter(sums.values())).device
-    differ = torch.zeros((), dtype=torch.int64, device=device)
+    differ = torch.zeros((), dtype=torch.int64, device=next(iter(sums.values())).device)
     for group, held in copies:
         if held and dist.get_world_size(group) > 1:
             lowest = torch.stack(list(held.values()))

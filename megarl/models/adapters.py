@@ -20,8 +20,9 @@ from megarl.models.architecture import Architecture, LoRA
 from megarl.models.mapping import Cut, MappingRow
 
 # The linear layers that take adapters, by Megatron's names.
-_LATENT = "q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj"
-_LINEAR = re.compile(rf"(.+\.linear_(?:qkv|proj|fc1|fc2|{_LATENT}))\.weight")
+_LINEAR = re.compile(
+    r"(.+\.linear_(?:qkv|proj|fc1|fc2|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj))\.weight"
+)
 _WITH_SHARDED_OUTPUTS = (Cut.column, Cut.qkv, Cut.gated)
 _SUFFIX = ".weight"
 ADAPTER = ".lora."  # in Megatron's names, between the linear layer's and the projection's
@@ -72,8 +73,7 @@ def with_adapters(
     """
     adapted: list[MappingRow] = []
     for row in rows:
-        trains = row == trained or _is_saved(row, lora)
-        adapted.append(row if trains else replace(row, trains=False))
+        adapted.append(row if row == trained or _is_saved(row, lora) else replace(row, trains=False))
         for name, dims in _targets_of(row, lora):
             adapted += _pair(row, name, dims)
     return tuple(adapted)
@@ -132,8 +132,7 @@ def _pair(row: MappingRow, name: str, dims: str) -> tuple[MappingRow, MappingRow
 
 def available_targets(rows: Sequence[MappingRow]) -> tuple[str, ...]:
     """Return the names of the projections that can have an adapter, without repetitions."""
-    every = LoRA(rank=1, alpha=1)
-    names = (name for row in rows for name, _ in _targets_of(row, every))
+    names = (name for row in rows for name, _ in _targets_of(row, LoRA(rank=1, alpha=1)))
     return tuple(dict.fromkeys(map(module_of, names)))
 
 

@@ -1,16 +1,19 @@
 """Read the fields of a Hugging Face `config.json` one by one, so that no field is silently ignored.
 
 A field that would change the forward pass and that no family handles is rejected by name. So is a field that
-megarl does not know: a silently wrong model costs more than a line added to a list.
+megarl does not know: a silently wrong model costs more than a line added to a list. Types of layers, sliding
+windows and `quantization_config`, the format in which a folder stores matrices, are read for all families.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from megarl.machine.errors import counted
 
 # Fields that would change the forward pass, with the values that do not.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -125,9 +128,8 @@ class ConfigReader:
 
     def value(self, name: str) -> Any:
         """Return a field as it is, or the default of transformers' class if it is missing."""
-        default = self.defaults.get(name)
         value = self.take(name)
-        return value if name in self.fields else default
+        return value if name in self.fields else self.defaults.get(name)
 
     def count(self, name: str, default: Any) -> int:
         """Read a non-negative int. The arguments are those of `number`."""
@@ -135,8 +137,7 @@ class ConfigReader:
         if given == 0 and not isinstance(given, bool):
             self.seen.add(name)
             return 0
-        number: int = self.number(name, int, default)
-        return number
+        return self.number(name, int, default)
 
     def flag(self, name: str) -> bool:
         """Read a boolean.
@@ -199,3 +200,134 @@ class ConfigReader:
         """Refuse each field that was not read and is not known to be harmless."""
         for name in sorted(set(self.fields) - self.seen - _HARMLESS):
             self.refuse(name, "megarl does not know whether it changes the model")
+
+
+BLOCK = 128
+QUANTIZATION = "quantization_config"
+# The field of folders in block-scaled FP8, for SGLang and transformers.
+BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+
+# The fields that change how stored values are read, with the supported values; None: the field is missing.
+_FIXED_QUANTIZATION: Mapping[str, tuple[object, ...]] = {
+    "fmt": ("e4m3", None),
+    "activation_scheme": ("dynamic", None),
+    # the values of scales, whose dtype the files contain
+    "scale_fmt": ("ue8m0", "float", None),
+    "dequantize": (False, None),
+}
+# Lists of layers: the files show which matrices are quantized.
+_LISTS_OF_MODULES = {"modules_to_not_convert", "ignored_layers", "modules_to_convert"}
+_HINT = "convert the folder to bfloat16 or to FP8 in blocks of 128 x 128 first"
+
+
+def check_quantization(reader: ConfigReader) -> None:
+    """Refuse all formats except block-scaled FP8, unless the family has read the field."""
+    if QUANTIZATION in reader.seen:
+        return
+    quantization = reader.take(QUANTIZATION)
+    if quantization is None:
+        return
+    if not isinstance(quantization, Mapping):
+        reader.refuse(QUANTIZATION, "must be an object")
+        return
+    reader.problems.extend(
+        f"field {QUANTIZATION!r}: {problem}" for problem in _quantization_problems(quantization)
+    )
+
+
+def _quantization_problems(quantization: Mapping[str, object]) -> Iterator[str]:
+    method = quantization.get("quant_method")
+    if method != BLOCK_FP8["quant_method"]:
+        yield f"'quant_method' is {method!r}, but only 'fp8' is supported; {_HINT}"
+        return
+
+    block = quantization.get("weight_block_size")
+    if block != BLOCK_FP8["weight_block_size"]:
+        yield f"'weight_block_size' is {block!r}, but only {[BLOCK, BLOCK]} is supported; {_HINT}"
+
+    for name, supported in _FIXED_QUANTIZATION.items():
+        if quantization.get(name) not in supported:
+            yield f"{name!r} is {quantization[name]!r}, but only {supported[0]!r} is supported; {_HINT}"
+
+    known = {"quant_method", "weight_block_size", *_FIXED_QUANTIZATION, *_LISTS_OF_MODULES}
+    for name in sorted(set(quantization) - known):
+        yield f"{name!r} is {quantization[name]!r}, and megarl does not know whether it changes the weights"
+
+
+_WINDOWED = "sliding_attention"
+FULL = "full_attention"
+
+
+def read_layer_types(
+    reader: ConfigReader, num_hidden_layers: int, other: str, *, full_every: int | None
+) -> list[str]:
+    """Read the type of each layer: full attention, or the other type of a family. Empty if it is invalid.
+
+    Args:
+        full_every: Without `layer_types`, each layer whose number, counted from 1, is a multiple of this has
+            full attention; None: no layer has.
+    """
+    kinds = reader.take("layer_types")
+    if kinds is None:
+        kinds = [
+            FULL if full_every is not None and number % full_every == 0 else other
+            for number in range(1, num_hidden_layers + 1)
+        ]
+
+    is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
+    if not is_list or not all(kind in (other, FULL) for kind in kinds):
+        needed = f"must name {other} or {FULL} for each of {counted(num_hidden_layers, 'layer')}"
+        reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
+        return []
+    return kinds
+
+
+def read_windows(reader: ConfigReader, num_hidden_layers: int, *, full_every: int | None) -> tuple[int, ...]:
+    """Read the window of each layer: the number of tokens that it sees, or 0 for all.
+
+    Args:
+        full_every: As in `read_layer_types`.
+    """
+    window = reader.number("sliding_window", int, OF_CLASS)
+    kinds = read_layer_types(reader, num_hidden_layers, _WINDOWED, full_every=full_every)
+    return tuple(window if kind == _WINDOWED else 0 for kind in kinds)
+
+
+def check_sliding_window(
+    reader: ConfigReader,
+    num_hidden_layers: int,
+    max_position_embeddings: int,
+    *,
+    has_experts: bool,
+) -> None:
+    """Refuse a sliding window that a layer would use, unless every row fits into it.
+
+    Qwen2.5 publishes `sliding_window` with `use_sliding_window: false`. transformers applies the window to
+    layers from `max_window_layers` on (in Qwen2-MoE, to the layers before it), unless `layer_types` lists the
+    type of each layer. A window without its switch counts as used; a window of zero tokens does not.
+    """
+    layer_types = reader.take("layer_types")
+    window = reader.value("sliding_window")
+    switch = reader.value("use_sliding_window")
+    first_windowed = reader.value("max_window_layers")
+
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != num_hidden_layers:
+            needed = f"must name one type for each of {counted(num_hidden_layers, 'layer')}"
+            reader.conflict(f"field 'layer_types' is {layer_types!r}, but {needed}", "num_hidden_layers")
+        elif other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
+            named = ", ".join(other)
+            reader.problems.append(f"field 'layer_types' has {named}; only full_attention is supported")
+    elif isinstance(window, int) and window >= max_position_embeddings:
+        return
+    elif switch or (switch is None and window):
+        # A dense model is unaffected if its windowed layers would begin after the last layer.
+        if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not has_experts:
+            return
+        reader.conflict(
+            f"field 'use_sliding_window' is {json.dumps(switch)} with 'sliding_window' {json.dumps(window)} "
+            f"and 'max_window_layers' {json.dumps(first_windowed)}: not all of "
+            f"{counted(num_hidden_layers, 'layer')} would see every token; only full attention is supported",
+            "num_hidden_layers",
+            "max_position_embeddings",
+        )

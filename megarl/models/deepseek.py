@@ -1,9 +1,9 @@
-"""DeepSeek-V3, R1 and V3.1, models published as that class (Kimi-K2 and Moonlight), DeepSeek-V3.2 and GLM-5.
+"""DeepSeek-V3, R1 and V3.1, models published as that class (Kimi-K2 and Moonlight), DeepSeek-V3.2, and GLM.
 
-The last two have sparse attention: an indexer selects `index_topk` keys for each token. In a row of at most
-that many tokens it selects all of them, so that the layers are those of DeepSeek-V3, and megarl trains on
-such rows only (`Architecture.row_limit`). Indexers are kept as they are. SGLang serves the model without
-them.
+GLM-4.5, 4.6 and 4.7 have grouped-query attention, and experts as in DeepSeek-V3. DeepSeek-V3.2 and GLM-5 have
+sparse attention: an indexer selects `index_topk` keys for each token. In a row of at most that many tokens it
+selects all of them, so that the layers are those of DeepSeek-V3, and megarl trains on such rows only
+(`Architecture.row_limit`). Indexers are kept as they are. SGLang serves the model without them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,21 @@ from megarl.models.experts import SELECTION_BIAS_ROW, expert_rows, read_sigmoid_
 from megarl.models.family import Family, SGLangStages
 from megarl.models.latent import LATENT_ROWS, read_latent
 from megarl.models.mapping import HF_LAYER, is_sparse
-from megarl.models.trunk import EXAMPLE, read_trunk, trunk_rows
+from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, trunk_rows
 
 _MODEL_TYPE = "deepseek_v3"
 
 # Fields of the published model code that select variants, with the one that this family computes.
 _FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-# Fields of DeepSeek's own training and serving.
-_HARMLESS = ("aux_loss_alpha", "ep_size", "seq_aux")
 _LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # transformers' names, newer and older
-# How an indexer computes its scores, and in which layers it reuses the selection of an earlier layer.
-_FLAGS_OF_INDEXERS = ("indexer_rope_interleave", "index_share_for_mtp_iteration")
-_SHARING = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern", "indexer_types")
 
 
 def _read_layers(reader: ConfigReader) -> Architecture:
     """Read a model with the layers of DeepSeek-V3."""
     for name, supported in _FIXED.items():
         reader.require(name, supported, f"only {supported!r} is supported")
-    for name in _HARMLESS:
+    # Fields of DeepSeek's own training and serving.
+    for name in ("aux_loss_alpha", "ep_size", "seq_aux"):
         reader.take(name)
 
     return read_trunk(reader, read_experts=read_sigmoid_experts, read_latent=read_latent, may_have_mtp=True)
@@ -45,9 +41,10 @@ def _read_sparse(reader: ConfigReader) -> Architecture:
     index_topk = reader.number("index_topk", int)
     for name in ("index_n_heads", "index_head_dim"):
         reader.number(name, int)
-    for name in _FLAGS_OF_INDEXERS:
+    # How an indexer computes its scores, and in which layers it reuses the selection of an earlier layer.
+    for name in ("indexer_rope_interleave", "index_share_for_mtp_iteration"):
         reader.flag(name)
-    for name in _SHARING:
+    for name in ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern", "indexer_types"):
         reader.take(name)
     reader.require("moe_router_dtype", "float32", "only 'float32' is supported")
 
@@ -166,4 +163,53 @@ GLM_MOE_DSA = replace(
     example_fields=DEEPSEEK_V32.example_fields
     | {"rope_theta": 1e6, "rope_scaling": None, "rms_norm_eps": 1e-5, "n_group": 1, "n_shared_experts": 1},
     models="GLM-5 and its later versions of the same class",
+)
+
+
+def _read_glm(reader: ConfigReader) -> Architecture:
+    # In this family, `attention_bias` does not concern the output projection.
+    return read_trunk(
+        reader,
+        qkv_bias=reader.flag("attention_bias"),
+        qk_norm=reader.flag("use_qk_norm"),
+        read_experts=read_sigmoid_experts,
+        may_have_mtp=True,
+    )
+
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    class_prefix="Glm4Moe",
+    read=_read_glm,
+    rows=(
+        *TRUNK_ROWS,
+        *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        SELECTION_BIAS_ROW,
+        *shared_expert_rows("mlp.shared_experts"),
+    ),
+    example_fields=EXAMPLE
+    | {
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    sglang_stages=SGLangStages.head_on_every,
+    sglang_differences={"a tied embedding": lambda architecture: architecture.tie_word_embeddings},
+    models="GLM-4.5, 4.6 and 4.7 and their Air models",
+    limits=(
+        "layers that predict further tokens are not trained, but "
+        "[kept](large_models.md#multi-token-prediction)",
+    ),
 )

@@ -10,12 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.architecture import Architecture, DeltaNet
-from megarl.models.config_reader import OF_CLASS, ConfigReader
-from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
-from megarl.models.part_kind import MIXER, PartKind
-from megarl.models.tensor_part import TensorPart
+from megarl.models.config_reader import OF_CLASS, ConfigReader, read_layer_types
+from megarl.models.mapping import (
+    HF_LAYER,
+    MEGATRON_LAYER,
+    MIXER,
+    Cut,
+    MappingRow,
+    PartKind,
+    StagePlacement,
+    TensorPart,
+)
 from megarl.models.trunk import ATTENTION_ROWS
-from megarl.models.windows import read_layer_types
 
 _LINEAR = "linear_attention"
 _HF = HF_LAYER + "linear_attn."
@@ -52,39 +58,27 @@ DELTA_NET = PartKind(
 # A head's rows of the query projection are its query, then its gate. Megatron has the queries of a query
 # group before its gates.
 _GATED_QUERY = TensorPart(name=HF_LAYER + "self_attn.q_proj.weight", dims="(G R 2 D) H", order="G (2 R D) H")
-_QKV_WEIGHT = _MEGATRON + "linear_qkv.weight"
 GATED_ATTENTION_ROWS = tuple(
     replace(
         row,
         applies=_has_attention,
-        tensors=(_GATED_QUERY, *row.tensors[1:]) if row.megatron == _QKV_WEIGHT else row.tensors,
+        tensors=(_GATED_QUERY, *row.tensors[1:])
+        if row.megatron == _MEGATRON + "linear_qkv.weight"
+        else row.tensors,
     )
     for row in ATTENTION_ROWS
     if not row.megatron.endswith(".bias")
 )
 
 # Qwen3-Next packs the rows of each key head: its query, its key, and the values and gates of its value heads.
-_PACKED = tuple(
-    TensorPart(
-        name=_HF + "in_proj_qkvz.weight",
-        dims="(J P) H",
-        sections=("X", "X", "L Y", "L Y"),
-        section=number,
-        order="(J P) H",
+PACKED_INPUT = tuple(
+    TensorPart(name=_HF + name, dims="(J P) H", sections=sections, section=number, order="(J P) H")
+    for name, sections in (
+        ("in_proj_qkvz.weight", ("X", "X", "L Y", "L Y")),
+        ("in_proj_ba.weight", ("L", "L")),
     )
-    for number in range(4)
+    for number in range(len(sections))
 )
-_PACKED_SCALARS = tuple(
-    TensorPart(
-        name=_HF + "in_proj_ba.weight",
-        dims="(J P) H",
-        sections=("L", "L"),
-        section=number,
-        order="(J P) H",
-    )
-    for number in range(2)
-)
-PACKED_INPUT = (*_PACKED, *_PACKED_SCALARS)
 
 # Qwen3.5 has queries, keys and values in one projection, and separate ones for the others.
 SEPARATE_INPUT = (

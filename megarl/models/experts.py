@@ -8,16 +8,24 @@ from dataclasses import replace
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture, Experts, RouterScore
 from megarl.models.config_reader import OF_CLASS, ConfigReader
-from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
-from megarl.models.part_kind import FEED_FORWARD, PartKind
-from megarl.models.tensor_part import TensorPart
+from megarl.models.mapping import (
+    EXPERT,
+    FEED_FORWARD,
+    HF_LAYER,
+    MEGATRON_LAYER,
+    Cut,
+    MappingRow,
+    PartKind,
+    StagePlacement,
+    TensorPart,
+    is_sparse,
+)
 
 
 def experts_of(architecture: Architecture) -> Experts:
     """Return the experts of a model that has some."""
-    experts = architecture.experts
-    assert experts is not None
-    return experts
+    assert architecture.experts is not None
+    return architecture.experts
 
 
 def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterator[tuple[str, str, float]]:

@@ -1,25 +1,38 @@
-"""The supported model families. Reads the architecture of a Hugging Face folder."""
+"""The supported model families. Reads the architecture of a Hugging Face folder, and sizes of draft models.
+
+A draft model of speculative decoding may be of any class that SGLang has, also one that megarl does not
+train.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
-from megarl.models.config_reader import ConfigReader
-from megarl.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
+from megarl.models.config_reader import QUANTIZATION, ConfigReader, check_quantization
+from megarl.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM_MOE_DSA
 from megarl.models.family import Family, SGLangStages
 from megarl.models.gemma import GEMMA3_TEXT
-from megarl.models.glm import GLM4_MOE
 from megarl.models.gpt_oss import GPT_OSS
 from megarl.models.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SMOLLM3
 from megarl.models.olmo import OLMO2, OLMO3
-from megarl.models.quantization import check_quantization
-from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from megarl.models.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
+from megarl.models.qwen import (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+)
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from megarl.models.unsupported import UNSUPPORTED
 
@@ -57,7 +70,6 @@ _ALIASES = {"kimi_k2": "deepseek_v3"}
 # Suffixes of the class names of critics and reward models. A critic may start from any class.
 CRITIC_CLASS = "ForTokenClassification"
 REWARD_CLASS = "ForSequenceClassification"
-_HEADS = (REWARD_CLASS, CRITIC_CLASS, "Model")
 
 
 def family_of(model_type: object) -> Family | None:
@@ -139,7 +151,7 @@ def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) 
     is_own_code = auto_map is not None and trust_remote_code
 
     # Any head is allowed, because a critic may start from any class of the family.
-    allowed = {family.class_prefix + head for head in (family.lm_class, *_HEADS)}
+    allowed = {family.class_prefix + head for head in (family.lm_class, REWARD_CLASS, CRITIC_CLASS, "Model")}
 
     names = reader.fields.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -176,3 +188,85 @@ def engine_stages(architecture: Architecture, num_stages: int) -> tuple[EngineSt
         stages.append((range(first, stop), number == 0, is_last, is_last or on_every))
         first = stop
     return tuple(stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModel:
+    """The sizes of a draft model.
+
+    Attributes:
+        draft_vocab_size: The number of tokens that it may propose.
+        target_hidden_size: The width of the policy's hidden states, if the draft reads them.
+        latent_size: The numbers that the cache keeps of a token in a layer with latent attention; 0 without.
+        is_quantized: Whether its folder has quantized weights.
+        weight_bytes: The bytes of its weight files; 0 if they are not on this machine.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    latent_size: int
+    is_quantized: bool
+    weight_bytes: int
+
+    def cached_numbers(self, tensor_parallel_size: int) -> int:
+        """Return the numbers that the cache keeps of a token in all layers, on one rank of an engine."""
+        if self.latent_size:
+            return self.num_hidden_layers * self.latent_size
+        # With more ranks than key-value heads, each rank still holds one whole head.
+        heads = max(1, self.num_key_value_heads // tensor_parallel_size)
+        return self.num_hidden_layers * 2 * heads * self.head_dim
+
+
+def read_draft(folder: str) -> DraftModel:
+    """Read the sizes of a draft model from its folder.
+
+    Raises:
+        ConfigError: config.json cannot be read, or lacks a size or has one that is not a positive integer.
+    """
+    file = Path(folder) / "config.json"
+    whole = read_fields(folder)
+
+    # Drafts of multimodal models have their sizes in this object.
+    text = whole.get("text_config")
+    if not isinstance(text, dict | None):
+        raise ConfigError(str(file), [f"field 'text_config' is {text!r}, but must be an object"])
+
+    reader = ConfigReader(text or whole)
+    hidden = reader.number("hidden_size", int)
+    vocab = reader.number("vocab_size", int)
+    heads = reader.number("num_attention_heads", int)
+    latent = reader.count("kv_lora_rank", 0)
+    # SGLang reads the first kind of files that the folder has.
+    weights = (list(Path(folder).glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    draft = DraftModel(
+        vocab_size=vocab,
+        draft_vocab_size=reader.number("draft_vocab_size", int, vocab),
+        hidden_size=hidden,
+        target_hidden_size=reader.number("target_hidden_size", int, hidden),
+        num_hidden_layers=reader.number("num_hidden_layers", int),
+        num_attention_heads=heads,
+        num_key_value_heads=reader.number("num_key_value_heads", int, heads),
+        head_dim=reader.number("head_dim", int, hidden // heads),
+        latent_size=latent and latent + reader.count("qk_rope_head_dim", 0),
+        is_quantized=whole.get(QUANTIZATION) is not None,
+        weight_bytes=sum(file.stat().st_size for file in next(filter(None, weights), ())),
+    )
+
+    if reader.problems:
+        raise ConfigError(str(file), reader.problems)
+    return draft
+
+
+@lru_cache(maxsize=8)
+def read_draft_if_there(folder: str) -> DraftModel | None:
+    """Return the draft model; None if its folder cannot be read, which the rules of a run report."""
+    try:
+        return read_draft(folder)
+    except ConfigError:
+        return None

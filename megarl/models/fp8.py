@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.models.architecture import Architecture
+from megarl.models.config_reader import BLOCK, BLOCK_FP8
 from megarl.models.layers import kinds_of
-from megarl.models.quantization import BLOCK, BLOCK_FP8
 from megarl.models.tensor_table import Weight, weights_of
 
 SCALE_SUFFIX = "_scale_inv"
@@ -40,11 +40,10 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=8)
 def quantized_tensors(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of the tensors that engines have in FP8, in sending order."""
-    weights = weights_of(architecture.base, "lm")
     return MappingProxyType(
         {
             tensor.name: tensor.shape
-            for weight in weights
+            for weight in weights_of(architecture.base, "lm")
             if _is_quantized(weight)
             for tensor in weight.tensors
             if tensor.name.endswith(_QUANTIZED)

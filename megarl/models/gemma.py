@@ -8,19 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.models.architecture import Activation, Architecture, BlockNorms
-from megarl.models.config_reader import OF_CLASS, ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader, read_windows
 from megarl.models.family import Family
 from megarl.models.trunk import ATTENTION_ROWS, EXAMPLE, read_trunk, trunk_rows
-from megarl.models.windows import read_windows
 
-_ROWS = trunk_rows(
-    ATTENTION_ROWS,
-    after_attention="post_attention_layernorm",
-    before_feed_forward="pre_feedforward_layernorm",
-    after_feed_forward="post_feedforward_layernorm",
-)
 _ACTIVATION = "gelu_pytorch_tanh"
-_PATTERN = 6  # without the field, each sixth layer has full attention
 
 
 def _read(reader: ConfigReader) -> Architecture:
@@ -47,8 +39,9 @@ def _read(reader: ConfigReader) -> Architecture:
 
 
 def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
-    # The second is a copy that transformers writes in addition to `layer_types`.
-    pattern = reader.number("sliding_window_pattern", int, _PATTERN)
+    # Without the field, each sixth layer has full attention. The second is a copy that transformers writes in
+    # addition to `layer_types`.
+    pattern = reader.number("sliding_window_pattern", int, 6)
     reader.take("_sliding_window_pattern")
     return read_windows(reader, num_hidden_layers, full_every=pattern)
 
@@ -58,7 +51,12 @@ GEMMA3_TEXT = Family(
     model_type="gemma3_text",
     class_prefix="Gemma3",
     read=_read,
-    rows=_ROWS,
+    rows=trunk_rows(
+        ATTENTION_ROWS,
+        after_attention="post_attention_layernorm",
+        before_feed_forward="pre_feedforward_layernorm",
+        after_feed_forward="post_feedforward_layernorm",
+    ),
     example_fields={name: value for name, value in EXAMPLE.items() if name != "hidden_act"}
     | {
         "head_dim": 32,

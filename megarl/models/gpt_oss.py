@@ -9,13 +9,19 @@ from dataclasses import replace
 from functools import partial
 
 from megarl.models.architecture import Architecture, Experts
-from megarl.models.config_reader import OF_CLASS, ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader, read_windows
 from megarl.models.experts import check_router_gradient
 from megarl.models.family import Family
-from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
-from megarl.models.tensor_part import TensorPart
+from megarl.models.mapping import (
+    EXPERT,
+    HF_LAYER,
+    MEGATRON_LAYER,
+    Cut,
+    MappingRow,
+    StagePlacement,
+    TensorPart,
+)
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
-from megarl.models.windows import read_windows
 
 _ALPHA = 1.702  # the slope of the sigmoid in Megatron's quick_gelu
 _EXPERTS = HF_LAYER + "mlp.experts."
@@ -23,54 +29,6 @@ _EXPERTS = HF_LAYER + "mlp.experts."
 
 def _row(megatron: str, place: StagePlacement, cut: Cut, tensor: tuple[str, str] | TensorPart) -> MappingRow:
     return MappingRow(megatron=MEGATRON_LAYER + megatron, place=place, cut=cut, tensors=(tensor,))
-
-
-_ROWS = (
-    *(row for row in TRUNK_ROWS if ".mlp." not in row.megatron),
-    _row(
-        "self_attention.linear_proj.bias",
-        StagePlacement.layer,
-        Cut.replicated,
-        (HF_LAYER + "self_attn.o_proj.bias", "H"),
-    ),
-    _row(
-        "self_attention.core_attention.softmax_offset",
-        StagePlacement.layer,
-        Cut.column,
-        (HF_LAYER + "self_attn.sinks", "N"),
-    ),
-    _row(
-        "mlp.router.weight",
-        StagePlacement.layer,
-        Cut.replicated,
-        (HF_LAYER + "mlp.router.weight", "E H"),
-    ),
-    _row("mlp.router.bias", StagePlacement.layer, Cut.replicated, (HF_LAYER + "mlp.router.bias", "E")),
-    _row(
-        EXPERT + "linear_fc1.weight",
-        StagePlacement.expert,
-        Cut.gated,
-        TensorPart(name=_EXPERTS + "gate_up_proj", dims="E H (M 2)", order="2 M H"),
-    ),
-    _row(
-        EXPERT + "linear_fc1.bias",
-        StagePlacement.expert,
-        Cut.gated,
-        TensorPart(name=_EXPERTS + "gate_up_proj_bias", dims="E (M 2)", order="2 M"),
-    ),
-    _row(
-        EXPERT + "linear_fc2.weight",
-        StagePlacement.expert,
-        Cut.row,
-        TensorPart(name=_EXPERTS + "down_proj", dims="E M H", order="H M"),
-    ),
-    _row(
-        EXPERT + "linear_fc2.bias",
-        StagePlacement.expert,
-        Cut.replicated,
-        TensorPart(name=_EXPERTS + "down_proj_bias", dims="E H"),
-    ),
-)
 
 
 def _read(reader: ConfigReader) -> Architecture:
@@ -128,7 +86,52 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     class_prefix="GptOss",
     read=_read,
-    rows=_ROWS,
+    rows=(
+        *(row for row in TRUNK_ROWS if ".mlp." not in row.megatron),
+        _row(
+            "self_attention.linear_proj.bias",
+            StagePlacement.layer,
+            Cut.replicated,
+            (HF_LAYER + "self_attn.o_proj.bias", "H"),
+        ),
+        _row(
+            "self_attention.core_attention.softmax_offset",
+            StagePlacement.layer,
+            Cut.column,
+            (HF_LAYER + "self_attn.sinks", "N"),
+        ),
+        _row(
+            "mlp.router.weight",
+            StagePlacement.layer,
+            Cut.replicated,
+            (HF_LAYER + "mlp.router.weight", "E H"),
+        ),
+        _row("mlp.router.bias", StagePlacement.layer, Cut.replicated, (HF_LAYER + "mlp.router.bias", "E")),
+        _row(
+            EXPERT + "linear_fc1.weight",
+            StagePlacement.expert,
+            Cut.gated,
+            TensorPart(name=_EXPERTS + "gate_up_proj", dims="E H (M 2)", order="2 M H"),
+        ),
+        _row(
+            EXPERT + "linear_fc1.bias",
+            StagePlacement.expert,
+            Cut.gated,
+            TensorPart(name=_EXPERTS + "gate_up_proj_bias", dims="E (M 2)", order="2 M"),
+        ),
+        _row(
+            EXPERT + "linear_fc2.weight",
+            StagePlacement.expert,
+            Cut.row,
+            TensorPart(name=_EXPERTS + "down_proj", dims="E M H", order="H M"),
+        ),
+        _row(
+            EXPERT + "linear_fc2.bias",
+            StagePlacement.expert,
+            Cut.replicated,
+            TensorPart(name=_EXPERTS + "down_proj_bias", dims="E H"),
+        ),
+    ),
     example_fields=EXAMPLE
     | {
         "head_dim": 32,

@@ -7,18 +7,13 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, LatentAttention
 from megarl.models.config_reader import ConfigReader
-from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
-from megarl.models.part_kind import MIXER, PartKind
-
-# transformers' norms of latent vectors, and those of the published model code, ignore `rms_norm_eps`.
-_NORM_EPS = 1e-6
+from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, MIXER, Cut, MappingRow, PartKind, StagePlacement
 
 
 def latent_of(architecture: Architecture) -> LatentAttention:
     """Return the sizes of a model that has latent attention."""
-    latent = architecture.latent
-    assert latent is not None
-    return latent
+    assert architecture.latent is not None
+    return architecture.latent
 
 
 def megatron_sizes(architecture: Architecture) -> dict[str, Any]:
@@ -139,7 +134,8 @@ def read_latent(reader: ConfigReader) -> LatentAttention:
         qk_nope_head_dim=reader.number("qk_nope_head_dim", int),
         qk_rope_head_dim=reader.number("qk_rope_head_dim", int),
         v_head_dim=reader.number("v_head_dim", int),
-        norm_eps=_NORM_EPS,
+        # transformers' norms of latent vectors, and those of the published code, ignore `rms_norm_eps`.
+        norm_eps=1e-6,
     )
     _check_head_sizes(reader, latent)
     return latent

@@ -17,9 +17,18 @@ from megarl.models.architecture import Architecture
 from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
-from megarl.models.mapping import MEGATRON_LAYER, Cut, MappingRow, StagePlacement, num_row_axes
-from megarl.models.part_kind import FEED_FORWARD, MIXER, TOWER, PartKind
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import (
+    FEED_FORWARD,
+    MEGATRON_LAYER,
+    MIXER,
+    TOWER,
+    Cut,
+    MappingRow,
+    PartKind,
+    StagePlacement,
+    num_row_axes,
+    size_of,
+)
 from megarl.models.tensor_table import block_of, dimension_sizes, entry_size, name_of, rows_of
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision
@@ -79,8 +88,7 @@ class Matrix(NamedTuple):
             expert_tensor: The number of ranks that share each expert.
         """
         ranks = expert_tensor if self.num_experts else tensor
-        has_outputs = self.cut not in (Cut.replicated, Cut.row)
-        return ranks if has_outputs else 1, ranks if self.cut is Cut.row else 1
+        return ranks if self.cut not in (Cut.replicated, Cut.row) else 1, ranks if self.cut is Cut.row else 1
 
     def on_rank(self, tensor: int, expert_tensor: int) -> Matrix:
         """Return the part of it on one of the ranks that share it. The arguments are those of `shards`."""
@@ -174,9 +182,8 @@ def reads_images(architecture: Architecture) -> bool:
 
 def tower_of(architecture: Architecture) -> Vision:
     """Return the vision tower of a model that reads images."""
-    tower = architecture.vision
-    assert tower is not None
-    return tower
+    assert architecture.vision is not None
+    return architecture.vision
 
 
 def has_dense_layers(architecture: Architecture) -> bool:
@@ -228,8 +235,7 @@ def pair_products(architecture: Architecture) -> Mapping[int, int]:
 def cached_numbers(architecture: Architecture, layers: Iterable[int], ranks: int) -> int:
     """Return the numbers that one of the ranks of an engine keeps of a token, in these layers."""
     sizes = dimension_sizes(architecture)
-    every = layers_of(architecture)
-    kinds = (part.kind for layer in layers for part in every[layer])
+    kinds = (part.kind for layer in layers for part in layers_of(architecture)[layer])
     return sum(
         max(size_of(kind.cached, sizes) // ranks, size_of(kind.cached_at_least, sizes)) for kind in kinds
     )

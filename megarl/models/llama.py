@@ -7,11 +7,10 @@ from functools import partial
 
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
-from megarl.models.config_reader import OF_CLASS, ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader, check_sliding_window, read_windows
 from megarl.models.experts import SGLANG_DIFFERENCES, expert_rows, read_softmax_experts
 from megarl.models.family import Family, SGLangStages
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
-from megarl.models.windows import check_sliding_window, read_windows
 
 
 def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from megarl.models.architecture import Architecture, BlockNorms, QKNorm
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import ConfigReader, read_windows
 from megarl.models.family import Family
 from megarl.models.trunk import (
     ATTENTION_ROWS_WITH_NORMS_OVER_HEADS,
@@ -19,7 +19,6 @@ from megarl.models.trunk import (
     read_trunk,
     trunk_rows,
 )
-from megarl.models.windows import read_windows
 
 _ROWS = trunk_rows(
     ATTENTION_ROWS_WITH_NORMS_OVER_HEADS,

@@ -15,18 +15,10 @@ from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import SGLANG_DIFFERENCES, check_router_gradient, experts_of, transposed_fused
 from megarl.models.family import Family
-from megarl.models.mapping import Cut, MappingRow, StagePlacement
-from megarl.models.part_kind import TOWER
-from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts
+from megarl.models.mapping import TOWER, Cut, MappingRow, StagePlacement
+from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts, read_sections
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, with_prefix
 from megarl.models.vision import Vision
-
-_ROPE_FIELDS = ("rope_parameters", "rope_scaling")
-
-# Fields of both families that concern videos, which megarl does not train on, or name tokens that only the
-# chat template writes.
-_UNREAD = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
-_UNREAD_OF_TOWER = ("tokens_per_second", "model_type", "rope_parameters")
 
 
 def _position_axes(sections: tuple[int, ...], num_frequencies: int, is_interleaved: bool) -> tuple[int, ...]:
@@ -91,7 +83,8 @@ def _read(
     The first folders of Qwen2.5-VL have the fields of the language model at the top level.
     """
     model_type = reader.take("model_type")
-    for name in _UNREAD:
+    # They concern videos, which megarl does not train on, or name tokens that only the chat template writes.
+    for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"):
         reader.count(name, 0)
     is_tied = reader.flag("tie_word_embeddings")
 
@@ -131,41 +124,9 @@ def _read(
     return replace(architecture, model_type=model_type, vision=vision)
 
 
-def read_sections(
-    text: dict[str, Any], default: tuple[int, ...], reader: ConfigReader, *, is_interleaved: bool
-) -> tuple[int, ...]:
-    """Take the sections of the three position axes out of the object of the rotary embedding.
-
-    What remains in the object is an ordinary rotary embedding.
-    """
-    sizes: Any = default
-    for name in _ROPE_FIELDS:
-        rope = text.get(name)
-        if not isinstance(rope, dict):
-            continue
-
-        rest = dict(rope)
-        sizes = rest.pop("mrope_section", sizes)
-        interleaved = rest.pop("mrope_interleaved", is_interleaved)
-        if interleaved is not is_interleaved:
-            said = f"only {is_interleaved} is supported by this family"
-            reader.problems.append(f"field 'mrope_interleaved' is {interleaved!r}; {said}")
-
-        # The type of an ordinary embedding has several names.
-        for kind in ("type", "rope_type"):
-            if rest.get(kind) == "mrope":
-                rest[kind] = "default"
-        text[name] = rest
-
-    if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(isinstance(n, int) for n in sizes)):
-        reader.problems.append(f"field 'mrope_section' is {sizes!r}, but must be a list of three integers")
-        return default
-    return tuple(sizes)
-
-
 def _read_tower(tower: ConfigReader) -> dict[str, Any]:
     """Read what the towers of both families have."""
-    for name in _UNREAD_OF_TOWER:
+    for name in ("tokens_per_second", "model_type", "rope_parameters"):
         tower.take(name)
     in_channels = tower.number("in_channels", int, OF_CLASS)
     patch_size = tower.number("patch_size", int, OF_CLASS)
@@ -239,7 +200,6 @@ def _check(
         return
 
     num_positions = vision.num_position_embeddings
-    half = architecture.rotary_dim // 2
     problems = (
         (
             vision.out_hidden_size != architecture.hidden_size,
@@ -247,7 +207,7 @@ def _check(
             f"'hidden_size' {architecture.hidden_size} of the language model",
         ),
         (
-            sum(sections) != half,
+            sum(sections) != architecture.rotary_dim // 2,
             f"field 'mrope_section' is {list(sections)}, whose sum must be half of the head's size "
             f"{architecture.rotary_dim}",
         ),

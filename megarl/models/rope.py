@@ -18,7 +18,6 @@ from megarl.models.config_reader import OF_CLASS, ConfigReader
 _OUTER_FIELDS = ("rope_theta", "partial_rotary_factor")  # at the top level in transformers v4
 _BASE_FIELDS = {"rope_type", "type", *_OUTER_FIELDS}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_MODEL_OF_IMAGES = "positions in three axes are those of a model of images, which megarl does not train yet"
 
 # Types that are refused for a reason that a user should know.
 _REFUSED_TYPES = {
@@ -26,7 +25,7 @@ _REFUSED_TYPES = {
     "the other rows; use yarn, as published models do",
     "longrope": "its frequencies depend on the length of a row, and packed rows share one set",
     "proportional": "rotating the first pairs of both halves of a head is not implemented",
-    "mrope": _MODEL_OF_IMAGES,
+    "mrope": "positions in three axes are those of a model of images, which megarl does not train yet",
 }
 
 
@@ -137,8 +136,7 @@ def _read_partial_rotary_factor(rope: ConfigReader) -> float:
             rope.refuse("partial_rotary_factor", "only 1 is supported by this family")
         return 1.0
 
-    fraction: float = rope.number("partial_rotary_factor", float, OF_CLASS, at_most=1.0)
-    return fraction
+    return rope.number("partial_rotary_factor", float, OF_CLASS, at_most=1.0)
 
 
 def _read_scaling(rope: ConfigReader, max_position_embeddings: int) -> RopeScaling | None:
@@ -225,9 +223,8 @@ def yarn_magnitude(factor: float, coefficient: float) -> float:
     return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-_Read = Callable[[ConfigReader, int], RopeScaling | None]
 # The supported types, with the fields that each uses besides those of every type.
-_SCALINGS: dict[str, tuple[set[str], _Read]] = {
+_SCALINGS: dict[str, tuple[set[str], Callable[[ConfigReader, int], RopeScaling | None]]] = {
     "default": (set(), lambda rope, longest: None),
     "linear": ({"factor"}, lambda rope, longest: LinearScaling(factor=rope.number("factor", float))),
     "llama3": (set(Llama3Scaling.__dataclass_fields__), _read_llama3),

@@ -11,8 +11,16 @@ from typing import Literal, NamedTuple
 from megarl.models.adapters import with_adapters
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
-from megarl.models.mapping import EMBEDDING, Cut, MappingRow, StagePlacement
-from megarl.models.tensor_part import PartGeometry, TensorPart, part_geometry, size_of
+from megarl.models.mapping import (
+    EMBEDDING,
+    Cut,
+    MappingRow,
+    PartGeometry,
+    StagePlacement,
+    TensorPart,
+    part_geometry,
+    size_of,
+)
 
 Head = Literal["lm", "value"]
 

@@ -10,20 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.architecture import Architecture, Experts, LatentAttention
-from megarl.models.config_reader import OF_CLASS, REQUIRED, ConfigReader
+from megarl.models.config_reader import OF_CLASS, REQUIRED, ConfigReader, check_sliding_window
 from megarl.models.mapping import (
     EMBEDDING,
+    FEED_FORWARD,
     HF_LAYER,
     MEGATRON_LAYER,
+    MIXER,
     Cut,
     MappingRow,
+    PartKind,
     StagePlacement,
+    TensorPart,
     is_dense,
 )
-from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
 from megarl.models.rope import has_rope_by_layer_type, read_rope, read_ropes_by_layer_type
-from megarl.models.tensor_part import TensorPart
-from megarl.models.windows import check_sliding_window
 
 _LARGEST_EPS = 0.01  # added to a mean square of about 1; models have 1e-5 or 1e-6
 
@@ -320,12 +321,9 @@ def read_trunk(
 
 def _read_intermediate_size(reader: ConfigReader, num_hidden_layers: int, experts: Experts | None) -> int:
     """Read the size of dense feed-forwards. A folder may omit it if all layers have experts."""
-    size: int
     if experts is not None and len(experts.layers) == num_hidden_layers:
-        size = reader.number("intermediate_size", int, OF_CLASS, null=experts.intermediate_size)
-    else:
-        size = reader.number("intermediate_size", int)
-    return size
+        return reader.number("intermediate_size", int, OF_CLASS, null=experts.intermediate_size)
+    return reader.number("intermediate_size", int)
 
 
 def _read_heads(reader: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
@@ -368,8 +366,7 @@ def _read_key_value_heads(reader: ConfigReader, num_attention_heads: int) -> int
     """
     name = "num_key_value_heads"
     is_derived = reader.value(name) is None and (name in reader.fields or name in reader.defaults)
-    number: int = reader.number(name, int, num_attention_heads if is_derived else REQUIRED)
-    return number
+    return reader.number(name, int, num_attention_heads if is_derived else REQUIRED)
 
 
 def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> tuple[int, int, int]:
@@ -387,5 +384,4 @@ def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> tupl
             "num_attention_heads",
         )
 
-    head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
-    return num_attention_heads, num_attention_heads, head_dim
+    return num_attention_heads, num_attention_heads, latent.qk_nope_head_dim + latent.qk_rope_head_dim

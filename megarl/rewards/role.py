@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megarl.algorithms.groups import place_scores
 from megarl.algorithms.masked import map_tokens, masked_row_sums
-from megarl.algorithms.scores import place_scores
 from megarl.batch.branches import BRANCH, FAILURE, ends_episode, episode_numbers, last_rows
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor

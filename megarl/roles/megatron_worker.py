@@ -25,11 +25,11 @@ from megarl.config.schema import OnNonFinite, ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh
 from megarl.controller.worker import register
 from megarl.data.images import ImageProcessor, grids_of_micro_batches, with_patches
-from megarl.engine import flash_attention, platform
+from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.rendezvous import open_store
 from megarl.engine.spec import ModelSpec
-from megarl.models.flops import tower_flops, training_flops
+from megarl.models.counts import tower_flops, training_flops
 from megarl.weights.shards import Shards, merged_shards
 from megarl.weights.sync.worker import WeightExport
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to 
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.snapshot import PendingSnapshot, Staging
-    from megarl.engine.speed_probe import SpeedProbe
     from megarl.engine.top_tokens import TopK
     from megarl.engine.vocab_parallel import Extra
 
@@ -188,7 +187,7 @@ class MegatronWorker(WeightExport):
 
         # The platform must be active before anything imports Megatron.
         if platform.activate(spec.device).is_cuda:
-            flash_attention.activate(spec.engine.flash_attention)
+            platform.activate_flash_attention(spec.engine.flash_attention)
         self._groups = _process_groups(spec)
         self._spec = spec
         self._engine = self._make_engine()
@@ -295,10 +294,8 @@ class MegatronWorker(WeightExport):
             self._probe.run()
 
     @cached_property
-    def _probe(self) -> SpeedProbe:
-        from megarl.engine.speed_probe import SpeedProbe
-
-        probe = SpeedProbe()
+    def _probe(self) -> platform.SpeedProbe:
+        probe = platform.SpeedProbe()
         probe.run()  # the first products load libraries
         return probe
 

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from megarl.algorithms.masked import row_lengths
-from megarl.algorithms.sampling_metrics import (
+from megarl.algorithms.metrics import (
     Estimate,
     best_at_k,
     majority_at_k,

@@ -18,9 +18,9 @@ import torch
 
 from megarl.machine.files import whole_folder, write_whole
 from megarl.models.architecture import Architecture
+from megarl.models.config_reader import QUANTIZATION
 from megarl.models.families import CRITIC_CLASS, FAMILIES, REWARD_CLASS, family_of, read_fields
 from megarl.models.fp8 import scale_name, scale_shape
-from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.models.tensor_table import Head, unique_tensors
 from megarl.weights.checkpoint_index import ADAPTER_CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from megarl.weights.kept_tensors import KeptTensors

@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from megarl.models.tensor_part import Rearrangement
+from megarl.models.mapping import Rearrangement
 from megarl.weights.tensors import TensorSlice, flat_index, range_slices, row_major_strides
 
 if TYPE_CHECKING:  # planning must not import torch

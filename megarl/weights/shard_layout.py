@@ -10,8 +10,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.layers import routes_tokens
-from megarl.models.mapping import AXES, Cut, StagePlacement, num_row_axes
-from megarl.models.tensor_part import PartGeometry
+from megarl.models.mapping import AXES, Cut, PartGeometry, StagePlacement, num_row_axes
 from megarl.models.tensor_table import Head, Weight, weights_of
 from megarl.weights.piece import Piece, rearranged_slices
 from megarl.weights.tensors import TensorSlice

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megarl.config.layers import has_transformer_engine, missing_flash_attention
 from megarl.config.schema import CPCommType, Device, FlashAttention, Layers, OptimConfig, ParallelConfig
-from megarl.engine import flash_attention, platform
+from megarl.engine import platform
 from tests.unit.engine.models import make_batch, save_model
 from tests.unit.engine.rank_side import Tensors, build, hf_gradients, unpadded, weighted_sum
 
@@ -46,9 +46,9 @@ def kernels(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Fl
         pytest.skip(f"{kind.value} is for CUDA")
     if (missing := missing_flash_attention(kind)) is not None:
         pytest.skip(f"{missing[0]} is not installed")
-    flash_attention.activate(kind)
+    platform.activate_flash_attention(kind)
     yield kind
-    flash_attention.activate(FlashAttention.fa2)
+    platform.activate_flash_attention(FlashAttention.fa2)
 
 
 def test_kernels_of_shared_prompts_are_as_near_to_float64_as_fa2(

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from megarl.algorithms.groups import place_scores
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
-from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.batch.ragged import RaggedTensor

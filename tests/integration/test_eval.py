@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from megarl.algorithms.sampling_metrics import mean_over_prompts
+from megarl.algorithms.metrics import mean_over_prompts
 from megarl.cli.main import main
 from megarl.cli.run import eval as evaluation
 from megarl.cli.run.context import RunContext

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megarl.algorithms.groups import place_scores
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
-from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.load import load_config

@@ -339,11 +339,11 @@ from pathlib import Path
 
 import torch
 from megarl.algorithms.policy_losses import TokenLosses
-from megarl.engine import speed_probe
+from megarl.engine import platform
 
 FOLDER = Path(__file__).parent
 if os.environ.get("RANK") == "1":  # not in the driver, which reads the file too
-    speed_probe.ON_CPU = (192, 200)  # this rank does fifty times as much as its peer
+    platform.PROBE_ON_CPU = (192, 200)  # this rank does fifty times as much as its peer
 
 
 def loss(inputs, config):

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, Estimator, needed
-from megarl.algorithms.groups import Groups
-from megarl.algorithms.scores import refuse_unusable
+from megarl.algorithms.groups import Groups, refuse_unusable
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 
 _EPSILON = 1e-6

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megarl.algorithms.groups import Groups
+from megarl.algorithms.groups import Groups, refuse_unusable
 from megarl.algorithms.masked import masked_row_sums, on_every_token, row_lengths
-from megarl.algorithms.scores import refuse_unusable
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import AdvantageConfig
 

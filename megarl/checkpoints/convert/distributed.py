@@ -29,8 +29,7 @@ from megarl.models.adapters import is_adapter
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.layers import kind_of, stores_layers_apart
-from megarl.models.mapping import Cut, num_row_axes
-from megarl.models.part_kind import FEED_FORWARD, NORM_BEFORE
+from megarl.models.mapping import FEED_FORWARD, NORM_BEFORE, Cut, num_row_axes
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, weights_of
 from megarl.weights.peft_folder import adapter_tensors
 from megarl.weights.piece import Piece

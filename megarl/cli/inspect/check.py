@@ -52,7 +52,7 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_al
     console = output_console()
     plan = plan_placement(config)
     status = "OK, except for files that are not on this machine" if loaded.absent else "OK"
-    processes, devices = counted(plan.num_processes, "process"), counted(plan.num_devices, "device")
+    processes, devices = counted(len(plan.processes), "process"), counted(plan.num_devices, "device")
     verdict = f"{config_path}: {status} ({processes}, {devices}; {_planned_for(config, plan)})"
 
     if shows_all:

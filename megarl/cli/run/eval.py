@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from megarl.algorithms.sampling_metrics import Estimate
+from megarl.algorithms.metrics import Estimate
 from megarl.cli.run.context import run_context_of
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import NamedModel, find_model, hugging_face_folder

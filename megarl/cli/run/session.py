@@ -285,7 +285,7 @@ def ray_processes(context: RunContext, console: Console) -> Generator[tuple[Devi
     plan = plan_placement(context.config)
     # Remember the user's environment before Ray starts.
     given = dict(os.environ)
-    console.print(f"starting Ray for {counted(plan.num_processes, 'process')}", style="dim")
+    console.print(f"starting Ray for {counted(len(plan.processes), 'process')}", style="dim")
     start_ray(
         num_cpus=plan.num_cpus, num_gpus=torch.cuda.device_count() if config.device is not Device.cpu else 0
     )

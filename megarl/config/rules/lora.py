@@ -22,7 +22,7 @@ from megarl.models.adapters import (
 )
 from megarl.models.architecture import Architecture
 from megarl.models.layers import kinds_of
-from megarl.models.part_kind import MIXER
+from megarl.models.mapping import MIXER
 from megarl.models.tensor_table import rows_of
 
 

@@ -25,7 +25,7 @@ from megarl.config.speculation import (
 )
 from megarl.machine.errors import ConfigError, counted
 from megarl.models.architecture import Architecture
-from megarl.models.draft import read_draft
+from megarl.models.families import read_draft
 
 _ALGORITHM = f"{SECTION}.{ALGORITHM}"
 _DRAFT = f"{SECTION}.{DRAFT}"

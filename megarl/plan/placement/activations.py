@@ -26,7 +26,7 @@ from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.layers import kinds_of, layers_of, reads_images, replaces_core, routes_tokens, tower_of
-from megarl.models.part_kind import FEED_FORWARD, MIXER, PartKind
+from megarl.models.mapping import FEED_FORWARD, MIXER, PartKind
 from megarl.plan.placement.layer_sizes import (
     WORKSPACE_BYTES,
     Kernels,
@@ -174,11 +174,10 @@ class _Work:
         self._parts = {kind: ACTIVATIONS[kind](sizes) for kind in kinds}
 
         # The mixer of each layer of the stage, by virtual stages.
-        layers = layers_of(architecture)
         self._mixers = [
             part.kind
             for number in layers_of_stage(architecture, parallel, stage)
-            for part in layers[number]
+            for part in layers_of(architecture)[number]
             if part.kind.prefix == MIXER
         ] or [kind for kind in kinds_of(architecture) if kind.of_pair]
         self._routes_tokens = routes_tokens(architecture)
@@ -215,8 +214,7 @@ class _Work:
         else:
             tokens = len(rows) * max(row.tokens for row in rows)
 
-        cut = self._parallel.tensor_parallel_size * token_multiple(self._role.megatron)
-        return rounded_up(tokens, cut)
+        return rounded_up(tokens, self._parallel.tensor_parallel_size * token_multiple(self._role.megatron))
 
     def batch(self, trains: bool) -> int:
         """Return the bytes of all rows of a pass at their maximum length."""
@@ -319,8 +317,7 @@ class _Work:
         if not (self._sizes.shares_prompts and self.kernels is Kernels.plain):
             return 0
         sizes = self._sizes
-        keys = self._sizes.keys_of_token
-        gathered = keys * (2 * sizes.key + 4 * sizes.query)
+        gathered = self._sizes.keys_of_token * (2 * sizes.key + 4 * sizes.query)
 
         return 3 * sizes.part + 4 * sizes.query + 3 * sizes.key + ceil(gathered) + 2 * sizes.squares
 
@@ -348,7 +345,7 @@ class _Work:
         if self._is_last:
             moments.append(self._backward_of_head(tokens))
         if self._is_first and self.kernels is not Kernels.cpu:
-            moments.append(self._backward_of_embedding(tokens))
+            moments.append((2 * tokens + self._vocabulary) * self._sizes.whole * self._element)
 
         # What a trained tower saves stays until the end of the backward pass.
         tower = self._tower(trains=True)
@@ -486,9 +483,4 @@ class _Work:
         inside += self._top_of_micro_batch(tokens)
         if tokens > self._chunk_tokens and self.kernels is not Kernels.cpu:
             inside += self._gradient_of_tied * self._element
-        received = tokens * self._sizes.part * self._element
-
-        return 2 * hidden + received + chunk * self._element + inside
-
-    def _backward_of_embedding(self, tokens: int) -> int:
-        return (tokens * 2 * self._sizes.whole + self._vocabulary * self._sizes.whole) * self._element
+        return 2 * hidden + tokens * self._sizes.part * self._element + chunk * self._element + inside

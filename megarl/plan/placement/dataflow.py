@@ -187,11 +187,7 @@ def at_work(plan: PlacementPlan) -> AtWork:
     A phase that runs alone has all cores for its processes; overlapping phases share them. The result follows
     from the plan, never from the load.
     """
-    # Phases that may overlap, looked up from either of the two.
-    overlapping: dict[str, set[str]] = {}
-    for one, other in overlaps(plan):
-        overlapping.setdefault(one, set()).add(other)
-        overlapping.setdefault(other, set()).add(one)
+    overlapping = set(map(frozenset, overlaps(plan)))
 
     computing = {
         phase.name: (phase.calls, phase.roles)
@@ -202,7 +198,7 @@ def at_work(plan: PlacementPlan) -> AtWork:
 
     for name, (calls, own) in computing.items():
         # Plan for the worst case: everything that may overlap with this phase runs at once.
-        at_a_time = {name, *overlapping.get(name, ())} & computing.keys()
+        at_a_time = [other for other in computing if other == name or frozenset((name, other)) in overlapping]
         number = _on_fullest_node(plan, {role for each in at_a_time for role in computing[each][1]})
         for role in own:
             table.setdefault(role, {}).update(dict.fromkeys(calls, number))

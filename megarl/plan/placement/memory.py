@@ -18,8 +18,7 @@ from megarl.config.speculation import draft_of
 from megarl.machine.errors import byte_unit, counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters, stage_shares
-from megarl.models.draft import DraftModel, read_draft_if_there
-from megarl.models.families import engine_stages
+from megarl.models.families import DraftModel, engine_stages, read_draft_if_there
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, state_bytes
 from megarl.plan.placement.activations import RoleMemory, role_memory
@@ -261,8 +260,7 @@ class _Sizes:
         for role in self._roles.values():
             if role.before_training and role.shares_with in stages:
                 memory = self._of(role.name, stages[role.shares_with])
-                alone = replace(memory.state, activations=memory.score)
-                phases[role.phases[0].name] = {role.name: alone}
+                phases[role.phases[0].name] = {role.name: replace(memory.state, activations=memory.score)}
         return phases
 
     def _of(self, role: str, stage: int) -> RoleMemory:
@@ -314,8 +312,7 @@ def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usa
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of the weights on one device of an engine's stage with the most."""
-    stages = range(config.rollout.pipeline_parallel_size)
-    return max(stage_weights(config, policy, stage) for stage in stages)
+    return max(stage_weights(config, policy, stage) for stage in range(config.rollout.pipeline_parallel_size))
 
 
 def stage_weights(config: PPOConfig, policy: Architecture, stage: int) -> int:

@@ -166,8 +166,7 @@ def rank_snapshot_bytes(model: ModelRole, architecture: Architecture, dtype: DTy
     """
     state = model_state(model, architecture, dtype, stage)
     trained = trained_parameters(model, architecture, stage)
-    adapts = architecture.lora is not None
-    parameters = trained.total * weight_bytes(dtype) if adapts else state.parameters
+    parameters = state.parameters if architecture.lora is None else trained.total * weight_bytes(dtype)
     if dtype is not DType.float32:
         return parameters + state.optimizer
     return parameters + state.optimizer + sum(_sharded(trained, model.parallel, _FLOAT32))

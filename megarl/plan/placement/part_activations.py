@@ -26,8 +26,7 @@ from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import has_dense_layers, replaces_core
-from megarl.models.part_kind import PartKind
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import PartKind, size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision
@@ -251,16 +250,14 @@ def _own_attention(layer: LayerSizes, *, has_sinks: bool) -> PartMemory:
     architecture = layer.architecture
     query = layer.query
     key = layer.key
-    has_copies = layer.shares_prompts or layer.context > 1
-    keys_of_token = layer.keys_of_token if has_copies else 1.0
+    keys_of_token = layer.keys_of_token if layer.shares_prompts or layer.context > 1 else 1.0
     seen = ceil(2 * keys_of_token * key)  # keys and values
 
     # Rotated queries; keys and values as seen; the output; one float32 value per head.
     kept = 2 * query + seen + 2 * query // architecture.head_dim
     if architecture.qk_norm:
         # The norms save what they normalize, which are views of the projection unless they copy it.
-        of_all_heads = architecture.qk_norm_kind is QKNorm.all_heads
-        kept += query + key if of_all_heads else 2 * query + 2 * key
+        kept += query + key if architecture.qk_norm_kind is QKNorm.all_heads else 2 * query + 2 * key
 
     # The projection, rotated queries and keys, keys and values of all ranks, and the output. A sink scales
     # the output in float32.
@@ -304,11 +301,6 @@ def _delta_net(layer: LayerSizes) -> PartMemory:
     # Gradients of all of these, and the states of all chunks.
     transient = kept + chunk + 2 * number * value
     return PartMemory(ceil(repeats * kept + value), ceil(repeats * transient), ceil(repeats * (kept + chunk)))
-
-
-def _mlp(layer: LayerSizes) -> PartMemory:
-    """Return the memory of a dense feed-forward: gate, up and their product; on a CPU, the activated gate."""
-    return PartMemory((3 + (layer.kernels is Kernels.cpu)) * layer.gate)
 
 
 def _experts(layer: LayerSizes) -> PartMemory:
@@ -364,8 +356,7 @@ def _crowding(layer: LayerSizes) -> float:
     num_experts = sizes["E"]
     held = num_experts // layer.parallel.expert_parallel_size
     others = num_experts - 1
-    most = num_experts / sizes["e"]  # the expert gets every token
-    first = min(2.0, most)
+    first = min(2.0, num_experts / sizes["e"])
     return (first + (held - 1) * (num_experts - first) / others) / held if others else 1.0
 
 
@@ -375,18 +366,10 @@ ACTIVATIONS: dict[PartKind, Callable[[LayerSizes], PartMemory]] = {
     WINDOWED_ATTENTION: partial(_own_attention, has_sinks=False),
     LATENT_ATTENTION: _latent_attention,
     DELTA_NET: _delta_net,
-    MLP: _mlp,
+    # Gate, up and their product; on a CPU, also the activated gate.
+    MLP: lambda layer: PartMemory((3 + (layer.kernels is Kernels.cpu)) * layer.gate),
     EXPERTS: _experts,
 }
-
-
-def _image_patches(rows: Sequence[Row], vision: Vision) -> int:
-    """Return the most patches that the prompts of a micro-batch may have.
-
-    Any token of a prompt may be an image's. Samples share their prompt's images.
-    """
-    longest_of_prompt = {row.prompt_number: row.prompt for row in rows}
-    return sum(longest_of_prompt.values()) * vision.patches_per_token
 
 
 def tower_bytes(role: ModelRole, vision: Vision, rows: Sequence[Row], element: int, *, trains: bool) -> int:
@@ -398,7 +381,9 @@ def tower_bytes(role: ModelRole, vision: Vision, rows: Sequence[Row], element: i
         element: The bytes of an activation.
         trains: Whether the pass has gradients.
     """
-    patches = _image_patches(rows, vision)
+    # Any token of a prompt may be an image's. Samples share their prompt's images.
+    prompts = {row.prompt_number: row.prompt for row in rows}
+    patches = sum(prompts.values()) * vision.patches_per_token
     width = vision.hidden_size
 
     # Per patch: norms, queries, keys and values, attention and its output; rotated queries and keys in
@@ -407,8 +392,7 @@ def tower_bytes(role: ModelRole, vision: Vision, rows: Sequence[Row], element: i
     inputs = vision.patch_elements * (_FLOAT32 + element)
     outputs = element * (1 + len(vision.deepstack_blocks)) * (2 * width + 2 * vision.out_hidden_size)
 
-    keeps = trains and not role.freeze_vision
-    if not keeps:
+    if role.freeze_vision or not trains:
         blocks = 2 * block
     elif role.recomputation.how is Recompute.full:
         blocks = vision.depth * element * width + 2 * block

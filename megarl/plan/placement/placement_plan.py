@@ -102,10 +102,6 @@ class PlacementPlan:
             devices[group.pool] |= group.devices
         return {pool: len(places) for pool, places in devices.items()}
 
-    @property
-    def num_processes(self) -> int:
-        return sum(len(group.processes) for group in self.groups)
-
     @cached_property
     def reserved(self) -> dict[str, tuple[Bundle, ...]]:
         """The bundles of each reservation, ordered by node and device."""

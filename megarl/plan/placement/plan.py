@@ -290,13 +290,13 @@ def _take(pool: PoolRequest, used: list[int], devices_per_node: int) -> list[_De
     """Take the next free devices in node order. `used` counts the devices taken on each node."""
     if pool.together == 0:
         return []
-    if pool.devices_on_nodes is not None:
-        wanted = list(enumerate(pool.devices_on_nodes))
-    else:
-        found = _chunks(pool, used, devices_per_node)
-        if found is None:
-            return None
-        wanted = found
+    wanted = (
+        _chunks(pool, used, devices_per_node)
+        if pool.devices_on_nodes is None
+        else list(enumerate(pool.devices_on_nodes))
+    )
+    if wanted is None:
+        return None
 
     devices = []
     # Devices of a node are assigned in order, so counting them is enough.

@@ -74,8 +74,7 @@ def pool_requests(config: RunConfig) -> list[PoolRequest]:
     """Return the pools in role order. Roles with one pool and one layout are fused in one group."""
     # Supervised fine-tuning has no strategy: its only role is the actor.
     names = _pool_names(config) if isinstance(config, PPOConfig) else {"actor": "actor"}
-    is_custom = config.placement.strategy is PlacementStrategy.custom
-    counts = config.placement.pools if is_custom else {}
+    counts = config.placement.pools if config.placement.strategy is PlacementStrategy.custom else {}
     bases = base_roles(config)
     groups: dict[str, tuple[GroupRequest, ...]] = {}
 
@@ -99,8 +98,7 @@ def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupR
     for index, group in enumerate(groups):
         # Equal layouts mean equal ranks, so one process can hold both models.
         if new.parallel is not None and group.parallel == new.parallel:
-            fused = replace(group, roles=(*group.roles, *new.roles))
-            return (*groups[:index], fused, *groups[index + 1 :])
+            return (*groups[:index], replace(group, roles=(*group.roles, *new.roles)), *groups[index + 1 :])
     return (*groups, new)
 
 

@@ -128,7 +128,14 @@ class SyncBuffers:
         needs = transport.needs
         bucket = int(config.resharding.bucket_mb * 2**20)
         self._buckets = {"actor": needs.trainer_buckets * bucket, "rollout": needs.engine_buckets * bucket}
-        self._keeps = _keeps_buckets(turns, transport)
+        # The actor keeps its buffers during the sync, or until a part of its state is offloaded, which on
+        # devices that it shares with engines is as soon as they have their weights. What an engine frees
+        # after a sync stays with its allocator.
+        pushing = "update_weights"
+        self._keeps = {
+            "actor": turns.until_moved("actor", pushing) if needs.keeps_buckets else frozenset({pushing}),
+            "rollout": frozenset(phase.name for phase in turns.phases),
+        }
         if config.rollout.dtype is EngineDType.fp8:
             self._sender = sender_bytes(architectures["actor"].base)
         if config.resharding.delta:
@@ -154,20 +161,3 @@ def _copies(config: PPOConfig, transport: Transport) -> float:
     num_targets = 1 if transport.needs.through_files else config.rollout.num_replicas
     sent = num_targets / config.actor.parallel.num_copies
     return min(sent, 1.0) if sent <= 1 or sent == int(sent) else min(sent, 3.0)
-
-
-def _keeps_buckets(turns: OffloadPlan, transport: Transport) -> dict[str, frozenset[str]]:
-    """Return the phases in which each side of a weight sync has its buffers.
-
-    The actor keeps its buffers during the sync, or until a part of its state is offloaded, which on devices
-    that it shares with engines is as soon as they have their weights. What an engine frees after a sync stays
-    with its allocator.
-    """
-    every_phase = frozenset(phase.name for phase in turns.phases)
-    pushing = "update_weights"
-    return {
-        "actor": turns.until_moved("actor", pushing)
-        if transport.needs.keeps_buckets
-        else frozenset({pushing}),
-        "rollout": every_phase,
-    }

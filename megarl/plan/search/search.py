@@ -17,16 +17,20 @@ from megarl.machine.errors import ConfigError, counted
 from megarl.plan.placement.activations import RoleMemory
 from megarl.plan.placement.memory import PlacedMemory, budget_problems, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.placements import (
+from megarl.plan.search.solution import Solution
+from megarl.plan.search.space import (
+    ROLLOUT,
     Partition,
     Pool,
+    Reason,
+    Rejections,
+    Space,
     device_splits,
     partitions,
     placement_of,
+    refusals,
     skeleton,
 )
-from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, refusals
 from megarl.plan.search.tables import EngineShape, Tables
 from megarl.plan.search.variants import Variant
 from megarl.plan.step_time.step import GENERATION, PredictedCosts, PredictedStep, StepSchedule
@@ -46,19 +50,16 @@ def search(space: Space, costs: PredictedCosts, num_results: int = 1) -> tuple[l
 
     tables = Tables(space, architectures, costs)
     best = BestSolutions(tables, num_results)
-    for max_staleness in _stalenesses(space):
+    stalenesses: Sequence[int] = range(space.max_staleness + 1)
+    if space.is_pinned("rollout.max_staleness"):
+        stalenesses = (space.config.rollout.max_staleness,)
+    for max_staleness in stalenesses:
         _explore(tables, best, max_staleness)
 
     tables.finish()
     if not best.solutions:
         raise ConfigError("tune", [_nothing_fits(space, tables.rejections)])
     return list(best.solutions), tables.rejections
-
-
-def _stalenesses(space: Space) -> Sequence[int]:
-    if space.is_pinned("rollout.max_staleness"):
-        return (space.config.rollout.max_staleness,)
-    return range(space.max_staleness + 1)
 
 
 def _nothing_fits(space: Space, rejections: Rejections) -> str:
@@ -134,11 +135,10 @@ def _placement_problem(space: Space, pools: Sequence[Pool], max_staleness: int) 
         placement=placement_of(space, pools),
         rollout=replace(space.config.rollout, max_staleness=max_staleness),
     )
-    for check in checks_of(RULES, Needs.run, config):
-        if "rollout.max_staleness" in check.numbers:
-            for found in check.run(config):
-                return str(found)
-    return None
+    checks = (
+        check for check in checks_of(RULES, Needs.run, config) if "rollout.max_staleness" in check.numbers
+    )
+    return next((str(found) for check in checks for found in check.run(config)), None)
 
 
 class ClusterResult(NamedTuple):
@@ -266,7 +266,6 @@ class Branch:
         placed: PlacedMemory,
         max_staleness: int,
     ) -> None:
-        self._tables = tables
         self._best = best
         self._rejections = tables.rejections
         self._pools = pools
@@ -330,8 +329,7 @@ class Branch:
                 or self._least_s(sums, self._engines[0].seconds) >= self._best.bound_of_phases_s
             ):
                 return
-            share = self._share(unit, variant)
-            of_pool = [*shares[pool], share]
+            of_pool = [*shares[pool], self._share(unit, variant)]
             if peak_of_pool(of_pool) > self._limit:
                 self._rejections.consider(LEVEL)
                 self._rejections.reject(LEVEL, Reason.memory, f"{unit} in a pool with others")
@@ -371,8 +369,7 @@ class Branch:
                 self._rejections.reject(LEVEL, Reason.slower)
                 continue
 
-            share = share_of_engines(self._placed, engines)
-            if peak_of_pool([*shares[pool], share]) > self._limit:
+            if peak_of_pool([*shares[pool], share_of_engines(self._placed, engines)]) > self._limit:
                 self._rejections.reject(LEVEL, Reason.memory, "the engines in a pool with others")
                 continue
             self._num_planned += 1

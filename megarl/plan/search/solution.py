@@ -18,8 +18,7 @@ from megarl.config.values import contents_of
 from megarl.machine.files import write_whole
 from megarl.plan.placement.memory import DeviceMemory
 from megarl.plan.placement.placement_plan import PlacementPlan
-from megarl.plan.search.placements import Pool
-from megarl.plan.search.space import Rejections, Space, free_keys, units_of
+from megarl.plan.search.space import Pool, Rejections, Space, free_keys, units_of
 from megarl.plan.step_time.step import PredictedStep
 
 # Keys that a search sets besides those that it chooses.

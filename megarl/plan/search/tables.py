@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megarl.config.finding import Finding
@@ -25,8 +26,7 @@ from megarl.models.layers import routes_tokens
 from megarl.plan.placement.memory import engine_share, engine_usage, row_cache
 from megarl.plan.placement.model_state import Usage
 from megarl.plan.placement.requests import engine_problems
-from megarl.plan.search.placements import Pool
-from megarl.plan.search.space import ROLLOUT, Reason, Rejections, Space, units_of
+from megarl.plan.search.space import ROLLOUT, Pool, Reason, Rejections, Space, units_of
 from megarl.plan.search.variants import LEVEL as VARIANTS
 from megarl.plan.search.variants import VariantTable
 from megarl.plan.step_time.step import PredictedCosts
@@ -78,9 +78,8 @@ class Tables:
         """Return the shapes of the engines in a pool."""
         key = (tuple(count for count in pool.on_nodes if count), max_staleness)
         if key not in self._engines:
-            policy = self.architectures["actor"]
             self._engines[key] = engines_of(
-                self.space, policy, pool, max_staleness, self.costs, self.rejections
+                self.space, self.architectures["actor"], pool, max_staleness, self.costs, self.rejections
             )
         return self._engines[key]
 
@@ -178,11 +177,13 @@ def _refined(
     """Yield a layout with each number of virtual stages, and each distribution of experts."""
     pipeline = dense.pipeline_parallel_size
     layers = architecture.num_hidden_layers // pipeline
+    shards = dict.fromkeys((1, dense.tensor_parallel_size)) if routes_tokens(architecture) else [1]
     virtual = [None, *(each for each in _VIRTUAL if pipeline > 1 and layers % each == 0)]
 
     for chunks in pinned.get("virtual_pipeline_parallel_size", virtual):
-        for expert_tensor in pinned.get("expert_tensor_parallel_size", _expert_tensors(dense, architecture)):
-            groups = _expert_groups(dense.stage_size // expert_tensor, architecture)
+        for expert_tensor in pinned.get("expert_tensor_parallel_size", shards):
+            most = max(1, architecture.num_experts)
+            groups = [each for each in _divisors(dense.stage_size // expert_tensor, most) if most % each == 0]
             for expert in pinned.get("expert_parallel_size", groups):
                 yield replace(
                     dense,
@@ -201,17 +202,6 @@ def _contexts(role: ModelRole, num_devices: int) -> list[int]:
     if role.name == REWARD_MODEL:
         return [role.parallel.context_parallel_size]
     return [each for each in _divisors(num_devices, _MOST_CONTEXT) if each & (each - 1) == 0]
-
-
-def _expert_tensors(dense: ParallelConfig, architecture: Architecture) -> list[int]:
-    if not routes_tokens(architecture):
-        return [1]
-    return list(dict.fromkeys((1, dense.tensor_parallel_size)))
-
-
-def _expert_groups(num_ranks: int, architecture: Architecture) -> list[int]:
-    most = max(1, architecture.num_experts)
-    return [each for each in _divisors(num_ranks, most) if most % each == 0]
 
 
 def _problem(
@@ -407,14 +397,9 @@ def _engine_problem(
     space: Space, policy: Architecture, sizes: tuple[int, int, int], max_staleness: int
 ) -> str | None:
     config = with_engines(space.config, sizes, max_staleness)
-    for problem in engine_problems(config):
-        return problem
-    for violation in rollout_rules.whole_model(config):
-        return str(violation)
-    for check in checks_of(RULES, Needs.actor, config):
-        for found in check.run(config, policy):
-            return str(found)
-    return None
+    checks = checks_of(RULES, Needs.actor, config)
+    found = (each for check in checks for each in check.run(config, policy))
+    return next(map(str, chain(engine_problems(config), rollout_rules.whole_model(config), found)), None)
 
 
 def _fits(space: Space, config: PPOConfig, policy: Architecture, usage: Usage) -> bool:

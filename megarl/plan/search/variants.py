@@ -264,9 +264,8 @@ class VariantTable:
         return None
 
     def _state_bytes(self, variant: Variant) -> int:
-        dtype = variant.config.model.dtype
         return max(
-            model_state(role, self._architectures[role.name], dtype, stage).total
+            model_state(role, self._architectures[role.name], variant.config.model.dtype, stage).total
             for role in variant.roles
             if role.base_of is None
             for stage in {0, variant.parallel.pipeline_parallel_size - 1}
@@ -330,11 +329,10 @@ class VariantTable:
 
 def _problem(variant: Variant) -> str | None:
     """Return why the rules refuse a variant, None if they do not."""
-    for role in variant.roles:
-        for rule in (models.micro_batch, models.recomputation):
-            for violation in rule(variant.config, role):
-                return str(violation)
-    return None
+    rules = (models.micro_batch, models.recomputation)
+    return next(
+        (str(found) for role in variant.roles for rule in rules for found in rule(variant.config, role)), None
+    )
 
 
 def least_bytes(memory: Mapping[str, Sequence[RoleMemory]], bases: Collection[str]) -> int:
@@ -400,6 +398,5 @@ def token_limits(space: Space, unit: str, parallel: ParallelConfig) -> list[int 
 
     # Each context-parallel rank has its part of a row.
     longest = -(-room_of_longest_row(space.config, role) // parallel.context_parallel_size)
-    least = rounded_up(longest, _TOKENS_UNIT)
-    limits = {least * factor for factor in _TOKENS_FACTORS}
+    limits = {rounded_up(longest, _TOKENS_UNIT) * factor for factor in _TOKENS_FACTORS}
     return [*sorted(limits | ({configured} if configured >= longest else set()))]

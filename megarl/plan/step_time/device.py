@@ -114,8 +114,7 @@ def load_device(name: str | Path) -> DeviceProfile:
         ConfigError: There is no such device, or the file has unknown keys, wrong values, numbers out of
             range, or sources of keys that do not exist. All problems are listed.
     """
-    file = _file(str(name))
-    loaded = read_config(DeviceProfile, file)
+    loaded = read_config(DeviceProfile, _file(str(name)))
     problems = [*loaded.problems]
     problems += [str(each) for each in range_violations(loaded.config) if not loaded.refuses(each.keys)]
     problems += _unknown_sources(loaded.config)
@@ -280,5 +279,4 @@ def collective_s(
 
 def ranks_on_node(device: DeviceProfile, span: RankGroup) -> int:
     """Return how many ranks of a group the links of a node connect, at least 1."""
-    linked = device.linked_devices or device.devices_per_node
-    return min(span.num_ranks, max(1, linked // span.stride))
+    return min(span.num_ranks, max(1, (device.linked_devices or device.devices_per_node) // span.stride))

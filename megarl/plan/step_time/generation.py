@@ -86,8 +86,7 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
     # A token reads one row of the input embedding, unless the output layer is the same matrix.
     # All stages wait for the one with the most layers or weights.
     weights = engine_weights(config, policy) * num_stages
-    experts = num_expert_parameters(base)
-    of_experts = weights * experts / num_parameters(base)
+    of_experts = weights * num_expert_parameters(base) / num_parameters(base)
     embedding = 0 if base.tie_word_embeddings else base.vocab_size * base.hidden_size * element / size
     sizes = dimension_sizes(base)
     selected = sizes["e"] / max(sizes["E"], 1)
@@ -122,9 +121,7 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
 
 def engine_dtype(config: PPOConfig) -> str:
     """Return the key of the peak rate of an engine's products."""
-    if config.rollout.dtype is EngineDType.fp8:
-        return "fp8"
-    return dtype_of(config)
+    return "fp8" if config.rollout.dtype is EngineDType.fp8 else dtype_of(config)
 
 
 def num_slots(config: PPOConfig, policy: Architecture, device: DeviceProfile, lengths: Lengths) -> int:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.layers import LayerPart, Matrix
-from megarl.models.mapping import Cut
-from megarl.models.part_kind import MIXER
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import MIXER, Cut, size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.step_time.counts import IDLE, NOTHING, Counts, Edge, PassCounts, call, joined, linear, total
 from megarl.plan.step_time.packed_batch import PackedBatch
-
-_ROUTER = "mlp.router."
 
 
 def layer_work(
@@ -196,7 +192,7 @@ def matrix_work(matrix: Matrix, edge: Edge) -> PassCounts:
     own = edge.own_tokens
     if matrix.cut is Cut.replicated:
         # Megatron's router has both gradients always.
-        trains = matrix.trains or matrix.name.startswith(_ROUTER)
+        trains = matrix.trains or matrix.name.startswith("mlp.router.")
         return joined(
             (linear(own, held.inputs, held.outputs, trains=trains), _adapters(held, own, own, IDLE))
         )

@@ -89,8 +89,7 @@ def fit_device(
 def _with(device: DeviceProfile, start: Mapping[str, float], logs: Mapping[str, float]) -> DeviceProfile:
     for name, log in logs.items():
         value = start[name] * math.exp(log)
-        is_share = name.rpartition(".")[2] in _SHARES
-        device = with_value(device, name, min(1.0, value) if is_share else value)
+        device = with_value(device, name, min(1.0, value) if name.rpartition(".")[2] in _SHARES else value)
     return device
 
 

@@ -51,9 +51,7 @@ class Rectangle(NamedTuple):
             return self.queries * self.keys
         before = self.keys - self.queries  # keys that every query sees
         growing = min(self.queries, max(0, window - before)) if window else self.queries
-        seen = growing * before + growing * (growing + 1) // 2
-
-        return seen + (self.queries - growing) * window
+        return growing * before + growing * (growing + 1) // 2 + (self.queries - growing) * window
 
 
 class PackedBatch(NamedTuple):
@@ -294,8 +292,7 @@ def micro_batches_of(
         rows = sampled_rows(lengths, rows_of_each, together)
     else:
         rows = sampled_rows(lengths, 1.0, 1, round(rows_of_each))
-    whole = pack(config, role, architecture, rows)
-    return count, whole.scaled(rows_of_each / len(rows), rank_multiple(role))
+    return count, pack(config, role, architecture, rows).scaled(rows_of_each / len(rows), rank_multiple(role))
 
 
 def _num_filled(role: ModelRole, lengths: Lengths, num_rows: int, together: int) -> int:

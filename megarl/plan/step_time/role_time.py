@@ -14,14 +14,13 @@ from megarl.config.batch_arithmetic import optimizer_steps_per_step
 from megarl.config.roles import ModelRole, RolePhase, scores_in_update
 from megarl.config.schema import (
     PPOConfig,
-    Recomputation,
     Recompute,
     RecomputeModule,
     RunConfig,
 )
 from megarl.models.architecture import Architecture
 from megarl.models.layers import num_routing_layers
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.placement.model_state import model_state, weight_bytes
@@ -132,16 +131,13 @@ def _stage(
     sparse = num_routing_layers(architecture, layers)
     exchanges = _LAUNCHES_OF_CONTEXT * len(layers) if role.parallel.context_parallel_size > 1 else 0
     launched = len(layers) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
-    again = exchanges if trains and _repeats_core_only(role.recomputation) else 0
+    how, modules, _ = role.recomputation
+    repeats_core = trains and how is Recompute.selective and RecomputeModule.core_attn in modules
     return (
         count(config, role, architecture, stage, batch),
         elementwise_bytes(config, role, architecture, stage, batch, trains=trains),
-        launched * passes(role, trains) + again,
+        launched * passes(role, trains) + exchanges * repeats_core,
     )
-
-
-def _repeats_core_only(recomputation: Recomputation) -> bool:
-    return recomputation.how is Recompute.selective and RecomputeModule.core_attn in recomputation.modules
 
 
 def _update(
@@ -246,9 +242,8 @@ def _stage_time(stage: StageWork, work: PassWork, device: DeviceProfile) -> Phas
     counts, nbytes, num_launches = stage
     rate = peak_flops(device, work.product_dtype) * device.efficiency.gemm
     memory = device.memory_bytes_s
-    element = dtype_bytes(work.dtype)
     time = PhaseTime.of(
-        products=sum(_product_s(each, rate, memory, element) for each in counts.products),
+        products=sum(_product_s(each, rate, memory, dtype_bytes(work.dtype)) for each in counts.products),
         attention=counts.masked_attention_flops
         / (peak_flops(device, work.dtype) * device.efficiency.attention),
         collectives=_collectives_s(counts.collectives, device),

@@ -18,8 +18,7 @@ from megarl.config.schema import (
 )
 from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
-from megarl.models.counts import padded_vocab_size
-from megarl.models.flops import pairs_of_block, tower_matrices
+from megarl.models.counts import padded_vocab_size, pairs_of_block, tower_matrices
 from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens, tower_of
 from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.step_time.counts import (
@@ -75,7 +74,6 @@ class StagePasses:
             for layer in self._numbers
         }
 
-        self._trains_embedding = architecture.trains_fully(EMBEDDING_MODULE)
         self._trains_tower = architecture.lora is None and not role.freeze_vision
         self._tower = (IDLE, IDLE)
         if self._is_first and reads_images(architecture):
@@ -99,7 +97,8 @@ class StagePasses:
         if self._is_first:
             # Each rank has a part of the vocabulary.
             embedded = self._edge.left()
-            yield embedded if self._trains_embedding else PassCounts(embedded.forward)
+            trains = self._architecture.trains_fully(EMBEDDING_MODULE)
+            yield embedded if trains else PassCounts(embedded.forward)
             yield from self._tower
 
     def _head(self, num_scores: int) -> PassCounts:
@@ -151,8 +150,7 @@ def _layers_of_chunks(
     architecture: Architecture, chunks: tuple[range, ...]
 ) -> Counter[tuple[LayerPart, ...]]:
     """Return how many layers are equal, by their parts."""
-    layers = layers_of(architecture)
-    return Counter(layers[number] for chunk in chunks for number in chunk)
+    return Counter(layers_of(architecture)[number] for chunk in chunks for number in chunk)
 
 
 def head_work(
@@ -176,12 +174,10 @@ def head_work(
             (PassCounts(gathered), linear(batch.scored, edge.width, 1), _scores(role, batch.responses))
         )
 
-    entered = edge.entered(trains=False)
-    chunk = logit_chunk_tokens(config.engine, architecture)
     return joined(
         (
-            entered,
-            _logits(architecture, edge, batch.scored, chunk),
+            edge.entered(trains=False),
+            _logits(architecture, edge, batch.scored, logit_chunk_tokens(config.engine, architecture)),
             _scores(role, num_scores * batch.responses),
         )
     )
@@ -215,9 +211,8 @@ def _logits(architecture: Architecture, edge: Edge, tokens: int, chunk: int) -> 
             call(edge.parallel, "all_reduce", "tensor", size, "float32", number),
             call(edge.parallel, "all_reduce", "tensor", 4 * size, "float32", number),
         ]
-        again = number - (size == last)
         backward += [
-            product(size, edge.width, columns, again),
+            product(size, edge.width, columns, number - (size == last)),
             product(size, columns, edge.width, number),
             product(columns, size, edge.width, number * trains),
         ]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.models.flops import training_flops
+from megarl.models.counts import training_flops
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, Item, OffloadPlan, Phase, phases_of, waits_for
 from megarl.plan.placement.memory import engine_weights, pushed_bytes
 from megarl.plan.placement.model_state import Usage, model_state, rank_snapshot_bytes
@@ -229,15 +229,12 @@ def push_time(
     if needs.through_files:
         whole = pushed_bytes(config, policy)
         nodes = len(plan.group_of("rollout").nodes)
-        written_s = whole / (device.storage_gb_s * 1e9)
-        return PhaseTime.of(storage=written_s * (1 + 1 / nodes), copies=copies_s)
+        return PhaseTime.of(storage=whole / (device.storage_gb_s * 1e9) * (1 + 1 / nodes), copies=copies_s)
 
     # Each replica needs every weight once; the trainers' devices share the sending.
     senders = len(plan.group_of("actor").devices)
-    receivers = len(plan.group_of("rollout").devices)
-    sent = received * max(1.0, receivers / senders)
-    link = device.between_nodes if plan.num_nodes > 1 else device.within_node
-    rate = link.gb_s
+    sent = received * max(1.0, len(plan.group_of("rollout").devices) / senders)
+    rate = (device.between_nodes if plan.num_nodes > 1 else device.within_node).gb_s
     # With shared devices, an engine rank finds a part of its weights on its own device or node, if a whole
     # replica of the trained model is on each node.
     if (

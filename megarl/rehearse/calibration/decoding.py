@@ -14,8 +14,13 @@ from megarl.machine.errors import EngineDeadError
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
 from megarl.models.layers import cached_numbers
-from megarl.rehearse.calibration.measurements import CalibrationRequest, DecodeSweep, DecodeTime
-from megarl.rehearse.calibration.reduced import most_layers, write_reduced
+from megarl.rehearse.calibration.measurements import (
+    CalibrationRequest,
+    DecodeSweep,
+    DecodeTime,
+    most_layers,
+    write_reduced,
+)
 from megarl.rollout.interface import GenerationRequest, RolloutEngineSpec, SamplingParameters
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.messages import generation_payload
@@ -99,8 +104,7 @@ def _step(backend: InProcessBackend, loop: LoopThread, batch: int, architecture:
     seconds(few)  # compiles kernels for this batch size
     # Other load on the machine can only slow a repeat.
     fastest = [min(seconds(num_tokens) for _ in range(_REPEATS)) for num_tokens in (few, many)]
-    step_s = max(0.0, fastest[1] - fastest[0]) / (many - few)
-    return DecodeTime(batch, step_s, prompt + (many + few) / 2)
+    return DecodeTime(batch, max(0.0, fastest[1] - fastest[0]) / (many - few), prompt + (many + few) / 2)
 
 
 def _payload(number: int, num_tokens: int, prompt: int, sampling: SamplingParameters) -> dict[str, object]:

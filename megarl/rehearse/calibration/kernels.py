@@ -28,8 +28,9 @@ from megarl.rehearse.calibration.measurements import (
     CalibrationRequest,
     CollectiveTime,
     ProductTime,
+    most_layers,
+    write_reduced,
 )
-from megarl.rehearse.calibration.reduced import most_layers, write_reduced
 
 # Tokens of all rows whose attention is measured.
 _CUDA_TOKENS = 16_384
@@ -74,8 +75,7 @@ def layer_times(request: CalibrationRequest, memory_bytes: int) -> tuple[tuple[i
     few = _FEW_LAYERS if most > _FEW_LAYERS else most // 2
 
     # Every rank has the whole model, as with data parallelism.
-    parallel = ParallelConfig(data_parallel_size=request.num_ranks)
-    groups = engine_groups.initialize(parallel, seed=0)
+    groups = engine_groups.initialize(ParallelConfig(data_parallel_size=request.num_ranks), seed=0)
     return tuple(
         (num_layers, _layer_seconds(request, num_layers, groups, folder)) for num_layers in (few, most)
     )
@@ -103,10 +103,9 @@ def _layer_seconds(
 def _engine(
     request: CalibrationRequest, num_layers: int, groups: ParallelGroups, folder: Path
 ) -> MegatronEngine:
-    architecture = write_reduced(request.role.path, num_layers, folder)
     spec = ModelSpec(
         path=str(folder),
-        architecture=architecture,
+        architecture=write_reduced(request.role.path, num_layers, folder),
         head="lm",
         dtype=request.dtype,
         parallel=groups.parallel,
@@ -199,8 +198,7 @@ def seconds_per_call(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call in the fastest repeat, of as many calls as take ten milliseconds."""
     # The first call may compile or allocate; the second one finds the number of calls.
     work()
-    once = _seconds(work, 1, device)
-    num_calls = min(_MOST_CALLS, max(1, round(_LEAST_S / max(once, 1e-7))))
+    num_calls = min(_MOST_CALLS, max(1, round(_LEAST_S / max(_seconds(work, 1, device), 1e-7))))
     return min(_seconds(work, num_calls, device) for _ in range(_REPEATS))
 
 
@@ -229,21 +227,20 @@ def collective_times(sizes: Sequence[int], device: torch.device) -> Iterator[Col
     Args:
         sizes: Bytes of the larger of input and output of a rank.
     """
-    for kind, call in _calls().items():
+    for kind, call in _CALLS.items():
         for nbytes in sizes:
             yield CollectiveTime(
                 kind, dist.get_world_size(), nbytes, _collective_seconds(call, nbytes, device)
             )
 
 
-def _calls() -> dict[str, Callable[[Tensor, Tensor], object]]:
-    """Return a call for each kind, of a tensor of full size and of this rank's share of it."""
-    return {
-        "all_reduce": lambda whole, share: dist.all_reduce(whole),
-        "all_gather": lambda whole, share: dist.all_gather_single(whole, share),
-        "reduce_scatter": lambda whole, share: dist.reduce_scatter_single(share, whole),
-        "all_to_all": lambda whole, share: dist.all_to_all_single(torch.empty_like(whole), whole),
-    }
+# A call for each kind, of a tensor of full size and of this rank's share of it.
+_CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "all_reduce": lambda whole, share: dist.all_reduce(whole),
+    "all_gather": lambda whole, share: dist.all_gather_single(whole, share),
+    "reduce_scatter": lambda whole, share: dist.reduce_scatter_single(share, whole),
+    "all_to_all": lambda whole, share: dist.all_to_all_single(torch.empty_like(whole), whole),
+}
 
 
 def _collective_seconds(call: Callable[[Tensor, Tensor], object], nbytes: int, device: torch.device) -> float:

@@ -41,8 +41,7 @@ def measure_devices(
     """
     with hold_port(_HOST) as held:
         port = held.getsockname()[1]
-        arguments = [(request, rank, port, folder) for rank in range(request.num_ranks)]
-        return _run(_measure, arguments, report)
+        return _run(_measure, [(request, rank, port, folder) for rank in range(request.num_ranks)], report)
 
 
 def measure_decoding(

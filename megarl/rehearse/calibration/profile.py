@@ -22,7 +22,6 @@ from megarl.rehearse.calibration.measurements import (
 _GIB = 2**30
 # Shares of rates that are relative to a data sheet.
 _REACHED = ("efficiency.memory", "efficiency.links")
-_DIGITS = 3
 
 _INFINITE_GB_S = 1e18
 _SMALL_BATCH = 4  # up to which a decode step is bound by reads and launches
@@ -189,7 +188,7 @@ def _notes(ranks: Sequence[RankMeasurements], decoding: DecodeSweep) -> dict[str
 
 def _rounded(value: float) -> float:
     """Round to three significant digits: the fourth differs between two calibrations."""
-    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
+    return value if isinstance(value, int) else float(f"{value:.3g}")
 
 
 def fit_link(times: Sequence[CollectiveTime]) -> LinkProfile:

@@ -42,10 +42,9 @@ def measure(
     if not request.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // request.num_ranks))
 
-    store = open_store(*address, rank, request.num_ranks, _LIMIT)
     dist.init_process_group(
         active.distributed_backend,
-        store=store,
+        store=open_store(*address, rank, request.num_ranks, _LIMIT),
         rank=rank,
         world_size=request.num_ranks,
         timeout=_LIMIT,
@@ -63,7 +62,11 @@ def _measure(
     from megarl.rehearse.calibration import kernels
 
     device = active.device
-    memory_bytes = _memory_bytes(active, request.num_ranks)
+    memory_bytes = (
+        torch.cuda.get_device_properties(device).total_memory
+        if active.is_cuda
+        else psutil.virtual_memory().total // request.num_ranks
+    )
     report("matrix products")
     # Square products find the peak.
     shapes = [Product(size, size, size) for size in ((2048, 4096, 8192) if request.is_cuda else (512, 1024))]
@@ -90,8 +93,6 @@ def _measure(
     collective_times = tuple(kernels.collective_times(sizes, device)) if request.num_ranks > 1 else ()
 
     report("layers of the training engine")
-    layer_times = kernels.layer_times(request, memory_bytes)
-
     return RankMeasurements(
         device=torch.cuda.get_device_name(device) if request.is_cuda else processor_name(),
         memory_bytes=memory_bytes,
@@ -102,11 +103,5 @@ def _measure(
         host_gb_s=host_gb_s,
         storage_gb_s=storage_gb_s,
         collectives=collective_times,
-        layers=layer_times,
+        layers=kernels.layer_times(request, memory_bytes),
     )
-
-
-def _memory_bytes(active: Platform, num_ranks: int) -> int:
-    if active.is_cuda:
-        return torch.cuda.get_device_properties(active.device).total_memory
-    return psutil.virtual_memory().total // num_ranks

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from megarl.engine.fake_cuda import CUDA
@@ -117,7 +117,7 @@ class FakeDevice(TorchDispatchMode):
                 vars(mutated).pop(_KNOWN, None)
                 vars(mutated).pop(_IS_ZERO, None)
         elif not operator._schema.is_mutable:
-            for fake, value in zip(_tensors(result), _tensors(known), strict=True):
+            for fake, value in zip(tensors_of(result), tensors_of(known), strict=True):
                 if isinstance(fake, FakeTensor):
                     vars(fake)[_KNOWN] = value
 
@@ -144,7 +144,7 @@ class FakeDevice(TorchDispatchMode):
             self.ledger.computes(formula(*sized, **named, out_val=result))
 
         self.ledger.sees(
-            each for each in _tensors(result) if isinstance(each, FakeTensor) and each.device.type == "cuda"
+            each for each in tensors_of(result) if isinstance(each, FakeTensor) and each.device.type == "cuda"
         )
         return result
 
@@ -213,7 +213,7 @@ class FakeDevice(TorchDispatchMode):
         result = operator(*arguments, **keywords)
 
         # Large values are dropped, since they would cost the host the memory that the device is spared.
-        return result if all(_is_small(value) for value in _tensors(result)) else None
+        return result if all(_is_small(value) for value in tensors_of(result)) else None
 
     def _routes_of(self, scores: Tensor, num_chosen: int) -> Tensor:
         assert self.routes is not None
@@ -281,10 +281,6 @@ class FakeDevice(TorchDispatchMode):
             self._batch = None
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [each for each in tree_iter(result) if isinstance(each, Tensor)]
-
-
 def _gather_known(gathered: Any, part: Any, num_ranks: int) -> None:
     """Set the known value of a gathered tensor.
 
@@ -309,7 +305,7 @@ def _mutated(operator: Any, arguments: Any, keywords: Any) -> list[Tensor]:
         if argument.is_write and argument.name in keywords
     ]
 
-    return _tensors(values)
+    return tensors_of(values)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -28,10 +28,11 @@ from megarl.engine import fake_cuda
 from megarl.machine.errors import sized
 from megarl.rehearse.dry_run.record import Await, Collective, HostSync, PhaseRecord, RehearsalError
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[3]) + "/"
-UNSEEN = (_TORCH, _OURS, fake_cuda.__file__, contextlib.__file__)
+UNSEEN = (
+    *(str(Path(file).parent) for file in (torch.__file__, __file__)),
+    *(fake_cuda.__file__, contextlib.__file__),
+)
 _KINDS = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",

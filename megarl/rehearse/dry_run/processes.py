@@ -59,7 +59,8 @@ def compiled_guard() -> Path:
     torch_dir = _torch_dir()
     torch_version = version("torch")
     identity = hashlib.sha256(_SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
-    library = _cache_dir() / f"cuda_guard-{identity}.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    library = cache / "megarl" / f"cuda_guard-{identity}.so"
     if library.exists():
         return library
     compiler = shutil.which("g++")
@@ -88,10 +89,6 @@ def compiled_guard() -> Path:
         made.replace(library)  # atomic: others may be compiling it
 
     return library
-
-
-def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
 
 
 def _torch_dir() -> Path:

@@ -33,11 +33,12 @@ from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.engine.top_tokens import TopK
+from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import routes_tokens
+from megarl.models.mapping import AXES, Cut
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.placement.activations import sharing_is_another_way
-from megarl.rehearse.dry_run.built import check_engine
 from megarl.rehearse.dry_run.device import FakeDevice
 from megarl.rehearse.dry_run.ledger import Ledger, place, place_of
 from megarl.rehearse.dry_run.record import (
@@ -54,7 +55,7 @@ from megarl.rehearse.dry_run.stand_ins import flash_linear_attention, te_signatu
 from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.load import check_parameters
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.shard_layout import shard_shapes
+from megarl.weights.shard_layout import held_weights, shard_shapes
 from megarl.weights.shards import merged_shards
 from megarl.weights.tensors import Part, PeerTransfers, WeightTransferError
 from megarl.weights.transfer import Channel, PipelinedTransfer
@@ -63,17 +64,8 @@ if TYPE_CHECKING:  # imports Megatron, which requires an active platform
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.vocab_parallel import Extra
 
-_ledger: Ledger | None = None  # the ledger of this process's rank
-
-
-def _on_wait() -> None:
-    if _ledger is not None:
-        _ledger.synchronizes("synchronize")
-
-
-def _on_flops(flops: int) -> None:
-    if _ledger is not None:
-        _ledger.computes(flops)
+_LISTED_FAULTS = 4
+_ledger = Ledger(None)  # of this process; a rank has its own
 
 
 def prepare() -> None:
@@ -81,9 +73,10 @@ def prepare() -> None:
 
     Takes as long as importing Megatron.
     """
-    te_signature.count_flops_with(_on_flops)
+    te_signature.count_flops_with(lambda flops: _ledger.computes(flops))
     platform.activate_fake_cuda(
-        _on_wait, transformer_engine_torch.compiled_module() if has_transformer_engine_modules() else None
+        lambda: _ledger.synchronizes("synchronize"),
+        transformer_engine_torch.compiled_module() if has_transformer_engine_modules() else None,
     )
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
@@ -380,3 +373,61 @@ def push_weights(engine: MegatronEngine, sends: PeerTransfers, request: RankRequ
     assert is_done, "there are no peers to wait for"
     # Keep the buffers until here, as in a run, so that the peak of the phase includes them.
     del ipc_buffers
+
+
+def check_engine(engine: MegatronEngine, *, with_transformer_engine: bool) -> None:
+    """Check the marks of sharded parameters, the accumulation of weight gradients, and the optimizer.
+
+    Args:
+        engine: The engine, whose parameters have the names and shapes of its layout.
+        with_transformer_engine: Whether Transformer Engine is installed, whose optimizer Megatron then uses.
+
+    Raises:
+        RehearsalError: Something is missing. The message lists it.
+    """
+    parameters = dict(pair for model in engine.models for pair in model.canonical_parameters())
+    faults = list(_wrong_marks(engine, parameters))
+    for model in engine.models:
+        faults += _separate_gradients(model)
+    if with_transformer_engine and engine.spec.optim is not None:
+        faults += _other_optimizers(engine)
+
+    if faults:
+        more = f"; and {len(faults) - _LISTED_FAULTS} more" if len(faults) > _LISTED_FAULTS else ""
+        raise RehearsalError("the built engine is wrong: " + "; ".join(faults[:_LISTED_FAULTS]) + more)
+
+
+def _wrong_marks(engine: MegatronEngine, parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[str]:
+    """Yield parameters whose marks differ from the layout, by which Megatron sums the gradient norm."""
+    for weight in held_weights(engine.spec.architecture, engine.layout, engine.spec.head):
+        shards, _ = engine.layout.cut_of(weight)
+        if shards == 1:
+            continue
+        parameter = parameters[weight.megatron_name]
+        # The axes of these views split or stack the first dimension of the parameter.
+        expected = 0 if weight.cut in (Cut.qkv, Cut.gated) else AXES[weight.cut].cut
+        is_marked = getattr(parameter, "tensor_model_parallel", False)
+        marked = getattr(parameter, "partition_dim", None)
+
+        if expected is None and is_marked:
+            ranks = counted(shards, "rank")
+            yield f"{weight.megatron_name} is replicated, but marked as sharded over {ranks}"
+        elif expected is not None and not is_marked:
+            yield f"{weight.megatron_name} is sharded over {counted(shards, 'rank')}, but not marked"
+        elif expected is not None and marked != expected:
+            yield f"{weight.megatron_name} is sharded along dimension {expected}, but marked for {marked}"
+
+
+def _separate_gradients(model: torch.nn.Module) -> Iterator[str]:
+    """Yield layers of Transformer Engine that do not add weight gradients to Megatron's buffer themselves."""
+    for name, module in model.named_modules():
+        if not getattr(module, "fuse_wgrad_accumulation", True):
+            yield f"{name} computes weight gradients separately from the gradient buffer"
+
+
+def _other_optimizers(engine: MegatronEngine) -> Iterator[str]:
+    whole = engine.optimizer.megatron_optimizer
+    for part in getattr(whole, "chained_optimizers", [whole]):
+        made_by = type(part.optimizer)
+        if made_by.__module__.partition(".")[0] != "transformer_engine":
+            yield f"the optimizer is {made_by.__module__}.{made_by.__qualname__}, not Transformer Engine's"

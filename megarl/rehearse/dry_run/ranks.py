@@ -19,10 +19,6 @@ from megarl.config.schema import ParallelConfig
 from megarl.machine.errors import counted
 from megarl.rehearse.dry_run.record import POINT_TO_POINT, Await, Collective, RankRecord
 
-# Megatron's name of the groups.
-_DATA_PARALLEL = "DATA_PARALLEL"
-_SUMS = ("reduce_scatter", "all_reduce")
-
 
 def distinct_ranks(parallel: ParallelConfig) -> list[int]:
     """Return the first rank of the first, the second and the last pipeline stage.
@@ -98,19 +94,19 @@ def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
 
     Such a sum would be rounded to its dtype.
     """
-    problems = {
+    problems = (
         f"gradients are summed over {counted(len(call.ranks), 'data-parallel rank')} in {call.dtype}, not "
         "in float32, "
-        f"at {call.place}": None
+        f"at {call.place}"
         for record in records
         for phase in record.phases
         for call in phase.collectives
         if phase.name.startswith("train")
-        and call.group.startswith(_DATA_PARALLEL)
-        and call.kind in _SUMS
+        and call.group.startswith("DATA_PARALLEL")  # Megatron's name of the groups
+        and call.kind in ("reduce_scatter", "all_reduce")
         and call.dtype != "float32"
-    }
-    return list(problems)
+    )
+    return list(dict.fromkeys(problems))
 
 
 def _difference(one: int, calls: list[Collective], other: int, others: list[Collective]) -> str | None:
@@ -181,8 +177,7 @@ class _Rank:
 
     def same(self, group: str, call: Collective) -> int | None:
         """Return the number of the rank's own call that matches another rank's, if it is running."""
-        numbers = (number for number in self.at_work(group) if _meet(self.calls[number], call))
-        return next(numbers, None)
+        return next((number for number in self.at_work(group) if _meet(self.calls[number], call)), None)
 
     def end(self, number: int) -> None:
         self.ended.add(number)

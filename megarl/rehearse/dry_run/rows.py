@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
-from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
+from megarl.algorithms.policy_losses import SELECTED_TOKENS
 from megarl.algorithms.preferences import PairLoss, pair_loss
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.ragged import RaggedTensor

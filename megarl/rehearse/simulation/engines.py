@@ -24,18 +24,13 @@ from megarl.rollout.interface import EndedRequest, GenerationRequest, RequestFai
 from megarl.rollout.worker.rollout_worker import RolloutWorker
 
 FinishReason = Literal["stop", "length"]
-# the token of which every simulated sample consists
-_TOKEN = 5
-_LOG_PROB = -1.0
 
 
 def equal_tokens(request: GenerationRequest, length: int) -> Sample:
     """Write a sample of `length` tokens that are all the same, without its versions."""
     reason: FinishReason = "length" if length == request.sampling.max_new_tokens else "stop"
-    token_ids = np.full(length, _TOKEN, dtype=np.int32)
-    log_probs = np.full(length, _LOG_PROB, dtype=np.float32)
-
-    return Sample(token_ids, log_probs, reason, spans=())
+    token_ids = np.full(length, 5, dtype=np.int32)
+    return Sample(token_ids, np.full(length, -1.0, dtype=np.float32), reason, spans=())
 
 
 class _InFlight:

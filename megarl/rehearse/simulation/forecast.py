@@ -92,8 +92,7 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
         )
 
     # Find the numbers of engines that leave whole replicas of the trained model.
-    own = config.rollout.num_replicas * engine
-    trainer = plan.num_devices - own
+    trainer = plan.num_devices - config.rollout.num_replicas * engine
     model = config.actor.parallel.replica_size
     least = trainer % model  # devices of other roles, which are not a multiple of the model's
     possible = [

@@ -226,12 +226,11 @@ class Simulation:
     def requests(
         self, prompts: DataProto, sampling: SamplingConfig, step: int, generation: int = 0, *, first: int = 0
     ) -> list[GenerationRequest]:
-        uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
         return [
             GenerationRequest(
                 index * sampling.n + place, [1], SamplingParameters(max_new_tokens=length, seed=0), uid
             )
-            for index, uid in enumerate(uids)
+            for index, uid in enumerate(map(str, prompts.non_tensor_batch["uid"]))
             for place, length in enumerate(self._script.lengths[_number_of(uid)])
         ]
 

@@ -10,9 +10,8 @@ from typing import Any
 from megarl.config.schema import Device, EngineDType, RolloutConfig
 from megarl.config.speculation import ALGORITHM, draft_folder, problem_on_cpu
 from megarl.machine.errors import ConfigError
+from megarl.models.config_reader import BLOCK_FP8, QUANTIZATION
 from megarl.models.families import family_of, read_fields
-from megarl.models.quantization import BLOCK_FP8
-from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 from megarl.rollout.nodes import EngineNode
 from megarl.rollout.sglang.adapters import server_arguments

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyInputs
-from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS, token_covariance
+from megarl.algorithms.policy_losses import POLICY_LOSSES, SELECTED_TOKENS, PolicyInputs, token_covariance
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import CovarianceConfig, PolicyLossConfig, PolicyLossKind, SAPOConfig
 from tests.unit.algorithms.reference import policy_row

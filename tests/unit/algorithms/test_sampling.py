@@ -10,15 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.groups import group_metrics, rows_with_signal
-from megarl.algorithms.sampling_metrics import (
+from megarl.algorithms.groups import group_metrics, overlong_penalty, penalise_overlong, rows_with_signal
+from megarl.algorithms.metrics import (
     Estimate,
     best_at_k,
     majority_at_k,
     mean_difference,
     mean_over_prompts,
 )
-from megarl.algorithms.scores import overlong_penalty, penalise_overlong
 from megarl.config.schema import OverlongConfig
 
 NAN = float("nan")

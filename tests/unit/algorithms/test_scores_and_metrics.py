@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from megarl.algorithms.groups import place_scores
 from megarl.algorithms.metrics import age_metrics, data_metrics
-from megarl.algorithms.scores import place_scores
 from megarl.batch.ragged import RaggedTensor
 
 NAN = float("nan")

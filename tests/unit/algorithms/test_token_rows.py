@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.advantages.token_level import rewards_to_go
+from megarl.algorithms.groups import penalise_overlong
 from megarl.algorithms.kl import apply_kl_penalty, sequence_mean_kl
 from megarl.algorithms.losses import MiniBatchCounts
 from megarl.algorithms.masked import masked_mean
 from megarl.algorithms.metrics import age_metrics, data_metrics
 from megarl.algorithms.rollout_correction import correct
-from megarl.algorithms.scores import penalise_overlong
 from megarl.algorithms.user_functions import estimator_of
 from megarl.batch import ragged
 from megarl.batch.ragged import Column, RaggedTensor, padded

@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms.advantages import AdvantageInputs
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
-from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
+from megarl.algorithms.policy_losses import SELECTED_TOKENS
 from megarl.algorithms.user_functions import estimator_of, policy_loss_of, try_functions
 from megarl.config.finding import Finding
 from megarl.config.load import load_config

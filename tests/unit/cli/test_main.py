@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.scores import refuse_unusable
+from megarl.algorithms.groups import refuse_unusable
 from megarl.cli.commands import COMMANDS, FIRST, GROUPS
 from megarl.cli.main import FORMER, build_parser, commands_of, in_argparse_order, main
 from megarl.cli.run.context import run_context_of

@@ -214,7 +214,7 @@ def test_torchs_adapters_get_what_the_kernels_need(
 
 
 def test_kernels_are_activated_once_and_given_back() -> None:
-    from megarl.engine import flash_attention
+    from megarl.engine import platform
 
     active: list[str] = []
     done = []
@@ -231,13 +231,13 @@ def test_kernels_are_activated_once_and_given_back() -> None:
         return active[0] if active else None
 
     with (
-        mock.patch.object(flash_attention, "activate_flash_attention_impl", activate),
-        mock.patch.object(flash_attention, "restore_flash_attention_impl", restore),
-        mock.patch.object(flash_attention, "current_flash_attention_impl", current),
-        mock.patch.object(flash_attention, "missing_flash_attention", return_value=None),
+        mock.patch.object(platform, "activate_flash_attention_impl", activate),
+        mock.patch.object(platform, "restore_flash_attention_impl", restore),
+        mock.patch.object(platform, "current_flash_attention_impl", current),
+        mock.patch.object(platform, "missing_flash_attention", return_value=None),
     ):
         for asked in (FlashAttention.fa2, FlashAttention.fa4, FlashAttention.fa4, FlashAttention.fa2):
-            flash_attention.activate(asked)
+            platform.activate_flash_attention(asked)
     assert done == ["FA4", "restored"]
 
 
@@ -247,10 +247,10 @@ def test_kernels_are_activated_once_and_given_back() -> None:
 def test_kernels_that_are_not_installed_are_refused(asked: FlashAttention, package: str) -> None:
     from importlib import metadata
 
-    from megarl.engine import flash_attention
+    from megarl.engine import platform
 
     with (
         mock.patch.object(metadata, "version", side_effect=metadata.PackageNotFoundError),
         pytest.raises(ValueError, match=rf"flash_attention={asked.value}, .*{package} is not installed"),
     ):
-        flash_attention.activate(asked)
+        platform.activate_flash_attention(asked)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from megarl.algorithms.groups import place_scores
 from megarl.algorithms.kl import apply_kl_penalty
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
-from megarl.algorithms.scores import place_scores
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.schema import (
     AdvantageConfig,

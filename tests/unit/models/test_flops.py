@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megarl.models.architecture import LoRA
+from megarl.models.counts import peak_tflops, tower_flops, training_flops
 from megarl.models.families import read_architecture
-from megarl.models.flops import peak_tflops, tower_flops, training_flops
 from tests.families import example_architecture, example_config
 from tests.unit.config.folders import model_folder
 

@@ -20,9 +20,7 @@ from megarl.models.layers import (
     stores_layers_apart,
     window_of,
 )
-from megarl.models.mapping import num_row_axes
-from megarl.models.part_kind import FEED_FORWARD
-from megarl.models.tensor_part import size_of
+from megarl.models.mapping import FEED_FORWARD, num_row_axes, size_of
 from megarl.models.tensor_table import dimension_sizes, weights_of
 from tests.families import example_architecture
 

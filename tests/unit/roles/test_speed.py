@@ -15,8 +15,8 @@ from megarl.batch.metrics import merge_metrics, values_of
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import Device, DType, EngineConfig, ParallelConfig
 from megarl.engine.spec import ModelSpec
+from megarl.models.counts import training_flops
 from megarl.models.families import read_architecture
-from megarl.models.flops import training_flops
 from megarl.roles.megatron_worker import MICRO_BATCHES, speed_metrics
 from tests.unit.config.folders import model_folder
 

@@ -27,8 +27,15 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.families import FAMILIES
-from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
-from megarl.models.tensor_part import TensorPart, part_geometry
+from megarl.models.mapping import (
+    HF_LAYER,
+    MEGATRON_LAYER,
+    Cut,
+    MappingRow,
+    StagePlacement,
+    TensorPart,
+    part_geometry,
+)
 from megarl.models.tensor_table import hf_tensors
 from megarl.models.trunk import TRUNK_ROWS
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums

@@ -78,7 +78,7 @@ def test_split_collocate_on_one_node() -> None:
         "rollout/rollout[0] rollout on node 0, device 3",
     ]
     assert plan.pools == {"actor": 2, "critic": 1, "rollout": 1}
-    assert (plan.devices_per_node, plan.num_devices, plan.num_processes) == (4, 4, 5)
+    assert (plan.devices_per_node, plan.num_devices, len(plan.processes)) == (4, 4, 5)
     assert plan.process_on_nodes == {"actor": [2], "critic": [1], "reward": [1], "rollout": [1]}
     assert plan.moving_order == ("actor", "critic", "rollout", "reward")
     assert plan.role_pools == {
@@ -136,7 +136,7 @@ def test_a_replica_is_one_process_with_a_device_for_each_tensor_parallel_rank() 
     assert "rollout/rollout[1] rollout on node 1, device 2, 3" in listed(plan)
     assert plan.process_on_nodes["rollout"] == [2, 1]
     assert plan.devices_per_process == {"actor": 1, "critic": 1, "reward": 0, "rollout": 2}
-    assert (plan.pools["rollout"], plan.num_devices, plan.num_processes) == (6, 10, 8)
+    assert (plan.pools["rollout"], plan.num_devices, len(plan.processes)) == (6, 10, 8)
 
 
 def test_no_device_is_given_twice() -> None:
@@ -234,7 +234,7 @@ def test_hybrid_engines_have_the_devices_of_the_actor() -> None:
         "critic/critic[0] critic on node 0, device 4",
         "critic/reward[0] reward on node 0, cpu",
     ]
-    assert (plan.pools, plan.num_devices, plan.num_processes) == ({"actor": 4, "critic": 1}, 5, 10)
+    assert (plan.pools, plan.num_devices, len(plan.processes)) == ({"actor": 4, "critic": 1}, 5, 10)
     assert plan.role_pools["rollout"] == "actor"
     assert plan.process_on_nodes == {"actor": [4], "critic": [1], "reward": [1]}
     assert plan.colocate_counts == {"actor": 2, "critic": 1, "reward": 1}
@@ -271,7 +271,7 @@ def test_a_reservation_is_a_bundle_for_each_process() -> None:
     )  # type: ignore[arg-type]
     assert plan.bundles("rollout") == ((0,), (1,))
     assert plan.bundles("reward") == ((0,),)
-    assert plan.num_cpus == plan.num_processes == 6
+    assert plan.num_cpus == len(plan.processes) == 6
 
 
 def with_reward_model(

@@ -22,10 +22,9 @@ from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.plan.placement.memory import PlacedMemory, budget_problems, engine_usage, plan_memory
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.search.placements import skeleton
 from megarl.plan.search.search import peak_of_pool, search, share_of_engines, share_of_models
 from megarl.plan.search.solution import Solution
-from megarl.plan.search.space import ROLLOUT, Reason, Space, units_of
+from megarl.plan.search.space import ROLLOUT, Reason, Space, skeleton, units_of
 from megarl.plan.search.tables import EngineShape
 from megarl.plan.search.variants import memory_by_stage
 from tests.unit.plan.search.analytic import AnalyticCosts, space_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.machine.errors import ConfigError
-from megarl.models.flops import peak_tflops
+from megarl.models.counts import peak_tflops
 from megarl.plan.step_time.device import (
     DEVICES_DIR,
     LinkProfile,

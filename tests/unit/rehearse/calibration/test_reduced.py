@@ -10,7 +10,7 @@ import pytest
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.models.counts import num_parameters
 from megarl.models.families import read_architecture
-from megarl.rehearse.calibration.reduced import most_layers, reduced_config, write_reduced
+from megarl.rehearse.calibration.measurements import most_layers, reduced_config, write_reduced
 
 MODELS = sorted(file.parent for file in (CONFIGS_DIR / "models").rglob("config.json"))
 

@@ -26,9 +26,9 @@ from megarl.agents.responder import Responder
 from megarl.agents.strict_calls import parse_calls
 from megarl.agents.tool_environment import Toolbox, ToolEnvironment
 from megarl.agents.trajectory import Sample, Trajectory, VersionSpan
+from megarl.algorithms.groups import place_scores
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics
-from megarl.algorithms.scores import place_scores
 from megarl.batch.branches import merge_branches
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor

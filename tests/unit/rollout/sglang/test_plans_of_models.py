@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from megarl.models.config_reader import BLOCK_FP8
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.models.family import SGLangStages
 from megarl.models.fp8 import quantized_tensors, scale_name, scale_shape
-from megarl.models.quantization import BLOCK_FP8
 from megarl.weights.sync.forecast import engine_slices, stage_slices
 from tests import fork_server
 from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config, new_model

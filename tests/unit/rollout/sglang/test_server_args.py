@@ -26,8 +26,8 @@ from megarl.config.schema import (
 from megarl.config.speculation import ALGORITHMS
 from megarl.config.speculation import ARGUMENTS as SPECULATIVE_ARGUMENTS
 from megarl.machine.errors import ConfigError
+from megarl.models.config_reader import BLOCK_FP8
 from megarl.models.families import FAMILIES
-from megarl.models.quantization import BLOCK_FP8
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.server_args import (
     build_server_args,
