@@ -113,8 +113,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
         for number in range(num_parts)
     )
     # All batches of a call must be split the same way, or the results could not be combined.
-    arranged = (*values, *by_name.values())
-    splits = list(dict.fromkeys(split for _, split in arranged if split is not None))
+    splits = list(dict.fromkeys(split for _, split in (*values, *by_name.values()) if split is not None))
 
     if len(splits) > 1:
         raise ValueError(
@@ -125,8 +124,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
             )
         )
 
-    how = splits[0] if splits else Collect(rule.collect)
-    return CallPlan(*route, parts, how)
+    return CallPlan(*route, parts, splits[0] if splits else Collect(rule.collect))
 
 
 def collect(results: Sequence[Any], how: Collect) -> Any:

@@ -366,7 +366,6 @@ def _check_limit(processes: ActorSet, calls: Sequence[Call], looked_at_s: float)
         return now_s  # it has just ended, and its record is on its way
 
     limit_s = age_s + left_s
-    is_learned = limit_s < limits.fixed_s
     error = PhaseTimeoutError(
         oldest.role,
         oldest.method,
@@ -374,7 +373,7 @@ def _check_limit(processes: ActorSet, calls: Sequence[Call], looked_at_s: float)
         reports,
         oldest.rows,
         oldest.rank,
-        is_learned=is_learned,
+        is_learned=limit_s < limits.fixed_s,
         silent_s=silent_s if is_silent else None,
     )
 

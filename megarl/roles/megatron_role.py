@@ -119,8 +119,7 @@ class MegatronRole:
         Raises:
             ValueError: A column is not rows of tokens.
         """
-        needed = dict.fromkeys([*model_keys(batch.columns), *keys])
-        model_inputs = batch.select(needed, uid_column(batch), [])
+        model_inputs = batch.select(dict.fromkeys([*model_keys(batch.columns), *keys]), uid_column(batch), [])
         if others := model_inputs.columns.keys() - model_inputs.ragged.keys():
             raise ValueError(f"{sorted(others)} are not rows of tokens, and a model's worker reads no others")
 

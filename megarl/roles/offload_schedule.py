@@ -67,9 +67,7 @@ class OffloadSchedule:
         # Calls on these devices must end before their state can be offloaded.
         roles = self._plan.phase(phase).roles
         self._wait_for_others(roles)
-        moves = self._let_go(phase, roles)
-
-        return [*moves, *self._bring_in(self._plan.coming(phase))]
+        return [*self._let_go(phase, roles), *self._bring_in(self._plan.coming(phase))]
 
     def runs(self, phase: str, future: RemoteFuture) -> None:
         """Register the future of a phase."""

@@ -93,8 +93,7 @@ class PPORoles:
     def groups(self) -> list[RoleGroup | Rollout]:
         """Processes of all roles, which the driver monitors and ends."""
         roles = (self.actor, *self.scorers.values(), self.critic, self.reward, self.reward.model)
-        judges = self.reward.processes.servers.groups
-        return [*(role.group for role in roles if role), *judges, self.rollout]
+        return [*(role.group for role in roles if role), *self.reward.processes.servers.groups, self.rollout]
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the roles since the last call: memory, weight syncs, replicas."""
@@ -144,12 +143,11 @@ class _Starter:
                 and joins_weight_groups(self._config, self.plan)
             )
             # NCCL settings are environment variables, so they must be set before the process starts.
-            environment = weight_group_settings() if joins_engines else NO_ENVIRONMENT
             started = RayWorkerGroup(
                 pool,
                 fused,
                 phase_time_limit_s=limit_s,
-                environment=environment,
+                environment=weight_group_settings() if joins_engines else NO_ENVIRONMENT,
                 at_work=at_work(self.plan),
                 learned_limits=_learned_limits(self._config),
             )
@@ -493,10 +491,9 @@ def start_pair_reference(
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
     starter = _Starter(config, device, pools)
     (role,) = (role for role in model_roles(config) if role.before_training)
-    spec = starter.model(role, architecture)
     started = RayWorkerGroup(
         group_pool(starter.plan, pools, starter.plan.group_of("actor")),
-        RayClassWithInitArgs(_WORKERS[role.kind], spec),
+        RayClassWithInitArgs(_WORKERS[role.kind], starter.model(role, architecture)),
         role=role.name,
         phase_time_limit_s=config.trainer.phase_time_limit_s,
         at_work={role.name: at_work(starter.plan)["actor"]},

@@ -127,10 +127,9 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
 
     # A parameter that receives nothing shows that the manifest is not that of the model.
     reached = {storage_of(elements) for _, elements in plan.destinations}
-    named = model.named_parameters()
     plan.unreached.extend(
         name
-        for name, parameter in named
+        for name, parameter in model.named_parameters()
         if parameter.numel() and storage_of(parameter) not in reached and not _is_engines_own(parameter)
     )
 

@@ -96,8 +96,7 @@ class SampleRows:
             if column is None:
                 return nothing
             # Values at positions that the environment wrote are meaningless.
-            values = torch.where(mask.flat(), column.flat(), 0)
-            return of_tokens(values, SCHEMA.field(name).type.value_type)
+            return of_tokens(torch.where(mask.flat(), column.flat(), 0), SCHEMA.field(name).type.value_type)
 
         advantages = masked_row_sums(rows["advantages"], mask) / row_lengths(mask).clamp(min=1)
         prompt_ids = rows["prompts"].flat().numpy()
@@ -161,8 +160,7 @@ class SampleRows:
             return None
         ages = batch.meta_info["weight_version"] - rows["token_versions"].flat()
         is_late = (ages > self._max_age) & self._masks_late
-        reasons = torch.where(is_late, LATE, REJECTED)
-        excluded = torch.where(rows[LOSS_MASK].flat(), 0, reasons).to(torch.int8)
+        excluded = torch.where(rows[LOSS_MASK].flat(), 0, torch.where(is_late, LATE, REJECTED)).to(torch.int8)
         return RaggedTensor.packed_rows(excluded, rows[LOSS_MASK].lengths)
 
     def _loss_share(self, batch: DataProto, weights: RaggedTensor | None) -> RaggedTensor:

@@ -187,8 +187,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Return the booleans that `pack_bits` packed."""
-    words = _bytes_of_bits(packed.device)[packed.long()]
-    return words.view(torch.bool)[:num_bits]
+    return _bytes_of_bits(packed.device)[packed.long()].view(torch.bool)[:num_bits]
 
 
 @lru_cache(maxsize=8)
@@ -209,9 +208,7 @@ def encode_positions(positions: torch.Tensor, numel: int) -> torch.Tensor:
     num_low = _low_bits(count, numel)
     high = torch.zeros(_high_bits(count, numel, num_low), dtype=torch.bool, device=positions.device)
     high[(positions >> num_low) + torch.arange(count, device=positions.device)] = True
-    low = [pack_bits(positions >> bit & 1) for bit in range(num_low)]
-
-    return torch.cat([pack_bits(high), *low])
+    return torch.cat([pack_bits(high), *(pack_bits(positions >> bit & 1) for bit in range(num_low))])
 
 
 def decode_positions(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
@@ -320,8 +317,7 @@ class AcknowledgedWeights:
     def end(self, replicas: Collection[int]) -> None:
         """End the transfer: these replicas have everything that was sent."""
         assert self.is_complete
-        kept = set() if self._has_changed else self._before
-        self.holders = kept | set(replicas)
+        self.holders = (set() if self._has_changed else self._before) | set(replicas)
 
     def forget(self, replica: int) -> None:
         """Remove a replica that no longer has the bits of the copy."""

@@ -164,11 +164,10 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
         # Experts are distributed over all ranks of the stage, across data-parallel replicas.
         place = rank % parallel.stage_size
         first = place // cut % num_parts * each
-        experts = range(first, first + each)
         layouts.append(
             replace(
                 dense,
-                experts=experts,
+                experts=range(first, first + each),
                 expert_tensor_parallel_size=cut,
                 expert_tensor_parallel_rank=place % cut,
             )

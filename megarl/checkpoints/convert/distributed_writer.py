@@ -257,8 +257,7 @@ def _items(
         # Weights that several ranks have are written by the first of them only.
         if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
             continue
-        max_volume = max_item_bytes // dtype_of(weight, dtype).itemsize
-        for tensor_slice in _slices(weight, layout, max_volume):
+        for tensor_slice in _slices(weight, layout, max_item_bytes // dtype_of(weight, dtype).itemsize):
             yield weight, layout, tensor_slice
 
 

@@ -98,7 +98,6 @@ def select_trained(batch: DataProto, groups: StepGroups, n: int) -> tuple[DataPr
         "score_mean": batch.non_tensor_batch["score"].astype(np.float64).mean(),
     }
 
-    is_trained = np.repeat(groups.is_trained, n)[episode_numbers(batch)]
-    return batch.select_idxs(is_trained), {
+    return batch.select_idxs(np.repeat(groups.is_trained, n)[episode_numbers(batch)]), {
         f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()
     }

@@ -307,8 +307,7 @@ class RolloutBuffer:
 
     def _groups(self) -> list[Group]:
         """Return the groups that were admitted and whose step was not taken, in order."""
-        groups = [*self.staleness.live, *self.staleness.dropped]
-        return sorted(groups, key=lambda group: group.number)
+        return sorted([*self.staleness.live, *self.staleness.dropped], key=lambda group: group.number)
 
     def _is_usable(self, stored: FinishedGroup, group: Group) -> bool:
         """Return whether samples of a checkpoint can take the place of those of a group."""

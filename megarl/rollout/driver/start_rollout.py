@@ -111,12 +111,11 @@ def start_replicas(
         lora=lora,
     )
 
-    limit_s = config.trainer.phase_time_limit_s
     return Replicas(
         replica_places(plan, device, pools),
         partial(build_engine, spec),
         restart_limit=config.rollout.restart_limit,
-        phase_time_limit_s=limit_s,
+        phase_time_limit_s=config.trainer.phase_time_limit_s,
         at_work=at_work(plan),
         wait_for_node_s=node_wait_s(config.recovery),
     )
@@ -204,5 +203,4 @@ def start_rollout(
     # The requests of agent programs name the tokens themselves.
     runner = SessionRunner if agent.harness.is_used else TurnRunner
 
-    episodes = runner(scheduler, environments, of_episodes)
-    return Rollout(scheduler, weights, rules, seed, episodes=episodes)
+    return Rollout(scheduler, weights, rules, seed, episodes=runner(scheduler, environments, of_episodes))

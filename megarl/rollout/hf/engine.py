@@ -127,13 +127,12 @@ class HFEngine(RolloutEngine):
         sampling = batch[0].sampling
         stops = () if sampling.ignore_eos else {*sampling.stop_token_ids, *self._end_token_ids}
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
-        seeds = [request.sampling.seed for request in batch]
         token_ids, log_probs, lengths, stopped = decode(
             self.model,
             [request.prompt for request in batch],
             sampling,
             stop_token_ids,
-            seeds,
+            [request.sampling.seed for request in batch],
             self._is_ended,
             None if self._images is None else prompt_images(batch, self._images, self._device),
         )

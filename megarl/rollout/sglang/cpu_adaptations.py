@@ -190,8 +190,7 @@ def _batch_decode_attention() -> None:
 
         if self.megarl_padded is None:
             self.megarl_padded = pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
-        padded = self.megarl_padded
-        output.copy_(padded_decode_attention(query, k_cache, v_cache, padded, scaling))
+        output.copy_(padded_decode_attention(query, k_cache, v_cache, self.megarl_padded, scaling))
 
         return output
 
