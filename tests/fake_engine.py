@@ -26,10 +26,9 @@ from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEng
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
-from megarl.weights.receiver import WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
-from megarl.weights.transports.interface import EngineLink
+from megarl.weights.transports.interface import EngineLink, WeightReceiver
 
 MANIFEST: Manifest = {
     "embedding": TensorMeta((40, 8), torch.float32),

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.batch.data_proto import DataProto
-from megarl.batch.future import DataProtoFuture
+from megarl.batch.data_proto import DataProto, DataProtoFuture
 from megarl.config.schema import RankCoordinate
 from megarl.machine.errors import counted
 

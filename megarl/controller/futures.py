@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from megarl.batch.future import DataProtoFuture
-from megarl.controller.actors import NODE_LOOK_S, ActorSet
-from megarl.controller.call_limits import GroupLimits
+from megarl.batch.data_proto import DataProtoFuture
+from megarl.controller.actors import NODE_LOOK_S, ActorSet, GroupLimits
 from megarl.controller.calls import Call
 from megarl.controller.cluster import daemons_last_words, ended_daemon
 from megarl.controller.dispatch import Collect, collect

@@ -11,8 +11,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from megarl.controller.actors import ActorSet
-from megarl.controller.call_limits import NOTHING_LEARNED, GroupLimits, LearnedLimits
+from megarl.controller.actors import NOTHING_LEARNED, ActorSet, GroupLimits, LearnedLimits
 from megarl.controller.calls import construction_calls, start_calls
 from megarl.controller.dispatch import (
     RULES,

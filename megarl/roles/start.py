@@ -15,7 +15,7 @@ from megarl.config.roles import (
     teachers_by_source,
 )
 from megarl.config.schema import Device, EngineDType, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
-from megarl.controller.call_limits import LearnedLimits
+from megarl.controller.actors import LearnedLimits
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
@@ -44,8 +44,7 @@ from megarl.roles.reward_model import RewardModel
 from megarl.roles.reward_model_worker import RewardModelWorker
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
-from megarl.rollout.driver.scaling import ReplicaScaling
-from megarl.rollout.driver.start_rollout import replica_scaling, start_replicas, start_rollout
+from megarl.rollout.driver.start_rollout import ReplicaScaling, replica_scaling, start_replicas, start_rollout
 from megarl.weights.sync.forecast import rank_places
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync

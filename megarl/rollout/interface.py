@@ -19,7 +19,7 @@ from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.machine.errors import RunError, counted
 from megarl.machine.files import read_json_object
 from megarl.models.architecture import LoRA
-from megarl.weights.receiver import ReceivingEngine
+from megarl.weights.sync.worker import ReceivingEngine
 
 _WAIT_S = 1.0
 

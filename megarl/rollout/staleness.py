@@ -20,7 +20,7 @@ from itertools import islice
 
 from megarl.machine.errors import RunError
 from megarl.rollout.driver.dynamic_sampling import num_to_replace
-from megarl.rollout.driver.sample_groups import Group, GroupState
+from megarl.rollout.driver.sample_rows import Group, GroupState
 
 
 class StalenessController:

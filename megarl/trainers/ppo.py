@@ -19,8 +19,8 @@ from megarl.config.schema import PPOConfig
 from megarl.controller.futures import DerivedFuture, gather
 from megarl.data.loader import RowLoader
 from megarl.roles.start import PPORoles
-from megarl.rollout.driver.sample_groups import StepGroups
-from megarl.rollout.driver.scaling import apply_request
+from megarl.rollout.driver.sample_rows import StepGroups
+from megarl.rollout.driver.start_rollout import apply_request
 from megarl.tracking.status import STOPPED, StatusWriter
 from megarl.trainers.advantages import AdvantageStep, Metrics, add_advantages
 from megarl.trainers.checkpoint import Checkpointer

@@ -21,8 +21,7 @@ from megarl.machine.errors import CheckpointError, RunError
 from megarl.rewards.role import Reward
 from megarl.roles.start import PPORoles
 from megarl.rollout.driver.dynamic_sampling import select_trained
-from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
-from megarl.rollout.driver.sample_rows import from_bytes, to_bytes
+from megarl.rollout.driver.sample_rows import GroupRules, StepGroups, from_bytes, to_bytes
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.staleness import StalenessController
 from megarl.trainers.advantages import Metrics

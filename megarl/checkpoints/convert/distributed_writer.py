@@ -43,15 +43,16 @@ from megarl.models.counts import padded_vocab_size
 from megarl.models.layers import routes_tokens
 from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.tensor_table import Head, Weight
-from megarl.weights.coverage import check_coverage, rank_pieces
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.manifest import dtype_of
 from megarl.weights.shard_layout import (
     ShardLayout,
+    check_coverage,
     held_weights,
     model_layouts,
     padding,
     pieces,
+    rank_pieces,
     shard_view,
 )
 from megarl.weights.tensors import TensorSlice, contiguous_blocks, flat_index, row_major_strides

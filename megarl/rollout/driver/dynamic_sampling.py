@@ -17,7 +17,7 @@ from megarl.algorithms.groups import rows_with_signal
 from megarl.batch.branches import episode_numbers
 from megarl.batch.data_proto import DataProto
 from megarl.machine.errors import RunError
-from megarl.rollout.driver.sample_groups import StepGroups
+from megarl.rollout.driver.sample_rows import StepGroups
 
 _MARGIN = 1.2  # A few surplus groups cost less than one more round.
 

@@ -27,18 +27,16 @@ from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError, counted
 from megarl.rollout.driver.dynamic_sampling import DynamicSampling
 from megarl.rollout.driver.rollout import check_versions
-from megarl.rollout.driver.sample_groups import (
+from megarl.rollout.driver.sample_rows import (
     GREEDY,
+    FinishedGroup,
     Group,
     GroupRules,
     GroupState,
-    StepGroups,
-    rows_of,
-)
-from megarl.rollout.driver.sample_rows import (
-    FinishedGroup,
     RolloutOutput,
+    StepGroups,
     num_samples,
+    rows_of,
     sample_rows,
     select_samples,
 )

@@ -25,8 +25,7 @@ from megarl.data.loader import RowLoader
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer, Scoring
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.sample_groups import GREEDY, GroupRules, StepGroups
-from megarl.rollout.driver.sample_rows import FinishedGroup, select_samples
+from megarl.rollout.driver.sample_rows import GREEDY, FinishedGroup, GroupRules, StepGroups, select_samples
 from megarl.rollout.staleness import StalenessController
 
 _WAIT_S = 0.005  # between two polls for the scores that decide whether a group is trained

@@ -32,10 +32,9 @@ from megarl.rollout.interface import (
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checksum import checksum
 from megarl.weights.plan import TensorSlices, whole_slices
-from megarl.weights.receiver import WeightReceiver
 from megarl.weights.safetensors_file import read_tensors
 from megarl.weights.tensors import Manifest, Part, WeightTransferError
-from megarl.weights.transports.interface import EngineLink
+from megarl.weights.transports.interface import EngineLink, WeightReceiver
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))
 

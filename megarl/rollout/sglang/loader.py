@@ -35,9 +35,8 @@ from megarl.rollout.destinations import (
 from megarl.rollout.sglang.adapters import with_adapters
 from megarl.weights.checksum import MODULUS, checksum
 from megarl.weights.plan import TensorSlices
-from megarl.weights.receiver import WeightReceiver
 from megarl.weights.tensors import Manifest, Part, TensorMeta, WeightTransferError, tiling_fault
-from megarl.weights.transports.interface import EngineLink, decode_slice, encode_slice
+from megarl.weights.transports.interface import EngineLink, WeightReceiver, decode_slice, encode_slice
 
 EngineModel = Literal["target", "draft"]  # SGLang's names of the policy and of a draft model
 # gets the tensors, whether there is a time limit, and the model whose loader runs

@@ -30,8 +30,14 @@ from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.dynamic_sampling import NoSignalError
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_buffer import FailedPromptsError
-from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
-from megarl.rollout.driver.sample_rows import FinishedGroup, from_bytes, sample_rows, to_bytes
+from megarl.rollout.driver.sample_rows import (
+    GREEDY,
+    FinishedGroup,
+    GroupRules,
+    from_bytes,
+    sample_rows,
+    to_bytes,
+)
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.driver.step_rollout import GenerationThread, StepRollout
 from megarl.rollout.staleness import StalenessController
