@@ -23,7 +23,7 @@ from megarl.rollout.driver.scheduler import Deliver
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.interface import GenerationRequest, SamplingParameters, plan_requests
 from megarl.rollout.staleness import StalenessController
-from megarl.trainers.sampling import Sampling
+from megarl.trainers.ppo import Sampling
 from tests.fake_engine import plain_sample
 
 NUM_SAMPLES = 2

@@ -41,7 +41,7 @@ from megarl.rollout.driver.sample_rows import (
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.driver.step_rollout import GenerationThread, StepRollout
 from megarl.rollout.staleness import StalenessController
-from megarl.trainers.sampling import Sampling
+from megarl.trainers.ppo import Sampling
 from tests.fake_engine import plain_sample
 
 SAMPLING = SamplingConfig(n=2)
