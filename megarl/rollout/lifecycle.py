@@ -8,8 +8,6 @@ from __future__ import annotations
 from enum import Enum
 from math import prod
 
-import torch
-
 from megarl.weights.tensors import Manifest, WeightReceipt
 
 
@@ -38,7 +36,7 @@ _HINT = {
 
 
 class EngineLifecycle:
-    """State, version of the weights, and receipt of the update in progress."""
+    """State, version of the weights, and receipt of the last update, unless a receiver counted it."""
 
     def __init__(self) -> None:
         self.state = LifecycleState.EMPTY
@@ -63,30 +61,26 @@ class EngineLifecycle:
     def require_update(self) -> None:
         self.require("load weights", LifecycleState.UPDATING)
 
-    def record(self, name: str, numel: int, dtype: torch.dtype) -> None:
-        """Record a tensor before it is copied.
+    def record(self, tensors: Manifest) -> None:
+        """Record tensors before they are copied.
 
-        Raises WeightTransferError if it does not belong to the update.
+        Raises WeightTransferError if one does not belong to the update.
         """
         self.require_update()
         assert self._receipt is not None
-        self._receipt.record(name, 0, numel, dtype)
-
-    def record_all(self) -> None:
-        """Record that everything has arrived, as the receiver has counted."""
-        self.require_update()
-        assert self._receipt is not None
-        for name, meta in self._receipt.manifest.items():
+        for name, meta in tensors.items():
             self._receipt.record(name, 0, prod(meta.shape), meta.dtype)
+
+    def complete(self) -> None:
+        """Record that everything has arrived, as the receiver has counted."""
+        self._receipt = None
 
     def end(self, version: int) -> None:
         self.require("end a weight update", LifecycleState.UPDATING)
-        assert self._receipt is not None
         # close() raises for missing tensors and must then leave the engine without weights.
-        receipt = self._receipt
-        self._receipt = None
         self.state = LifecycleState.EMPTY
-        receipt.close()
+        if self._receipt is not None:
+            self._receipt.close()
         self.state = LifecycleState.READY
         self.weight_version = version
 

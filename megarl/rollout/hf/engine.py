@@ -30,9 +30,11 @@ from megarl.rollout.interface import (
     end_token_ids,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
+from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.checksum import checksum
+from megarl.weights.manifest import manifest_of_folder
 from megarl.weights.plan import TensorSlices, whole_slices
-from megarl.weights.safetensors_file import read_tensors
+from megarl.weights.safetensors_file import OpenFiles
 from megarl.weights.tensors import Manifest, Part, WeightTransferError
 from megarl.weights.transports.interface import EngineLink, WeightReceiver
 
@@ -237,13 +239,14 @@ class HFEngine(RolloutEngine):
         self._has_moved = False
         while not self._receiver.receive():
             pass
-        self._lifecycle.record_all()
+        self._lifecycle.complete()
 
     def load_folder(self, folder: Path) -> None:
-        for name, tensor in read_tensors(folder):
-            # Record first: a tensor that does not belong to the model is refused before it is copied.
-            self._lifecycle.record(name, tensor.numel(), tensor.dtype)
-            self.parameters[name].data.copy_(tensor)
+        # Record first: a tensor that does not belong to the model is refused before any is copied.
+        self._lifecycle.record(manifest_of_folder(folder))
+        with OpenFiles() as files:
+            for name, stored in read_checkpoint_index(folder).items():
+                self.parameters[name].data.copy_(files[stored.file].get_tensor(name))
 
     def end_weight_update(self, version: int) -> None:
         self._lifecycle.end(version)

@@ -76,7 +76,8 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
             load_folder(engine, weights)
 
     engine.begin_weight_update(ready.manifest)
-    load_folder(engine, ready.weights(0), {name: tensor})
+    load_folder(engine, ready.weights(0))
+    load_folder(engine, {name: tensor})
     with pytest.raises(WeightTransferError, match=rf"{name} \(twice at element"):
         engine.end_weight_update(2)
 
