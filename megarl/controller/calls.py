@@ -24,8 +24,8 @@ from megarl.controller.errors import (
     RayEndedError,
     WorkerError,
 )
-from megarl.controller.hints import NODE_LOST
-from megarl.controller.lost_process import LOST, node_lost, relay_lost, why_lost
+from megarl.controller.hints import NODE_LOST, PROCESS_EXITED
+from megarl.controller.lost_process import LOST, node_lost, why_lost
 from megarl.controller.messages import (
     CONSTRUCTION,
     CallFailure,
@@ -204,9 +204,9 @@ class Call:
         return self._fail(failure, rank)
 
     def fail_without_relay(self, kind: FailureKind, ranks: range) -> None:
-        """Record that the process that relays calls to this rank and others is gone."""
-        summary, hint = relay_lost(ranks)
-        self._fail(CallFailure(kind, summary, summary, time.time(), hint=hint))
+        """Record that the process that relays calls to this rank and others, which are alive, is gone."""
+        summary = f"the process that relays calls to ranks {ranks[0]} to {ranks[-1]} is gone"
+        self._fail(CallFailure(kind, summary, summary, time.time(), hint=PROCESS_EXITED))
 
     def fail_without_node(self, node: str) -> RankFailure:
         """Record that the process will never start, as `node` left the cluster and cannot be replaced."""

@@ -96,12 +96,6 @@ def node_lost(address: str | None, reason: str) -> ProcessLoss:
     return f"node {address or '(address not known)'} is lost: {reason}", hints.NODE_LOST
 
 
-def relay_lost(ranks: range) -> ProcessLoss:
-    """Describe the loss of the process that relays calls to some ranks, all of which are alive."""
-    summary = f"the process that relays calls to ranks {ranks[0]} to {ranks[-1]} is gone"
-    return summary, hints.PROCESS_EXITED
-
-
 def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
     # Report what is certain first: a signal, a crash in the log, an exit code.
     if signal := _SIGNAL.search(text):

@@ -255,7 +255,8 @@ _ROW_BYTES = 8  # of the table: form and count, int32
 
 def patch_chunks(schedule: TransferSchedule) -> TransferSchedule:
     """Return the chunks of a schedule, as its rounds. Both ends of a transfer compute the same ones."""
-    return schedule.in_chunks(max(1, min(_CHUNK_NUMEL, schedule.largest)))
+    most = max(1, min(_CHUNK_NUMEL, schedule.largest))
+    return TransferSchedule(schedule.parts, bounds=[*range(0, schedule.numel, most), schedule.numel])
 
 
 def most_message_bytes(schedule: TransferSchedule, itemsize: int) -> int:

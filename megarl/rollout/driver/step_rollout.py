@@ -349,7 +349,9 @@ class GenerationThread:
             if not self._is_held:
                 self._start_groups()
             if drains:
-                self._generate_until(self._is_drained, may_readmit=False)
+                self._generate_until(
+                    lambda: not (self._runner.is_at_work or self._buffer.awaits_scores), may_readmit=False
+                )
             self._scheduler.pause()
             # The trainer may poll the scheduler itself, and must then be able to readmit replicas.
             self._scheduler.may_readmit = True
@@ -360,9 +362,6 @@ class GenerationThread:
         while not self._iterate(is_enough, may_readmit=may_readmit):
             if not self._runner.is_at_work:
                 time.sleep(_TURN_S)
-
-    def _is_drained(self) -> bool:
-        return not (self._runner.is_at_work or self._buffer.awaits_scores)
 
     # ---- for both threads
 
