@@ -336,7 +336,6 @@ class Actor(MegatronRole):
 
         # One optimizer step over all rows, so the pass sees the policy that wrote the samples.
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
-        moves = self._schedule.before("update_actor")
         plan, parts = self.split(rows, rows.columns)
         loss = ActorLoss(algorithm=algorithm, counts=counts_of(rows), with_entropy=True)
 
@@ -346,9 +345,9 @@ class Actor(MegatronRole):
             batch.take_in(restored_rows(scores, plan.restore_order(), _OF_ACTOR))
             return over_updates([merge_metrics(metrics)])
 
-        future = DerivedFuture([self.group.call(ActorWorker.update_scored, parts, loss), *moves], finish)
-        self._schedule.runs("update_actor", future)
-        return future
+        return self._schedule.run(
+            "update_actor", lambda: [self.group.call(ActorWorker.update_scored, parts, loss)], finish
+        )
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """Make one optimizer step on the likelihood of all rows.

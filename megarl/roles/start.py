@@ -35,12 +35,11 @@ from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
-from megarl.roles.megatron_role import MiniBatchPlan
+from megarl.roles.megatron_role import MiniBatchPlan, RewardModel
 from megarl.roles.megatron_worker import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer, Teachers
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
-from megarl.roles.reward_model import RewardModel
 from megarl.roles.reward_model_worker import RewardModelWorker
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
@@ -343,7 +342,9 @@ def _reward(
     judges: JudgeServers,
 ) -> Reward:
     settings = config.reward.model
-    model = RewardModel(groups[REWARD_MODEL], settings.parallel, schedule) if REWARD_MODEL in groups else None
+    model = None
+    if REWARD_MODEL in groups:
+        model = RewardModel(groups[REWARD_MODEL], settings.parallel, settings.micro_batch, schedule)
     processes = RestartedGroup(
         groups["reward"],
         RestartBudget(config.rollout.restart_limit),
