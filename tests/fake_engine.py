@@ -22,8 +22,14 @@ import torch
 from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.machine.errors import EngineDeadError
 from megarl.rehearse.simulation.engines import FinishReason, SimulatedGeneration
-from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine, check_request
-from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
+from megarl.rollout.interface import (
+    EndedRequest,
+    EngineLifecycle,
+    GenerationRequest,
+    LifecycleState,
+    RolloutEngine,
+    check_request,
+)
 from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.checksum import checksum
 from megarl.weights.manifest import manifest_of_folder

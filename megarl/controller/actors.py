@@ -22,9 +22,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.controller.cluster import worker_owner
 from megarl.controller.errors import UNKNOWN_NODE, PhaseTimeoutError, RankReport
 from megarl.controller.host import Relay, WorkerHost
+from megarl.controller.lost_process import ProcessSilence
 from megarl.controller.messages import Location, RankActivity
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.controller.silence import ProcessSilence
 
 _VERDICT_LIMIT_S = 60.0
 VERDICT_LOOK_S = 0.5

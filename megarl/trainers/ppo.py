@@ -26,20 +26,18 @@ from megarl.data.loader import RowLoader
 from megarl.machine.errors import CheckpointError, RunError
 from megarl.rewards.role import Reward
 from megarl.roles.start import PPORoles
-from megarl.rollout.driver.dynamic_sampling import select_trained
 from megarl.rollout.driver.sample_rows import GroupRules, StepGroups, from_bytes, to_bytes
 from megarl.rollout.driver.start_rollout import apply_request
 from megarl.rollout.driver.step_rollout import StepRollout
-from megarl.rollout.staleness import StalenessController
+from megarl.rollout.staleness import StalenessController, select_trained
 from megarl.tracking.status import STOPPED, StatusWriter
 from megarl.trainers.advantages import AdvantageStep, Metrics, add_advantages
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
-from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.run_status import StatusReader
-from megarl.trainers.samples import SampleRows, batch_metrics
+from megarl.trainers.samples import RecordedBatches, SampleRows, batch_metrics
 
 
 class PPOTrainer:

@@ -25,7 +25,6 @@ from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError, counted
-from megarl.rollout.driver.dynamic_sampling import DynamicSampling
 from megarl.rollout.driver.rollout import check_versions
 from megarl.rollout.driver.sample_rows import (
     GREEDY,
@@ -42,7 +41,7 @@ from megarl.rollout.driver.sample_rows import (
 )
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest
-from megarl.rollout.staleness import StalenessController
+from megarl.rollout.staleness import DynamicSampling, StalenessController
 
 if TYPE_CHECKING:
     from megarl.rollout.episodes.episode_runner import EpisodeRunner

@@ -22,14 +22,15 @@ from megarl.models.family import stored_name
 from megarl.rollout.hf.attention import GROUPED
 from megarl.rollout.hf.decoding import decode, prompt_images
 from megarl.rollout.interface import (
+    EngineLifecycle,
     GenerationRequest,
+    LifecycleState,
     RolloutEngine,
     RolloutEngineSpec,
     SamplingParameters,
     check_request,
     end_token_ids,
 )
-from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
 from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.checksum import checksum
 from megarl.weights.manifest import manifest_of_folder

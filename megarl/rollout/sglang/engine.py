@@ -23,14 +23,16 @@ from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
 from megarl.rollout.interface import (
     EndedRequest,
+    EngineLifecycle,
+    EngineStateError,
     GenerationRequest,
+    LifecycleState,
     RequestFailedError,
     RolloutEngine,
     RolloutEngineSpec,
     check_request,
     end_token_ids,
 )
-from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
 from megarl.rollout.sglang.backend import Backend, CallRefusedError

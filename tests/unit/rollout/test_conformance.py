@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from megarl.agents.trajectory import Sample
-from megarl.rollout.interface import GenerationRequest, RolloutEngine, SamplingParameters, plan_requests
-from megarl.rollout.lifecycle import EngineStateError
+from megarl.rollout.interface import (
+    EngineStateError,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParameters,
+    plan_requests,
+)
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import TensorMeta, WeightTransferError
 from tests.plain_trainer import halves, load_folder

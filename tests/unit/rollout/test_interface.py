@@ -6,13 +6,15 @@ import torch
 
 from megarl.rehearse.simulation.engines import SimulatedGeneration
 from megarl.rollout.interface import (
+    EngineLifecycle,
+    EngineStateError,
     GenerationRequest,
+    LifecycleState,
     RequestFailedError,
     RolloutEngine,
     SamplingParameters,
     check_request,
 )
-from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.weights.tensors import TensorMeta, WeightTransferError
 
 MANIFEST = {"w": TensorMeta((4,), torch.float32)}
