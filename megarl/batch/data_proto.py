@@ -222,11 +222,7 @@ class DataProto:
                 "selects any rows"
             )
 
-        ordered = self._rows(order)
-        self.batch = ordered.batch
-        self.non_tensor_batch = ordered.non_tensor_batch
-        self.ragged = ordered.ragged
-
+        vars(self).update(vars(self._rows(order)))
         return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
@@ -390,11 +386,7 @@ class DataProto:
 
     def take_in(self, other: DataProto) -> None:
         """Add the columns of `other`, which has the same rows, in place. Raises the errors of `union`."""
-        joined = self.union(other)
-        self.batch = joined.batch
-        self.ragged = joined.ragged
-        self.non_tensor_batch = joined.non_tensor_batch
-        self.meta_info = joined.meta_info
+        vars(self).update(vars(self.union(other)))
 
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
         """Return a new batch with the columns of all batches. All futures are awaited together.

@@ -66,16 +66,14 @@ class Collect(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """A planned call: its route (see `CallRoute`), arguments and results.
+    """A planned call.
 
     Attributes:
         parts: The arguments of each part.
         collect: How results are combined.
     """
 
-    ranks: tuple[int, ...]
-    part_of_ranks: tuple[int, ...]
-    results: tuple[int, ...]
+    route: CallRoute
     parts: tuple[Arguments, ...]
     collect: Collect
 
@@ -123,7 +121,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
             )
         )
 
-    return CallPlan(*route, parts, splits[0] if splits else Collect(rule.collect))
+    return CallPlan(route, parts, splits[0] if splits else Collect(rule.collect))
 
 
 def collect(results: Sequence[Any], how: Collect) -> Any:

@@ -155,7 +155,7 @@ class RoleGroup:
         name = self._name(method)
         plan = plan_call(rule, self.mesh, args, kwargs)
         calls = start_calls(self._actors, self.role, name, plan, self._record_spans)
-        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.results], plan.collect)
+        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.route.results], plan.collect)
 
     # ---- what the processes do
 

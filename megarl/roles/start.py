@@ -230,7 +230,18 @@ def start_ppo(
     }
 
     return PPORoles(
-        actor=_actor(config, groups["actor"], source, updates, schedule),
+        actor=Actor(
+            groups["actor"],
+            config.actor.parallel,
+            config.actor.micro_batch,
+            source,
+            updates,
+            schedule,
+            config.algorithm,
+            FirstRatioCheck(config.model.dtype),
+            LogProbCheck(config.resharding.max_log_prob_difference),
+            share_prompts=_shares_prompts(config),
+        ),
         critic=_critic(config, groups["critic"], updates, schedule) if "critic" in groups else ABSENT,
         scorers=scorers,
         teachers=Teachers(by_source=by_source, other=scorers.get(TEACHER)) if by_source else None,
@@ -255,27 +266,6 @@ def _mini_batch_plan(config: PPOConfig) -> MiniBatchPlan:
 
 def _shares_prompts(config: RunConfig) -> bool:
     return config.engine.share_prompts and config.engine.packing
-
-
-def _actor(
-    config: PPOConfig,
-    group: RoleGroup,
-    source: WeightSource,
-    updates: MiniBatchPlan,
-    schedule: OffloadSchedule,
-) -> Actor:
-    return Actor(
-        group,
-        config.actor.parallel,
-        config.actor.micro_batch,
-        source,
-        updates,
-        schedule,
-        config.algorithm,
-        FirstRatioCheck(config.model.dtype),
-        LogProbCheck(config.resharding.max_log_prob_difference),
-        share_prompts=_shares_prompts(config),
-    )
 
 
 def _critic(config: PPOConfig, group: RoleGroup, updates: MiniBatchPlan, schedule: OffloadSchedule) -> Critic:
