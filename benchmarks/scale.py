@@ -58,8 +58,7 @@ from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
 from megarl.roles.start import PPORoles
-from megarl.rollout.driver.sample_groups import StepGroups
-from megarl.rollout.driver.sample_rows import sample_rows, with_prompts
+from megarl.rollout.driver.sample_rows import StepGroups, sample_rows, with_prompts
 from megarl.rollout.driver.scheduler import SchedulerTotals
 from megarl.trainers.monitor import Position
 from megarl.trainers.ppo import PPOTrainer

@@ -36,7 +36,7 @@ from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
-from megarl.rollout.driver.sample_groups import GroupRules
+from megarl.rollout.driver.sample_rows import GroupRules
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine

@@ -22,14 +22,21 @@ import torch
 from megarl.agents.trajectory import Sample, VersionSpan
 from megarl.machine.errors import EngineDeadError
 from megarl.rehearse.simulation.engines import FinishReason, SimulatedGeneration
-from megarl.rollout.interface import EndedRequest, GenerationRequest, RolloutEngine, check_request
-from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
+from megarl.rollout.interface import (
+    EndedRequest,
+    EngineLifecycle,
+    GenerationRequest,
+    LifecycleState,
+    RolloutEngine,
+    check_request,
+)
+from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.checksum import checksum
+from megarl.weights.manifest import manifest_of_folder
 from megarl.weights.plan import TensorSlices, whole_slices
-from megarl.weights.receiver import WeightReceiver
-from megarl.weights.safetensors_file import read_tensors
+from megarl.weights.safetensors_file import OpenFiles
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
-from megarl.weights.transports.interface import EngineLink
+from megarl.weights.transports.interface import EngineLink, WeightReceiver
 
 MANIFEST: Manifest = {
     "embedding": TensorMeta((40, 8), torch.float32),
@@ -255,13 +262,14 @@ class FakeEngine(RolloutEngine):
         self._receiver.begin(first_round=self._first_round, folder=folder)
         while not self._receiver.receive():
             pass
-        self._lifecycle.record_all()
+        self._lifecycle.complete()
 
     def load_folder(self, folder: Path) -> None:
         self._record("load_folder")
-        for name, tensor in read_tensors(folder):
-            self._lifecycle.record(name, tensor.numel(), tensor.dtype)
-            self._weights[name].copy_(tensor)
+        self._lifecycle.record(manifest_of_folder(folder))
+        with OpenFiles() as files:
+            for name, stored in read_checkpoint_index(folder).items():
+                self._weights[name].copy_(files[stored.file].get_tensor(name))
 
     def end_weight_update(self, version: int) -> None:
         self._record("end_weight_update", version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from megarl.config.schema import Transport
 from megarl.models.adapters import is_adapter
 from megarl.rollout.interface import RolloutEngine
+from megarl.weights.checkpoint_index import INDEX_FILE
 from megarl.weights.plan import RankLocation, plan_repeated, plan_transfer, whole_slices
 from megarl.weights.tensors import Manifest, Part, TensorMeta
 from megarl.weights.transfer import Transfer
@@ -149,9 +151,12 @@ def push(engine: RolloutEngine, weights: Weights, version: int = 1, message_nume
 def load_folder(engine: RolloutEngine, *files: Weights) -> None:
     """Load a folder with these files."""
     with tempfile.TemporaryDirectory() as folder:
+        file_of = {}
         for number, weights in enumerate(files):
             contiguous = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
             save_file(contiguous, Path(folder) / f"model-{number}.safetensors", {"format": "pt"})
+            file_of |= dict.fromkeys(weights, f"model-{number}.safetensors")
+        (Path(folder) / INDEX_FILE).write_text(json.dumps({"weight_map": file_of}))
         engine.load_folder(Path(folder))
 
 

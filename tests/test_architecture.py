@@ -406,7 +406,7 @@ WALL_CLOCK = {
     "cli/inspect/status": "a time to show; only a process of the same machine counts as gone",
     "controller/calls": "orders the exceptions of several ranks in a message",
     "controller/host": "orders the exceptions of several ranks in a message",
-    "controller/inspection": "compares the clocks of the nodes for the doctor",
+    "controller/node_resources": "compares the clocks of the nodes for the doctor",
     "data/chat_clock": "the driver's date, which all processes put into prompts",
     "endpoint/openai_chat": "a time to show",
     "endpoint/openai_responses": "a time to show",

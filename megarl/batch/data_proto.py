@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,6 @@ from megarl.batch.arrays import (
     row_index,
     tensor_to_array,
 )
-from megarl.batch.future import DataProtoFuture
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.serialization import decode, encode
 from megarl.batch.token_rows import PaddedView, token_rows
@@ -222,11 +222,7 @@ class DataProto:
                 "selects any rows"
             )
 
-        ordered = self._rows(order)
-        self.batch = ordered.batch
-        self.non_tensor_batch = ordered.non_tensor_batch
-        self.ragged = ordered.ragged
-
+        vars(self).update(vars(self._rows(order)))
         return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
@@ -390,11 +386,7 @@ class DataProto:
 
     def take_in(self, other: DataProto) -> None:
         """Add the columns of `other`, which has the same rows, in place. Raises the errors of `union`."""
-        joined = self.union(other)
-        self.batch = joined.batch
-        self.ragged = joined.ragged
-        self.non_tensor_batch = joined.non_tensor_batch
-        self.meta_info = joined.meta_info
+        vars(self).update(vars(self.union(other)))
 
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
         """Return a new batch with the columns of all batches. All futures are awaited together.
@@ -598,3 +590,28 @@ def _kind(column: Column) -> str:
         f"rows of tokens {column.dtype}, padded with {column.padding} to the "
         f"{'left' if column.on_left else 'right'}"
     )
+
+
+class DataProtoFuture(ABC):
+    """A batch that a worker group is still computing. `DataProto.union` accepts it as a batch.
+
+    Subclasses can wait for several futures at once, so that a failure in any of them is noticed immediately,
+    and not only after the earlier ones have finished.
+    """
+
+    @abstractmethod
+    def get(self, timeout: float | None = None) -> Any:
+        """Wait for the batch.
+
+        Args:
+            timeout: In seconds. None: no limit.
+
+        Raises:
+            TimeoutError: The batch did not arrive in time.
+            Exception: The exception of the call.
+        """
+
+    @classmethod
+    @abstractmethod
+    def gather(cls, futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """Return the results in the order of `futures`, or raise the first failure of any of them."""

@@ -169,12 +169,11 @@ def _to_json(value: Any, where: str) -> Any:
         return value
 
     if isinstance(value, np.ndarray):
-        rows = [_to_json(item, where) for item in value.ravel().tolist()]
         return {
             _TAG: "array",
             "dtype": "object" if value.dtype == object else value.dtype.str,
             "shape": list(value.shape),
-            "value": rows,
+            "value": [_to_json(item, where) for item in value.ravel().tolist()],
         }
 
     if isinstance(value, tuple):

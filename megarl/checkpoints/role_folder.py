@@ -84,8 +84,7 @@ def item_checksums(folder: str | Path, files: Collection[str]) -> dict[str, str]
         CheckpointError: A file is missing or too short.
     """
     folder = Path(folder)
-    index = read_index(folder)
-    items = [item for item in index.items() if item.file in files]
+    items = [item for item in read_index(folder).items() if item.file in files]
     items += [
         StoredItem(key=name, file=name, position=0, nbytes=(folder / name).stat().st_size)
         for name in WHOLE_FILES

@@ -167,10 +167,6 @@ class TorchDistIndex:
         yield from self.objects.values()
 
 
-def is_torch_dist(folder: Path) -> bool:
-    return (folder / METADATA_FILE).is_file()
-
-
 def read_index(folder: str | Path) -> TorchDistIndex:
     """Read and verify `.metadata`.
 

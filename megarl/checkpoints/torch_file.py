@@ -226,8 +226,7 @@ def read_outline_with_objects(path: Path) -> Any:
 
     This is not thread-safe.
     """
-    names = refuse_code(path)
-    with torch.serialization.safe_globals([(Inert, name) for name in names]):
+    with torch.serialization.safe_globals([(Inert, name) for name in refuse_code(path)]):
         return read_outline(path, str(path))
 
 

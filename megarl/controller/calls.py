@@ -24,8 +24,8 @@ from megarl.controller.errors import (
     RayEndedError,
     WorkerError,
 )
-from megarl.controller.hints import NODE_LOST
-from megarl.controller.lost_process import LOST, node_lost, relay_lost, why_lost
+from megarl.controller.hints import NODE_LOST, PROCESS_EXITED
+from megarl.controller.lost_process import LOST, node_lost, why_lost
 from megarl.controller.messages import (
     CONSTRUCTION,
     CallFailure,
@@ -204,9 +204,9 @@ class Call:
         return self._fail(failure, rank)
 
     def fail_without_relay(self, kind: FailureKind, ranks: range) -> None:
-        """Record that the process that relays calls to this rank and others is gone."""
-        summary, hint = relay_lost(ranks)
-        self._fail(CallFailure(kind, summary, summary, time.time(), hint=hint))
+        """Record that the process that relays calls to this rank and others, which are alive, is gone."""
+        summary = f"the process that relays calls to ranks {ranks[0]} to {ranks[-1]} is gone"
+        self._fail(CallFailure(kind, summary, summary, time.time(), hint=PROCESS_EXITED))
 
     def fail_without_node(self, node: str) -> RankFailure:
         """Record that the process will never start, as `node` left the cluster and cannot be replaced."""
@@ -301,15 +301,15 @@ def start_calls(
     if not processes.alive:
         raise processes.ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
     # Store values that several ranks read, then submit to all ranks before waiting for any.
-    shared = _share(plan.parts, plan.part_of_ranks, stores_all=bool(processes.relays))
+    shared = _share(plan.parts, plan.route.part_of_ranks, stores_all=bool(processes.relays))
     if processes.relays:
         return _start_relayed(processes, role, method, plan, shared, on_record)
     calls = {}
 
-    for rank, part in zip(plan.ranks, plan.part_of_ranks, strict=True):
+    for rank, part in zip(plan.route.ranks, plan.route.part_of_ranks, strict=True):
         execute = processes.handles[rank].execute.options(num_returns=2)
         positional, named = shared[part]
-        result, record = execute.remote(role, method, rank in plan.results, *positional, **named)
+        result, record = execute.remote(role, method, rank in plan.route.results, *positional, **named)
         end = CallEnd(record)
         calls[rank] = Call(
             processes,
@@ -338,7 +338,7 @@ def _start_relayed(
 ) -> dict[int, Call]:
     """Start a call by one message to each relay that has some of its ranks."""
     part_of: dict[int, dict[int, int]] = {}  # by relay and rank
-    for rank, part in zip(plan.ranks, plan.part_of_ranks, strict=True):
+    for rank, part in zip(plan.route.ranks, plan.route.part_of_ranks, strict=True):
         part_of.setdefault(rank // len(processes.ranks_of_relays[0]), {})[rank] = part
 
     calls = {}
@@ -347,7 +347,7 @@ def _start_relayed(
         number = next(processes.relay_numbers[index])  # one step, so that two threads never get the same
         # Send only the parts that ranks of this relay receive.
         parts = list(dict.fromkeys(own.values()))
-        tasks = [(rank, rank in plan.results, parts.index(part)) for rank, part in own.items()]
+        tasks = [(rank, rank in plan.route.results, parts.index(part)) for rank, part in own.items()]
         answer = relay.run.remote(number, role, method, tasks, [shared[part] for part in parts])
         relayed = RelayedCalls(processes, relay, number, answer, processes.ranks_of_relays[index])
         for rank, part in own.items():

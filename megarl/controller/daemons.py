@@ -188,10 +188,8 @@ def start_node(
         temp_dir=temp_dir,
         include_log_monitor=False,  # pyrefly: ignore[bad-argument-type]  # str in Ray
     )
-    is_loopback = address.startswith(LOOPBACK)
-
     with (
-        loopback_only() if is_loopback else nullcontext(),
+        loopback_only() if address.startswith(LOOPBACK) else nullcontext(),
         without_job_server() if dashboard_port is None else nullcontext(),
     ):
         started = SmallNode(parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=True)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.batch.data_proto import DataProto
-from megarl.batch.future import DataProtoFuture
+from megarl.batch.data_proto import DataProto, DataProtoFuture
 from megarl.config.schema import RankCoordinate
 from megarl.machine.errors import counted
 
@@ -67,16 +66,14 @@ class Collect(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """A planned call: its route (see `CallRoute`), arguments and results.
+    """A planned call.
 
     Attributes:
         parts: The arguments of each part.
         collect: How results are combined.
     """
 
-    ranks: tuple[int, ...]
-    part_of_ranks: tuple[int, ...]
-    results: tuple[int, ...]
+    route: CallRoute
     parts: tuple[Arguments, ...]
     collect: Collect
 
@@ -113,8 +110,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
         for number in range(num_parts)
     )
     # All batches of a call must be split the same way, or the results could not be combined.
-    arranged = (*values, *by_name.values())
-    splits = list(dict.fromkeys(split for _, split in arranged if split is not None))
+    splits = list(dict.fromkeys(split for _, split in (*values, *by_name.values()) if split is not None))
 
     if len(splits) > 1:
         raise ValueError(
@@ -125,8 +121,7 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
             )
         )
 
-    how = splits[0] if splits else Collect(rule.collect)
-    return CallPlan(*route, parts, how)
+    return CallPlan(route, parts, splits[0] if splits else Collect(rule.collect))
 
 
 def collect(results: Sequence[Any], how: Collect) -> Any:

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from megarl.batch.future import DataProtoFuture
-from megarl.controller.actors import NODE_LOOK_S, ActorSet
-from megarl.controller.call_limits import GroupLimits
+from megarl.batch.data_proto import DataProtoFuture
+from megarl.controller.actors import NODE_LOOK_S, ActorSet, GroupLimits
 from megarl.controller.calls import Call
 from megarl.controller.cluster import daemons_last_words, ended_daemon
 from megarl.controller.dispatch import Collect, collect
@@ -366,7 +365,6 @@ def _check_limit(processes: ActorSet, calls: Sequence[Call], looked_at_s: float)
         return now_s  # it has just ended, and its record is on its way
 
     limit_s = age_s + left_s
-    is_learned = limit_s < limits.fixed_s
     error = PhaseTimeoutError(
         oldest.role,
         oldest.method,
@@ -374,7 +372,7 @@ def _check_limit(processes: ActorSet, calls: Sequence[Call], looked_at_s: float)
         reports,
         oldest.rows,
         oldest.rank,
-        is_learned=is_learned,
+        is_learned=limit_s < limits.fixed_s,
         silent_s=silent_s if is_silent else None,
     )
 

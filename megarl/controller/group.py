@@ -11,8 +11,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from megarl.controller.actors import ActorSet
-from megarl.controller.call_limits import NOTHING_LEARNED, GroupLimits, LearnedLimits
+from megarl.controller.actors import NOTHING_LEARNED, ActorSet, GroupLimits, LearnedLimits
 from megarl.controller.calls import construction_calls, start_calls
 from megarl.controller.dispatch import (
     RULES,
@@ -156,7 +155,7 @@ class RoleGroup:
         name = self._name(method)
         plan = plan_call(rule, self.mesh, args, kwargs)
         calls = start_calls(self._actors, self.role, name, plan, self._record_spans)
-        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.results], plan.collect)
+        return WorkerFuture(list(calls.values()), [calls[rank] for rank in plan.route.results], plan.collect)
 
     # ---- what the processes do
 

@@ -120,8 +120,7 @@ class RayResourcePool:
         if not self._groups:
             # A reservation that can never be met would otherwise wait until the limit.
             check_fits([self])
-            ids = self._node_ids or [None] * len(self.process_on_nodes)
-            groups = self._reserve(dict(enumerate(ids)))
+            groups = self._reserve(dict(enumerate(self._node_ids or [None] * len(self.process_on_nodes))))
             if groups is None:
                 raise InsufficientResourcesError(
                     explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s")
@@ -293,10 +292,8 @@ class _PoolPart(RayResourcePool):
         # Count the processes of each node, in the order in which the part's ranks reach the nodes.
         node_of = [node for node, count in enumerate(whole.process_on_nodes) for _ in range(count)]
         nodes = [node_of[rank] for rank in ranks]
-        counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
-
         super().__init__(
-            counts,
+            [nodes.count(node) for node in dict.fromkeys(nodes)],
             whole.use_gpu,
             whole.name,
             whole.max_colocate_count,

@@ -22,8 +22,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.controller.cluster import is_joined
+from megarl.controller.lost_process import ProcessSilence
 from megarl.controller.node_resources import living_nodes
-from megarl.controller.silence import ProcessSilence
 from megarl.machine.errors import RunError, one_line
 from megarl.machine.memory_files import HEADER_BYTES, Header, MemoryFiles
 

@@ -19,8 +19,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.speculation import draft_of
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.daemons import OBJECT_STORE_MB
-from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
-from megarl.controller.node_resources import fits
+from megarl.controller.node_resources import ClusterReport, NodeReport, fits, here, inspect_cluster
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager, explain, node_demands
 from megarl.doctor.machine import judge_open_files, judge_shared_memory
 from megarl.doctor.run_inputs import ExaminedRun

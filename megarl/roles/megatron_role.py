@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,16 +16,15 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import first_with_prompt, image_places, model_keys
-from megarl.config.schema import (
-    MicroBatchConfig,
-    ParallelConfig,
-)
+from megarl.config.roles import REWARD_MODEL
+from megarl.config.schema import MicroBatchConfig, ParallelConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import MicroBatchPlan, RowPrompt, plan_micro_batches
 from megarl.machine.errors import counted
 from megarl.roles.megatron_worker import MICRO_BATCHES, Loss
 from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.reward_model_worker import RewardModelWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +117,7 @@ class MegatronRole:
         Raises:
             ValueError: A column is not rows of tokens.
         """
-        needed = dict.fromkeys([*model_keys(batch.columns), *keys])
-        model_inputs = batch.select(needed, uid_column(batch), [])
+        model_inputs = batch.select(dict.fromkeys([*model_keys(batch.columns), *keys]), uid_column(batch), [])
         if others := model_inputs.columns.keys() - model_inputs.ragged.keys():
             raise ValueError(f"{sorted(others)} are not rows of tokens, and a model's worker reads no others")
 
@@ -157,17 +154,12 @@ class MegatronRole:
             keys: Batch names of the workers' scores, where they differ.
             reads: Columns that the workers read in addition to the tokens.
         """
-        # Queue the moves before the call, so that the workers restore the parameters first.
-        moves = self._schedule.before(phase)
         plan, parts = self.split(batch, reads)
-
-        def restore(results: list[Any]) -> DataProto:
-            return restored_rows(results[0], plan.restore_order(), keys)
-
-        future = DerivedFuture([call(parts), *moves], restore)
-        self._schedule.runs(phase, future)
-
-        return future
+        return self._schedule.run(
+            phase,
+            lambda: [call(parts)],
+            lambda results: restored_rows(results[0], plan.restore_order(), keys),
+        )
 
     def update_with(
         self,
@@ -189,25 +181,51 @@ class MegatronRole:
             loss_of: Returns the loss of a mini-batch, given its counts.
             check_first: Called with the metrics of the first mini-batch.
         """
-        moves = self._schedule.before(phase)
-        futures = []
 
         # Counts are those of the whole mini-batch: each replica sees only its share of the rows.
-        for mini_batch in mini_batches:
-            loss = loss_of(counts_of(mini_batch))
-            futures.append(call(self.split(mini_batch, mini_batch.columns)[1], loss))
+        def calls() -> list[WorkerFuture[list[dict[str, Metric]]]]:
+            return [
+                call(self.split(mini_batch, mini_batch.columns)[1], loss_of(counts_of(mini_batch)))
+                for mini_batch in mini_batches
+            ]
 
         def metrics(results: list[list[dict[str, Metric]]]) -> dict[str, float]:
-            updates = [merge_metrics(replicas) for replicas in results[: len(futures)]]
+            updates = [merge_metrics(replicas) for replicas in results]
 
             # Check the first mini-batch before its metrics are averaged with the others'.
             if check_first is not None:
                 check_first(values_of(updates[0]))
             return over_updates(updates)
 
-        future = DerivedFuture([*futures, *moves], metrics)
-        self._schedule.runs(phase, future)
-        return future
+        return self._schedule.run(phase, calls, metrics)
+
+
+class RewardModel(MegatronRole):
+    """Handle of the driver to a reward model, which scores conversations for the reward role."""
+
+    def score(self, batch: DataProto) -> DerivedFuture:
+        """Score conversations, in the order of the batch; see RewardModelWorker.score_conversations.
+
+        Reads `prompts`, `responses`, `response_mask` and the arrays `uid`, `messages`.
+        """
+        replicas = self._parallel.data_parallel_size
+
+        # One share per replica, balanced by the policy's token counts: the reward model's counts are not
+        # known here.
+        rows = batch.ragged
+        lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
+        plan = plan_micro_batches(lengths, replicas, sequences=-(-len(batch) // replicas))
+        named = batch.select([], ["uid", "messages"])
+        needed = DataProto.from_dict(
+            {key: rows[key] for key in ("responses", "response_mask")}, named.non_tensor_batch
+        )
+        parts = [needed.select_idxs(rank.rows) for rank in plan.ranks]
+
+        return self._schedule.run(
+            REWARD_MODEL,
+            lambda: [self.group.call(RewardModelWorker.score_conversations, parts)],
+            lambda results: DataProto.concat(results[0]).select_idxs(plan.restore_order()),
+        )
 
 
 def counts_of(mini_batch: DataProto) -> MiniBatchCounts:

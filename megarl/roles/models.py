@@ -277,13 +277,12 @@ class Actor(MegatronRole):
         check = self._check_log_probs
         squares = self._algorithm is not None and needs_sum_pi_squared(self._algorithm)
         extras: tuple[Extra, ...] = ("entropy", "sum_pi_squared") if squares else ("entropy",)
-        routes = [ROUTED_EXPERTS] if ROUTED_EXPERTS in batch.ragged else []
         future = self._score(
             batch,
             "old_log_prob",
             lambda parts: self.group.call(ActorWorker.log_probs, parts, extras),
             _OF_ACTOR,
-            routes,
+            [ROUTED_EXPERTS] if ROUTED_EXPERTS in batch.ragged else [],
         )
         if check is None or check.passed:
             return future
@@ -319,14 +318,12 @@ class Actor(MegatronRole):
         ]
 
         # A single update stores no log-probs, and bypass uses the engine's: neither can be checked.
-        ratios_are_stored = not (one_update or algorithm.rollout_correction.bypass)
-
         return self.update_with(
             mini_batches,
             "update_actor",
             lambda parts, loss: self.group.call(ActorWorker.update, parts, loss),
             lambda counts: ActorLoss(algorithm=algorithm, counts=counts),
-            self._check_first_ratio if ratios_are_stored else None,
+            None if one_update or algorithm.rollout_correction.bypass else self._check_first_ratio,
         )
 
     def _update_scored(self, batch: DataProto, step: int, algorithm: AlgorithmConfig) -> DerivedFuture:
@@ -339,7 +336,6 @@ class Actor(MegatronRole):
 
         # One optimizer step over all rows, so the pass sees the policy that wrote the samples.
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
-        moves = self._schedule.before("update_actor")
         plan, parts = self.split(rows, rows.columns)
         loss = ActorLoss(algorithm=algorithm, counts=counts_of(rows), with_entropy=True)
 
@@ -349,18 +345,17 @@ class Actor(MegatronRole):
             batch.take_in(restored_rows(scores, plan.restore_order(), _OF_ACTOR))
             return over_updates([merge_metrics(metrics)])
 
-        future = DerivedFuture([self.group.call(ActorWorker.update_scored, parts, loss), *moves], finish)
-        self._schedule.runs("update_actor", future)
-        return future
+        return self._schedule.run(
+            "update_actor", lambda: [self.group.call(ActorWorker.update_scored, parts, loss)], finish
+        )
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
         """Make one optimizer step on the likelihood of all rows.
 
         Returns `sft/loss`, `sft/grad_norm` and `sft/lr`.
         """
-        rows = batch.select(model_keys(batch.columns), uid_column(batch))
         return self.update_with(
-            [rows],
+            [batch.select(model_keys(batch.columns), uid_column(batch))],
             "update_actor",
             lambda parts, loss: self.group.call(ActorWorker.update, parts, loss),
             lambda counts: SFTLoss(counts=counts),

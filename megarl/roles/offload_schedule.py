@@ -14,9 +14,10 @@ plan/placement/dataflow.py plans what is loaded and offloaded in each phase:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from megarl.controller.futures import RemoteFuture, gather
+from megarl.controller.futures import DerivedFuture, RemoteFuture, WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.engine.offload import StatePart
 from megarl.plan.placement.dataflow import ENGINE, PARAMETERS, Item, OffloadPlan
@@ -67,15 +68,26 @@ class OffloadSchedule:
         # Calls on these devices must end before their state can be offloaded.
         roles = self._plan.phase(phase).roles
         self._wait_for_others(roles)
-        moves = self._let_go(phase, roles)
+        return [*self._let_go(phase, roles), *self._bring_in(self._plan.coming(phase))]
 
-        return [*moves, *self._bring_in(self._plan.coming(phase))]
+    def run(
+        self, phase: str, call: Callable[[], list[WorkerFuture[Any]]], combine: Callable[[list[Any]], Any]
+    ) -> DerivedFuture:
+        """Prepare the memory for a phase, and run it.
 
-    def runs(self, phase: str, future: RemoteFuture) -> None:
-        """Register the future of a phase."""
+        Args:
+            phase: A phase of plan/placement/dataflow.py.
+            call: Makes the calls of the phase, which run after the moves.
+            combine: Returns the result of the phase, given those of the calls.
+        """
+        moves = self.before(phase)
+        calls = call()
+        future = DerivedFuture([*calls, *moves], lambda results: combine(results[: len(calls)]))
+
         # The next phase on the same devices waits for this future.
         for role in self._plan.phase(phase).roles if self._plan is not None else ():
             self._running[role] = future
+        return future
 
     def finish(self, role: str) -> None:
         """Wait for the role's last call, and raise its error."""

@@ -15,7 +15,7 @@ from megarl.config.roles import (
     teachers_by_source,
 )
 from megarl.config.schema import Device, EngineDType, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
-from megarl.controller.call_limits import LearnedLimits
+from megarl.controller.actors import LearnedLimits
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
@@ -35,17 +35,15 @@ from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
-from megarl.roles.megatron_role import MiniBatchPlan
+from megarl.roles.megatron_role import MiniBatchPlan, RewardModel
 from megarl.roles.megatron_worker import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer, Teachers
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
-from megarl.roles.reward_model import RewardModel
 from megarl.roles.reward_model_worker import RewardModelWorker
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import FolderWeights, RolloutWeights
-from megarl.rollout.driver.scaling import ReplicaScaling
-from megarl.rollout.driver.start_rollout import replica_scaling, start_replicas, start_rollout
+from megarl.rollout.driver.start_rollout import ReplicaScaling, replica_scaling, start_replicas, start_rollout
 from megarl.weights.sync.forecast import rank_places
 from megarl.weights.sync.source import WeightSource
 from megarl.weights.sync.sync import WeightSync
@@ -93,8 +91,7 @@ class PPORoles:
     def groups(self) -> list[RoleGroup | Rollout]:
         """Processes of all roles, which the driver monitors and ends."""
         roles = (self.actor, *self.scorers.values(), self.critic, self.reward, self.reward.model)
-        judges = self.reward.processes.servers.groups
-        return [*(role.group for role in roles if role), *judges, self.rollout]
+        return [*(role.group for role in roles if role), *self.reward.processes.servers.groups, self.rollout]
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the roles since the last call: memory, weight syncs, replicas."""
@@ -144,12 +141,11 @@ class _Starter:
                 and joins_weight_groups(self._config, self.plan)
             )
             # NCCL settings are environment variables, so they must be set before the process starts.
-            environment = weight_group_settings() if joins_engines else NO_ENVIRONMENT
             started = RayWorkerGroup(
                 pool,
                 fused,
                 phase_time_limit_s=limit_s,
-                environment=environment,
+                environment=weight_group_settings() if joins_engines else NO_ENVIRONMENT,
                 at_work=at_work(self.plan),
                 learned_limits=_learned_limits(self._config),
             )
@@ -234,7 +230,18 @@ def start_ppo(
     }
 
     return PPORoles(
-        actor=_actor(config, groups["actor"], source, updates, schedule),
+        actor=Actor(
+            groups["actor"],
+            config.actor.parallel,
+            config.actor.micro_batch,
+            source,
+            updates,
+            schedule,
+            config.algorithm,
+            FirstRatioCheck(config.model.dtype),
+            LogProbCheck(config.resharding.max_log_prob_difference),
+            share_prompts=_shares_prompts(config),
+        ),
         critic=_critic(config, groups["critic"], updates, schedule) if "critic" in groups else ABSENT,
         scorers=scorers,
         teachers=Teachers(by_source=by_source, other=scorers.get(TEACHER)) if by_source else None,
@@ -259,27 +266,6 @@ def _mini_batch_plan(config: PPOConfig) -> MiniBatchPlan:
 
 def _shares_prompts(config: RunConfig) -> bool:
     return config.engine.share_prompts and config.engine.packing
-
-
-def _actor(
-    config: PPOConfig,
-    group: RoleGroup,
-    source: WeightSource,
-    updates: MiniBatchPlan,
-    schedule: OffloadSchedule,
-) -> Actor:
-    return Actor(
-        group,
-        config.actor.parallel,
-        config.actor.micro_batch,
-        source,
-        updates,
-        schedule,
-        config.algorithm,
-        FirstRatioCheck(config.model.dtype),
-        LogProbCheck(config.resharding.max_log_prob_difference),
-        share_prompts=_shares_prompts(config),
-    )
 
 
 def _critic(config: PPOConfig, group: RoleGroup, updates: MiniBatchPlan, schedule: OffloadSchedule) -> Critic:
@@ -346,7 +332,9 @@ def _reward(
     judges: JudgeServers,
 ) -> Reward:
     settings = config.reward.model
-    model = RewardModel(groups[REWARD_MODEL], settings.parallel, schedule) if REWARD_MODEL in groups else None
+    model = None
+    if REWARD_MODEL in groups:
+        model = RewardModel(groups[REWARD_MODEL], settings.parallel, settings.micro_batch, schedule)
     processes = RestartedGroup(
         groups["reward"],
         RestartBudget(config.rollout.restart_limit),
@@ -493,10 +481,9 @@ def start_pair_reference(
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
     starter = _Starter(config, device, pools)
     (role,) = (role for role in model_roles(config) if role.before_training)
-    spec = starter.model(role, architecture)
     started = RayWorkerGroup(
         group_pool(starter.plan, pools, starter.plan.group_of("actor")),
-        RayClassWithInitArgs(_WORKERS[role.kind], spec),
+        RayClassWithInitArgs(_WORKERS[role.kind], starter.model(role, architecture)),
         role=role.name,
         phase_time_limit_s=config.trainer.phase_time_limit_s,
         at_work={role.name: at_work(starter.plan)["actor"]},

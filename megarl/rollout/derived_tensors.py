@@ -30,23 +30,18 @@ def refresh_derived(model: Any) -> None:
     SGLang does so after loading. It does not do so for a weight sync, because it takes the messages of our
     loader for loaded weights.
     """
-    fill_cache_scales(model)
     with torch.no_grad():
         for module in model.modules():
+            # SGLang computes the scales of the KV cache once, and loses them when it releases memory.
+            for name in ("k_scale", "v_scale"):
+                if isinstance(scale := getattr(module, name, None), torch.nn.Parameter):
+                    scale.fill_(getattr(module, f"{name}_float"))
             # Norms that add 1 to their weight keep the sum, which fused kernels read.
             if hasattr(module, "refresh_gemma_weight"):
                 module.refresh_gemma_weight()
         # Models with latent attention keep products of their weights.
         if hasattr(model, "post_load_weights"):
             model.post_load_weights()
-
-
-def fill_cache_scales(model: Any) -> None:
-    """Restore the scales of the KV cache, which SGLang computes once, and loses when it releases memory."""
-    for module in model.modules():
-        for name in ("k_scale", "v_scale"):
-            if isinstance(scale := getattr(module, name, None), torch.nn.Parameter):
-                scale.detach().fill_(getattr(module, f"{name}_float"))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import (
@@ -127,10 +128,9 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
 
     # A parameter that receives nothing shows that the manifest is not that of the model.
     reached = {storage_of(elements) for _, elements in plan.destinations}
-    named = model.named_parameters()
     plan.unreached.extend(
         name
-        for name, parameter in named
+        for name, parameter in model.named_parameters()
         if parameter.numel() and storage_of(parameter) not in reached and not _is_engines_own(parameter)
     )
 
@@ -323,7 +323,7 @@ class _Recorder(TorchDispatchMode):
             if func.is_view:
                 self._views.add(func)
             elif sources := [
-                each for each in _flattened(args) if isinstance(each, torch.Tensor) and each.is_meta
+                each for each in tree_iter(args) if isinstance(each, torch.Tensor) and each.is_meta
             ]:
                 if func is _CAT and len(sources) == len(args[0]):
                     return self._join(*args, **(kwargs or {}))
@@ -398,11 +398,3 @@ class _Joined(NamedTuple):
 _COPY = torch.ops.aten.copy_.default
 _ZERO = torch.ops.aten.zero_.default
 _CAT = torch.ops.aten.cat.default
-
-
-def _flattened(args: Sequence[Any]) -> list[Any]:
-    return [
-        item
-        for argument in args
-        for item in (argument if isinstance(argument, (list, tuple)) else [argument])
-    ]

@@ -80,12 +80,11 @@ class BestSoFar:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-compatible values."""
-        value = None if self.step is None else self.value
         return {
             "metric": self.metric,
             "mode": self.mode.value,
             "step": self.step,
-            "value": value,
+            "value": None if self.step is None else self.value,
             "num_since": self.num_since,
         }
 

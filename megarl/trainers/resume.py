@@ -329,8 +329,7 @@ def _adapter_problems(
         )
         return problems
 
-    was = adapter_tensors(replace(before, lora=stored), head)
-    if was.keys() != adapter_tensors(now, head).keys():
+    if adapter_tensors(replace(before, lora=stored), head).keys() != adapter_tensors(now, head).keys():
         named = ", ".join(stored.targets)
         problems.append(
             f"{role}.lora.targets: the checkpoint has adapters at {named}; use {role}.lora.targets=[{named}]"

@@ -1,11 +1,13 @@
-"""Metrics of a step's samples, and the rows of its sample file."""
+"""Metrics of a step's samples, the rows of its sample file, and the batches that `megarl replay` reads."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +33,7 @@ from megarl.config.schema import Aggregation, CorrectionLevel, Late, PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
 from megarl.machine.strict_json import dump_readable
 from megarl.roles.models import LOSS_MASK, valid_token_count
+from megarl.tracking.run_files import writing
 from megarl.tracking.samples import LATE, OF_EPISODES, REJECTED, SCHEMA, SampleTable, list_column
 from megarl.trainers.advantages import AdvantageStep, Metrics
 from megarl.trainers.monitor import Monitor
@@ -96,8 +99,7 @@ class SampleRows:
             if column is None:
                 return nothing
             # Values at positions that the environment wrote are meaningless.
-            values = torch.where(mask.flat(), column.flat(), 0)
-            return of_tokens(values, SCHEMA.field(name).type.value_type)
+            return of_tokens(torch.where(mask.flat(), column.flat(), 0), SCHEMA.field(name).type.value_type)
 
         advantages = masked_row_sums(rows["advantages"], mask) / row_lengths(mask).clamp(min=1)
         prompt_ids = rows["prompts"].flat().numpy()
@@ -161,8 +163,7 @@ class SampleRows:
             return None
         ages = batch.meta_info["weight_version"] - rows["token_versions"].flat()
         is_late = (ages > self._max_age) & self._masks_late
-        reasons = torch.where(is_late, LATE, REJECTED)
-        excluded = torch.where(rows[LOSS_MASK].flat(), 0, reasons).to(torch.int8)
+        excluded = torch.where(rows[LOSS_MASK].flat(), 0, torch.where(is_late, LATE, REJECTED)).to(torch.int8)
         return RaggedTensor.packed_rows(excluded, rows[LOSS_MASK].lengths)
 
     def _loss_share(self, batch: DataProto, weights: RaggedTensor | None) -> RaggedTensor:
@@ -295,3 +296,64 @@ def batch_metrics(batch: DataProto, config: PPOConfig, advantages: AdvantageStep
 
     metrics["num_tokens"] = num_tokens
     return metrics
+
+
+# ---- batches, with everything that the updates of trained models read
+
+
+_FOLDER = "batches"
+_NAME = re.compile(r"step_(\d{8,})\.batch")
+
+
+class RecordedBatches:
+    """Files of a run's newest batches, from which `megarl replay` repeats the updates of a step.
+
+    Args:
+        output_dir: The folder of the run.
+        num_kept: The number of steps to keep; 0: none.
+    """
+
+    def __init__(self, output_dir: Path, num_kept: int) -> None:
+        self._output_dir = output_dir
+        self._folder = output_dir / _FOLDER
+        self._num_kept = num_kept
+
+    def record(self, step: int, batch: DataProto) -> None:
+        """Write the batch of a step, and remove those of old steps and of steps that are repeated.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
+        if not self._num_kept:
+            return
+        uid = [key for key in ("uid",) if key in batch.non_tensor_batch]
+        with writing(self._output_dir):
+            self._folder.mkdir(exist_ok=True)
+            batch.select(None, uid, []).save_to_disk(self._folder / f"step_{step:08d}.batch")
+            for other, path in self._files().items():
+                if not step - self._num_kept < other <= step:
+                    path.unlink()
+
+    def read(self, step: int) -> DataProto:
+        """Return the batch of a step.
+
+        Raises:
+            ValueError: The run did not keep it.
+            SerializationError: The file is damaged.
+        """
+        files = self._files()
+        if step not in files:
+            kept = ", ".join(map(str, files)) or "none"
+            raise ValueError(
+                f"{self._folder}: has no batch of step {step} (steps kept: {kept}); a run keeps the batches "
+                f"of its newest steps with tracking.record_batches=N"
+            )
+        return DataProto.load_from_disk(files[step])
+
+    def _files(self) -> dict[int, Path]:
+        found = {
+            int(match[1]): path
+            for path in self._folder.glob("step_*.batch")
+            if (match := _NAME.fullmatch(path.name))
+        }
+        return dict(sorted(found.items()))

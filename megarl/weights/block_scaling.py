@@ -66,8 +66,7 @@ def expanded(scales: torch.Tensor, part: TensorSlice) -> torch.Tensor:
 
 def quantize(values: torch.Tensor, scales: torch.Tensor, part: TensorSlice) -> torch.Tensor:
     """Return a slice of a tensor in float8_e4m3fn, given the scales of the whole tensor."""
-    scaled = values.float() / expanded(scales, part)
-    return scaled.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (values.float() / expanded(scales, part)).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 # ---- what trainer ranks send

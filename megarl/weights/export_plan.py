@@ -215,10 +215,9 @@ def _own_numel(windows: Sequence[Window], held: TensorSlices) -> int:
 
     They count as load from the start, so that other ranks send more.
     """
-    files = {window.file.name: window.file for window in windows}
     return sum(
         tensor_slice.volume
-        for file in files.values()
+        for file in {window.file.name: window.file for window in windows}.values()
         for name in file.manifest
         for tensor_slice in held.get(name, ())
     )

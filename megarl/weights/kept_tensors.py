@@ -83,8 +83,7 @@ class KeptTensors:
                     elements = self._open(files, name)
                     for offset, place in contiguous_blocks(meta.shape, _BLOCK_ELEMENTS):
                         # Only elements that were dequantized to float32 have another dtype.
-                        block = elements[place.index].to(meta.dtype).reshape(-1)
-                        output.write(name, offset, block)
+                        output.write(name, offset, elements[place.index].to(meta.dtype).reshape(-1))
         # Close the file on interrupts too.
         except BaseException:
             output.abandon()

@@ -52,10 +52,9 @@ def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm
     Raises:
         ValueError: The model family has no tensor table.
     """
-    weights = weights_of(architecture, head)
     return {
         tensor.name: TensorMeta(tensor.shape, dtype_of(weight, dtype))
-        for weight in weights
+        for weight in weights_of(architecture, head)
         if not weight.is_copy
         for tensor in weight.tensors
     }
@@ -81,8 +80,7 @@ def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead
     The folder of a critic made from a language model has no head. A model that is not trained must have one,
     because it would remain zero.
     """
-    made_up = head == "value" and trains
-    return "stored" if not made_up or VALUE_HEAD_TENSOR in index else "initial"
+    return "initial" if head == "value" and trains and VALUE_HEAD_TENSOR not in index else "stored"
 
 
 def check_headers(

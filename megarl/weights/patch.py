@@ -187,8 +187,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Return the booleans that `pack_bits` packed."""
-    words = _bytes_of_bits(packed.device)[packed.long()]
-    return words.view(torch.bool)[:num_bits]
+    return _bytes_of_bits(packed.device)[packed.long()].view(torch.bool)[:num_bits]
 
 
 @lru_cache(maxsize=8)
@@ -209,9 +208,7 @@ def encode_positions(positions: torch.Tensor, numel: int) -> torch.Tensor:
     num_low = _low_bits(count, numel)
     high = torch.zeros(_high_bits(count, numel, num_low), dtype=torch.bool, device=positions.device)
     high[(positions >> num_low) + torch.arange(count, device=positions.device)] = True
-    low = [pack_bits(positions >> bit & 1) for bit in range(num_low)]
-
-    return torch.cat([pack_bits(high), *low])
+    return torch.cat([pack_bits(high), *(pack_bits(positions >> bit & 1) for bit in range(num_low))])
 
 
 def decode_positions(encoded: torch.Tensor, count: int, numel: int) -> torch.Tensor:
@@ -258,7 +255,8 @@ _ROW_BYTES = 8  # of the table: form and count, int32
 
 def patch_chunks(schedule: TransferSchedule) -> TransferSchedule:
     """Return the chunks of a schedule, as its rounds. Both ends of a transfer compute the same ones."""
-    return schedule.in_chunks(max(1, min(_CHUNK_NUMEL, schedule.largest)))
+    most = max(1, min(_CHUNK_NUMEL, schedule.largest))
+    return TransferSchedule(schedule.parts, bounds=[*range(0, schedule.numel, most), schedule.numel])
 
 
 def most_message_bytes(schedule: TransferSchedule, itemsize: int) -> int:
@@ -320,8 +318,7 @@ class AcknowledgedWeights:
     def end(self, replicas: Collection[int]) -> None:
         """End the transfer: these replicas have everything that was sent."""
         assert self.is_complete
-        kept = set() if self._has_changed else self._before
-        self.holders = kept | set(replicas)
+        self.holders = (set() if self._has_changed else self._before) | set(replicas)
 
     def forget(self, replica: int) -> None:
         """Remove a replica that no longer has the bits of the copy."""

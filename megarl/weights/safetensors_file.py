@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from megarl.models.fp8 import scale_name
 from megarl.weights.block_scaling import expanded
@@ -143,27 +143,6 @@ class SafetensorsFile:
     def abandon(self) -> None:
         """Close the file as it is, incomplete."""
         os.close(self._file)
-
-
-def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the (contiguous, host) tensor of every tensor in the folder's safetensors files.
-
-    Raises:
-        WeightTransferError: The folder has no such file, or one is damaged.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightTransferError(f"{folder} contains no *.safetensors file to load weights from")
-
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  (a file, not a mapping)
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise WeightTransferError(
-                f"{path} is not a complete safetensors file ({error}); export it again"
-            ) from error
 
 
 def nonfinite_problem(values: torch.Tensor) -> str | None:

@@ -330,10 +330,6 @@ class TransferSchedule:
         """The identity of the schedule. Equal schedules have the same elements, in order, and rounds."""
         return self.parts, tuple(self.bounds)
 
-    def in_chunks(self, most: int) -> TransferSchedule:
-        """Return the schedule in rounds of at most `most` elements, whatever its rounds are."""
-        return TransferSchedule(self.parts, bounds=[*range(0, self.numel, most), self.numel])
-
     @property
     def largest(self) -> int:
         """The number of elements in the largest message."""

@@ -13,8 +13,8 @@ from megarl.tracking import run_files, samples, status
 from megarl.tracking.run_files import SCALE_FILE
 from megarl.tracking.timeline import MAX_EVENTS, TIMELINE_FILE
 from megarl.trainers.evaluation import PARTIAL_FILE, SAMPLES_FILE, ScoredSample, SourceResult
+from megarl.trainers.ppo import SAMPLES_FILE as SAMPLES_AHEAD
 from megarl.trainers.resume import STATE_FILE
-from megarl.trainers.sampling import SAMPLES_FILE as SAMPLES_AHEAD
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from megarl.agents.trajectory import Sample
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig, SGLangConfig, SGLangMode
-from megarl.rollout.interface import RolloutEngineSpec, SamplingParameters
-from megarl.rollout.lifecycle import EngineStateError
+from megarl.rollout.interface import EngineStateError, RolloutEngineSpec, SamplingParameters
 from megarl.weights.checksum import checksum
 from tests.unit.rollout.models import push
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from megarl.checkpoints.run_folder import step_name
 from megarl.config.schema import DType, RolloutEngineKind
 from megarl.tracking.samples import read_samples, sample_files
-from megarl.trainers.sampling import SAMPLES_FILE
+from megarl.trainers.ppo import SAMPLES_FILE
 from tests.integration.tiny_run import run_ppo, save_inputs
 from tests.soak import async_kills
 from tests.soak.save_kills import LOOK_S, Run, ahead_config, assert_same, assert_whole, untimed

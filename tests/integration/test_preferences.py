@@ -42,7 +42,7 @@ from megarl.config.schema import (
 )
 from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.tokenizer import load_tokenizer
-from megarl.trainers.recorded_batches import RecordedBatches
+from megarl.trainers.samples import RecordedBatches
 from tests.command import Command
 from tests.integration.tiny_run import (
     Finished,

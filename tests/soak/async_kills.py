@@ -45,8 +45,7 @@ from megarl.rewards.judge_servers import JudgeServers
 from megarl.rewards.restarted_group import RestartedGroup
 from megarl.rewards.reward_worker import RewardWorker
 from megarl.rewards.role import Reward
-from megarl.rollout.driver.sample_groups import GroupRules
-from megarl.rollout.driver.sample_rows import from_bytes, to_bytes
+from megarl.rollout.driver.sample_rows import GroupRules, from_bytes, to_bytes
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.staleness import StalenessController
 from tests.command import Command

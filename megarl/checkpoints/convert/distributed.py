@@ -324,5 +324,4 @@ def _open(
     stored = read_chunk(folder, chunk)
     for number, first in zip(leading, chunk.tensor_slice.starts, strict=False):
         stored = stored[number - first]
-    elements = stored[rows[0] : rows[1]].reshape(shape)[inside.index]
-    return piece.in_hf_order(elements, hf)
+    return piece.in_hf_order(stored[rows[0] : rows[1]].reshape(shape)[inside.index], hf)

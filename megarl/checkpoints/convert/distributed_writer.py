@@ -43,15 +43,16 @@ from megarl.models.counts import padded_vocab_size
 from megarl.models.layers import routes_tokens
 from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.tensor_table import Head, Weight
-from megarl.weights.coverage import check_coverage, rank_pieces
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.manifest import dtype_of
 from megarl.weights.shard_layout import (
     ShardLayout,
+    check_coverage,
     held_weights,
     model_layouts,
     padding,
     pieces,
+    rank_pieces,
     shard_view,
 )
 from megarl.weights.tensors import TensorSlice, contiguous_blocks, flat_index, row_major_strides
@@ -257,8 +258,7 @@ def _items(
         # Weights that several ranks have are written by the first of them only.
         if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
             continue
-        max_volume = max_item_bytes // dtype_of(weight, dtype).itemsize
-        for tensor_slice in _slices(weight, layout, max_volume):
+        for tensor_slice in _slices(weight, layout, max_item_bytes // dtype_of(weight, dtype).itemsize):
             yield weight, layout, tensor_slice
 
 

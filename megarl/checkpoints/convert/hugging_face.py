@@ -117,9 +117,7 @@ def _stored_pieces(
     pieces: dict[str, list[StoredPiece]] = {}
     layout = whole_layout(architecture)
     own_weights = weights_of(architecture, head)
-    read_weights = stored_weights(architecture, head, shapes_of(index))
-
-    for own, read in zip(own_weights, read_weights, strict=True):
+    for own, read in zip(own_weights, stored_weights(architecture, head, shapes_of(index)), strict=True):
         if own.tensors == read.tensors:
             for hf in own.tensors:
                 stored = index[hf.name]
@@ -325,8 +323,7 @@ def with_merged_adapter(source: ModelSource) -> ModelSource:
         return source
 
     base = _base_model(source.folder, _adapter_fields(source))
-    merged = merged_source(source, open_hugging_face(base))
-    return replace(merged, folder=source.folder, step=source.step)
+    return replace(merged_source(source, open_hugging_face(base)), folder=source.folder, step=source.step)
 
 
 def base_of_adapter(folder: Path) -> Path | None:

@@ -86,13 +86,12 @@ def write_hugging_face(
     total = sum(manifest_bytes(file.manifest) for file in files) + of_kept_tensors
 
     with new_folder(folder, total) as unfinished:
-        field = folder_field(architecture) if is_fp8 else None
         copy_companions(
             source.companions,
             unfinished,
             kept,
             source.head,
-            quantization=field,
+            quantization=folder_field(architecture) if is_fp8 else None,
             promises_mtp=kept_tensors is not None and kept_tensors.has_mtp,
         )
         # A class whose value head has a bias cannot load a folder without one.
@@ -171,8 +170,7 @@ class _Writer:
             scales = scales_of(block_maxima(rows, (0, 0)))
             values = quantize(rows, scales, TensorSlice.whole(rows.shape)).reshape(-1)
             output.write(tensor.hf.name, start * num_columns, values)
-            first_scale = start // BLOCK * scales.shape[1]
-            output.write(scale_name(tensor.hf.name), first_scale, scales.reshape(-1))
+            output.write(scale_name(tensor.hf.name), start // BLOCK * scales.shape[1], scales.reshape(-1))
             self._report(values.nbytes + scales.nbytes)
 
     def _write_part(

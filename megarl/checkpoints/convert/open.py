@@ -17,7 +17,7 @@ from megarl.checkpoints.convert.hugging_face import open_adapter_folder, open_hu
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, MANIFEST_FILE
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, read_description
-from megarl.checkpoints.torch_dist import METADATA_FILE, is_torch_dist
+from megarl.checkpoints.torch_dist import METADATA_FILE
 from megarl.machine.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
 from megarl.weights.peft_folder import has_adapter
@@ -78,7 +78,7 @@ def _open(
         folder = _tracked_folder(folder)
 
     # The formats are distinguished by their files; a Megatron checkpoint may also contain config.json.
-    if is_torch_dist(folder):
+    if (folder / METADATA_FILE).is_file():
         return open_distributed(
             folder, _companions(path, folder, companions), trust_remote_code, check_contents
         )

@@ -25,8 +25,8 @@ from megarl.roles.preferences import PairModel
 from megarl.roles.start import start_trained
 from megarl.tracking.metrics_file import read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
-from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.resume import checkpoint_folder
+from megarl.trainers.samples import RecordedBatches
 
 REPLAYS = "replays"  # folder of the traces in the folder of the run
 # The batch of each step after a checkpoint, up to the repeated one, and the checkpoint.

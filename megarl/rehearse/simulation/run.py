@@ -25,8 +25,7 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer
-from megarl.rollout.driver.sample_groups import GroupRules, StepGroups
-from megarl.rollout.driver.sample_rows import FinishedGroup
+from megarl.rollout.driver.sample_rows import FinishedGroup, GroupRules, StepGroups
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.rollout.staleness import StalenessController

@@ -107,15 +107,13 @@ class Replicas(Fleet):
     def _start(self, number: int) -> RoleGroup:
         pool, environments, _ = self.places[number]
         limit_s = self._phase_time_limit_s
-        at_work = self._at_work
-
         group = RayWorkerGroup(
             pool,
             self._worker,
             role="rollout",
             phase_time_limit_s=limit_s,
             rank_environments=environments,
-            at_work=at_work,
+            at_work=self._at_work,
         )
         self._node_ids[number] = pool.node_ids()
         return group

@@ -25,26 +25,23 @@ from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError, counted
-from megarl.rollout.driver.dynamic_sampling import DynamicSampling
 from megarl.rollout.driver.rollout import check_versions
-from megarl.rollout.driver.sample_groups import (
+from megarl.rollout.driver.sample_rows import (
     GREEDY,
+    FinishedGroup,
     Group,
     GroupRules,
     GroupState,
-    StepGroups,
-    rows_of,
-)
-from megarl.rollout.driver.sample_rows import (
-    FinishedGroup,
     RolloutOutput,
+    StepGroups,
     num_samples,
+    rows_of,
     sample_rows,
     select_samples,
 )
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.interface import GenerationRequest
-from megarl.rollout.staleness import StalenessController
+from megarl.rollout.staleness import DynamicSampling, StalenessController
 
 if TYPE_CHECKING:
     from megarl.rollout.episodes.episode_runner import EpisodeRunner
@@ -307,8 +304,7 @@ class RolloutBuffer:
 
     def _groups(self) -> list[Group]:
         """Return the groups that were admitted and whose step was not taken, in order."""
-        groups = [*self.staleness.live, *self.staleness.dropped]
-        return sorted(groups, key=lambda group: group.number)
+        return sorted([*self.staleness.live, *self.staleness.dropped], key=lambda group: group.number)
 
     def _is_usable(self, stored: FinishedGroup, group: Group) -> bool:
         """Return whether samples of a checkpoint can take the place of those of a group."""

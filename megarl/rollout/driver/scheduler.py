@@ -350,8 +350,7 @@ class RequestScheduler:
             is_admissible = replica in self.replicas.starting and self.may_readmit and self._can_readmit()
             task = self._tasks.get(replica)
             if is_admissible and task is None:
-                deadline_s = self._clock() + self._sample_limit_s
-                self._tasks[replica] = _Task(group.ready, deadline_s, is_start=True)
+                self._tasks[replica] = _Task(group.ready, self._clock() + self._sample_limit_s, is_start=True)
             elif task is not None and task.is_start and not is_admissible:
                 del self._tasks[replica]
 

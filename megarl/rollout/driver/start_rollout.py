@@ -1,16 +1,23 @@
-"""Start the inference engines of a run, and build the rollout role on top of them."""
+"""Start the inference engines of a run, build the rollout role on top of them, and scale a running job."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import batched
+from pathlib import Path
 
 from megarl.agents.episode import EpisodeLimits
 from megarl.config.roles import ENVIRONMENT
 from megarl.config.schema import Device, PPOConfig, RoutingReplay
 from megarl.controller.group import RayWorkerGroup
-from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
+from megarl.controller.resource_pool import (
+    InsufficientResourcesError,
+    RayResourcePool,
+    ResourcePoolManager,
+    check_fits,
+)
 from megarl.controller.restarts import node_wait_s
 from megarl.controller.worker import RayClassWithInitArgs, Worker
 from megarl.models.architecture import LoRA
@@ -19,16 +26,18 @@ from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.scaling import ReplicaScaling
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.engines import build_engine
 from megarl.rollout.episodes.environments import Environments
 from megarl.rollout.episodes.episode_runner import SessionRunner, TurnRunner
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.worker.environment import EnvironmentWorker
+from megarl.tracking.run_files import take_request
+from megarl.weights.plan import RankLocation
 from megarl.weights.sync.forecast import rank_places
 from megarl.weights.sync.sync import WeightSync
 
+_log = logging.getLogger(__name__)
 _ROOM_LIMIT_S = 10.0  # how long a joining replica waits for free devices
 # A hung engine detects this itself and reports why. Its process is killed only if it does not.
 _ANSWER_GRACE_S = 30.0
@@ -111,12 +120,11 @@ def start_replicas(
         lora=lora,
     )
 
-    limit_s = config.trainer.phase_time_limit_s
     return Replicas(
         replica_places(plan, device, pools),
         partial(build_engine, spec),
         restart_limit=config.rollout.restart_limit,
-        phase_time_limit_s=limit_s,
+        phase_time_limit_s=config.trainer.phase_time_limit_s,
         at_work=at_work(plan),
         wait_for_node_s=node_wait_s(config.recovery),
     )
@@ -204,5 +212,103 @@ def start_rollout(
     # The requests of agent programs name the tokens themselves.
     runner = SessionRunner if agent.harness.is_used else TurnRunner
 
-    episodes = runner(scheduler, environments, of_episodes)
-    return Rollout(scheduler, weights, rules, seed, episodes=episodes)
+    return Rollout(scheduler, weights, rules, seed, episodes=runner(scheduler, environments, of_episodes))
+
+
+# ---- replicas that join and leave a running job
+
+# A replica of the placement plan, and the locations of its engine's ranks.
+PlannedReplica = tuple[ReplicaPlace, Sequence[RankLocation]]
+
+
+class ReplicaScaling:
+    """Scales the replicas of a run whose engines have their own devices.
+
+    Args:
+        replicas: The replicas.
+        scheduler: Request scheduler, which is notified of the change.
+        sync: Weight sync, which is notified of the replicas' locations.
+        planned: Initial replicas, whose devices stay reserved.
+        reserve: Returns a pool of one process with the devices of an engine, given the replica's number.
+        num_ranks: Number of ranks of an engine.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        scheduler: RequestScheduler,
+        sync: WeightSync,
+        planned: Sequence[PlannedReplica],
+        reserve: Callable[[int], RayResourcePool],
+        num_ranks: int,
+    ) -> None:
+        self._replicas = replicas
+        self._scheduler = scheduler
+        self._sync = sync
+        self._planned = planned
+        self._reserve = reserve
+        self._num_ranks = num_ranks
+        self._pools: list[RayResourcePool] = []  # the pools of replicas beyond the planned ones
+
+    def scale(self, count: int) -> None:
+        """Change the number of replicas to `count`.
+
+        New replicas are still starting when this returns, while the others generate; each gets the current
+        weights before its first request. Replicas with the highest numbers leave, and their requests go to
+        the others.
+
+        Raises:
+            InsufficientResourcesError: The cluster has no free devices. Nothing has changed.
+        """
+        # Reserve all devices before anything changes, so that a refusal leaves the run as it was.
+        reserved = [
+            self._reserve(number) for number in range(max(len(self._planned), len(self._replicas)), count)
+        ]
+        check_fits(reserved)
+
+        try:
+            for pool in reserved:
+                pool.bundles()
+        except InsufficientResourcesError:
+            for pool in reserved:
+                pool.release()
+            raise
+
+        # The generation thread must have no call in progress while replicas join or leave.
+        self._pools += reserved
+        with self._replicas.exclusive():
+            # The transfer schedules depend on the locations of all replicas; the next weight sync rebuilds
+            # them.
+            self._sync.send_to([self._of(number)[1] for number in range(count)])
+            while len(self._replicas) > count:
+                self._replicas.leave()
+            while len(self._replicas) < count:
+                self._replicas.join(self._of(len(self._replicas))[0])
+            self._scheduler.resize()
+
+        # Release devices only after their replicas have ended.
+        while len(self._pools) > max(0, count - len(self._planned)):
+            self._pools.pop().release()
+
+    def _of(self, number: int) -> PlannedReplica:
+        if number < len(self._planned):
+            return self._planned[number]
+
+        # A replica that joined shares no device with a trainer, so its rank locations only have to be unique.
+        node = f"joined {number}"
+        ranks = [RankLocation(node, f"{node}:{rank}") for rank in range(self._num_ranks)]
+        return ReplicaPlace(self._pools[number - len(self._planned)]), ranks
+
+
+def apply_request(scaling: ReplicaScaling | None, run_dir: Path) -> None:
+    """Apply a pending request of `megarl scale`, a file in the run's folder that is deleted when it is read.
+
+    If it cannot be satisfied, log the reason and continue unchanged.
+    """
+    try:
+        count = take_request(run_dir)
+        if count is not None and scaling is not None:
+            scaling.scale(count)
+            _log.warning("the run now has %d rollout replicas", count)
+    except (ValueError, OSError) as error:
+        _log.warning("the number of rollout replicas is unchanged: %s", error)

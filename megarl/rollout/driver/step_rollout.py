@@ -25,8 +25,7 @@ from megarl.data.loader import RowLoader
 from megarl.rollout.driver.rollout import Rollout
 from megarl.rollout.driver.rollout_buffer import RolloutBuffer, Scoring
 from megarl.rollout.driver.rollout_weights import RolloutWeights
-from megarl.rollout.driver.sample_groups import GREEDY, GroupRules, StepGroups
-from megarl.rollout.driver.sample_rows import FinishedGroup, select_samples
+from megarl.rollout.driver.sample_rows import GREEDY, FinishedGroup, GroupRules, StepGroups, select_samples
 from megarl.rollout.staleness import StalenessController
 
 _WAIT_S = 0.005  # between two polls for the scores that decide whether a group is trained
@@ -350,7 +349,9 @@ class GenerationThread:
             if not self._is_held:
                 self._start_groups()
             if drains:
-                self._generate_until(self._is_drained, may_readmit=False)
+                self._generate_until(
+                    lambda: not (self._runner.is_at_work or self._buffer.awaits_scores), may_readmit=False
+                )
             self._scheduler.pause()
             # The trainer may poll the scheduler itself, and must then be able to readmit replicas.
             self._scheduler.may_readmit = True
@@ -361,9 +362,6 @@ class GenerationThread:
         while not self._iterate(is_enough, may_readmit=may_readmit):
             if not self._runner.is_at_work:
                 time.sleep(_TURN_S)
-
-    def _is_drained(self) -> bool:
-        return not (self._runner.is_at_work or self._buffer.awaits_scores)
 
     # ---- for both threads
 

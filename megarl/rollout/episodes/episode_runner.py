@@ -166,8 +166,7 @@ class EpisodeRunner(ABC):
         now_s = self._clock()
 
         # Copy first: the polling thread may change the dictionary.
-        all_running = list(self._running.values())
-        since = [(running.request.uid, running.waits_since_s) for running in all_running]
+        since = [(running.request.uid, running.waits_since_s) for running in list(self._running.values())]
         requests += [
             RequestState(uid, None, now_s - since_s, waits_for_tools=True)
             for uid, since_s in since

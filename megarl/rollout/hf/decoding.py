@@ -108,8 +108,7 @@ def _prefill(
     pixels: dict[str, torch.Tensor] = {}
 
     if images is not None:
-        of_distinct = [images[keys.index(key)] for key in distinct]
-        positions, next_positions, pixels = _with_images(of_distinct, mask)
+        positions, next_positions, pixels = _with_images([images[keys.index(key)] for key in distinct], mask)
     output = model(
         input_ids=token_ids,
         attention_mask=mask.long(),
@@ -213,9 +212,7 @@ def sample_tokens(
     if sampling.temperature != 0:
         allowed = _truncate(allowed, sampling) + gumbel_noise(keys, step, logits.shape[-1])
     token_ids = allowed.argmax(dim=-1)
-    chosen = logits.gather(-1, token_ids[:, None]).squeeze(-1)
-
-    return token_ids, chosen - logits.logsumexp(dim=-1)
+    return token_ids, logits.gather(-1, token_ids[:, None]).squeeze(-1) - logits.logsumexp(dim=-1)
 
 
 def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:

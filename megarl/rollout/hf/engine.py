@@ -22,20 +22,22 @@ from megarl.models.family import stored_name
 from megarl.rollout.hf.attention import GROUPED
 from megarl.rollout.hf.decoding import decode, prompt_images
 from megarl.rollout.interface import (
+    EngineLifecycle,
     GenerationRequest,
+    LifecycleState,
     RolloutEngine,
     RolloutEngineSpec,
     SamplingParameters,
     check_request,
     end_token_ids,
 )
-from megarl.rollout.lifecycle import EngineLifecycle, LifecycleState
+from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.checksum import checksum
+from megarl.weights.manifest import manifest_of_folder
 from megarl.weights.plan import TensorSlices, whole_slices
-from megarl.weights.receiver import WeightReceiver
-from megarl.weights.safetensors_file import read_tensors
+from megarl.weights.safetensors_file import OpenFiles
 from megarl.weights.tensors import Manifest, Part, WeightTransferError
-from megarl.weights.transports.interface import EngineLink
+from megarl.weights.transports.interface import EngineLink, WeightReceiver
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))
 
@@ -127,13 +129,12 @@ class HFEngine(RolloutEngine):
         sampling = batch[0].sampling
         stops = () if sampling.ignore_eos else {*sampling.stop_token_ids, *self._end_token_ids}
         stop_token_ids = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
-        seeds = [request.sampling.seed for request in batch]
         token_ids, log_probs, lengths, stopped = decode(
             self.model,
             [request.prompt for request in batch],
             sampling,
             stop_token_ids,
-            seeds,
+            [request.sampling.seed for request in batch],
             self._is_ended,
             None if self._images is None else prompt_images(batch, self._images, self._device),
         )
@@ -239,13 +240,14 @@ class HFEngine(RolloutEngine):
         self._has_moved = False
         while not self._receiver.receive():
             pass
-        self._lifecycle.record_all()
+        self._lifecycle.complete()
 
     def load_folder(self, folder: Path) -> None:
-        for name, tensor in read_tensors(folder):
-            # Record first: a tensor that does not belong to the model is refused before it is copied.
-            self._lifecycle.record(name, tensor.numel(), tensor.dtype)
-            self.parameters[name].data.copy_(tensor)
+        # Record first: a tensor that does not belong to the model is refused before any is copied.
+        self._lifecycle.record(manifest_of_folder(folder))
+        with OpenFiles() as files:
+            for name, stored in read_checkpoint_index(folder).items():
+                self.parameters[name].data.copy_(files[stored.file].get_tensor(name))
 
     def end_weight_update(self, version: int) -> None:
         self._lifecycle.end(version)

@@ -58,10 +58,8 @@ def name_the_cpu_as_device() -> None:
     """
     get_device_module = torch.get_device_module
 
-    def of_a_cpu_build(device: Any = None) -> Any:
-        return torch.cpu if device is None else get_device_module(device)
-
-    torch.get_device_module = of_a_cpu_build  # pyrefly: ignore[bad-assignment]
+    # pyrefly: ignore[bad-assignment]
+    torch.get_device_module = lambda device=None: torch.cpu if device is None else get_device_module(device)
 
 
 def _replace_murmur_hash() -> None:
@@ -117,10 +115,7 @@ def _disable_batch_invariant_kernels() -> None:
     """
     from sglang.srt import batch_invariant_ops
 
-    def nothing(enable_bmm: bool = True) -> None:
-        pass
-
-    batch_invariant_ops.enable_batch_invariant_mode = nothing
+    batch_invariant_ops.enable_batch_invariant_mode = lambda enable_bmm=True: None
 
 
 def pad_batch(
@@ -190,8 +185,7 @@ def _batch_decode_attention() -> None:
 
         if self.megarl_padded is None:
             self.megarl_padded = pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
-        padded = self.megarl_padded
-        output.copy_(padded_decode_attention(query, k_cache, v_cache, padded, scaling))
+        output.copy_(padded_decode_attention(query, k_cache, v_cache, self.megarl_padded, scaling))
 
         return output
 
@@ -234,10 +228,7 @@ def ignore_memory_of_others() -> None:
     """Let SGLang plan with the memory of the whole machine. `max_total_tokens` bounds its cache."""
     from sglang.srt.utils import common
 
-    def all_memory() -> int:
-        return psutil.virtual_memory().total
-
-    common.get_free_cpu_memory = all_memory
+    common.get_free_cpu_memory = lambda: psutil.virtual_memory().total
 
 
 def _release_memory_for_real() -> None:
@@ -326,10 +317,7 @@ def gate_shared_experts() -> None:
 def _leave_memory_unpinned() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
-    def nothing(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
-        pass
-
-    common._cuda_host_register = nothing
+    common._cuda_host_register = lambda buffer, registration_granularity_bytes=None: None
 
 
 def rotate_without_scaling() -> None:

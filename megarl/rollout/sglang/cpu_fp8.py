@@ -24,7 +24,7 @@ def dequantize_in_products() -> None:
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
 
-    Fp8Config.get_supported_act_dtypes = staticmethod(_activation_dtypes)
+    Fp8Config.get_supported_act_dtypes = staticmethod(lambda: [torch.bfloat16, torch.half, torch.float32])
     Fp8LinearMethod.create_weights = _remembering_dtype(Fp8LinearMethod.create_weights)
     Fp8LinearMethod.process_weights_after_loading = _leave_as_loaded
     Fp8LinearMethod.apply = _apply_linear
@@ -46,10 +46,6 @@ def dequantized(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
     wide = scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
     wide = wide.repeat_interleave(BLOCK, -1)[..., :columns]
     return (values.float() * wide).to(dtype)
-
-
-def _activation_dtypes() -> list[torch.dtype]:
-    return [torch.bfloat16, torch.half, torch.float32]
 
 
 def _remembering_dtype(create_weights: Callable[..., None]) -> Callable[..., None]:
@@ -113,8 +109,4 @@ def leave_adapters_unpinned() -> None:
 
     for name in _FACTORIES:
         setattr(torch, name, without_pinning(getattr(torch, name)))
-    torch.Tensor.pin_memory = _itself
-
-
-def _itself(*arguments: Any, **_: Any) -> Any:
-    return arguments[0]
+    torch.Tensor.pin_memory = lambda *arguments, **_: arguments[0]

@@ -134,16 +134,13 @@ def last_accepted(
     bonus_tokens.copy_(accept_tokens.view(-1, stride)[rows, accept_lens.long() - 1])
 
 
-def _do_nothing(*arguments: Any) -> None:
-    """Stand for the copy of accepted tokens in the cache, which those of a chain do not need."""
-
-
 def _replace_kernels() -> None:
     from sglang.kernels.ops.kvcache import cache_move
     from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
     from sglang.srt.mem_cache import allocation
 
-    cache_move.copy_all_layer_kv_cache_cpu = _do_nothing
+    # The accepted tokens of a chain need not be copied in the cache.
+    cache_move.copy_all_layer_kv_cache_cpu = lambda *_: None
     allocation.assign_req_to_token_pool_cpu = record_slots
     cache_locs.assign_draft_cache_locs_contiguous_cpu = copy_slots
     cache_locs.assign_extend_cache_locs_cpu = copy_slots_between
@@ -199,15 +196,11 @@ def _attend_to_drafts() -> None:
             for backend in self.attn_backends:
                 backend.init_forward_metadata(forward_batch)
 
-    def decode_backend(self: Any) -> Any:
-        return ChainBackend(self.draft_model_runner, self.speculative_num_steps)
-
-    def extend_backend(self: Any) -> Any:
-        return Backend(self.draft_model_runner)
-
     Backend.forward_extend = extend
-    Factory.create_decode_backend = decode_backend
-    Factory.create_draft_extend_backend = extend_backend
+    Factory.create_decode_backend = lambda self: ChainBackend(
+        self.draft_model_runner, self.speculative_num_steps
+    )
+    Factory.create_draft_extend_backend = lambda self: Backend(self.draft_model_runner)
 
 
 # ---- sampling

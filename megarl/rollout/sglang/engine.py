@@ -6,15 +6,13 @@ import itertools
 import pickle
 import queue
 import time
-from collections.abc import Collection, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 
 from megarl.agents.trajectory import Sample
 from megarl.config.schema import SGLangMode
@@ -25,14 +23,16 @@ from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
 from megarl.rollout.interface import (
     EndedRequest,
+    EngineLifecycle,
+    EngineStateError,
     GenerationRequest,
+    LifecycleState,
     RequestFailedError,
     RolloutEngine,
     RolloutEngineSpec,
     check_request,
     end_token_ids,
 )
-from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
@@ -56,6 +56,7 @@ from megarl.rollout.sglang.server_args import (
     node_args,
     vocab_size,
 )
+from megarl.weights.manifest import manifest_of_folder
 from megarl.weights.plan import TensorSlices
 from megarl.weights.tensors import Manifest, WeightTransferError
 from megarl.weights.transfer import TIME_SLICE_S
@@ -68,7 +69,6 @@ _POLL_S = 0.5
 _FLUSH_POLL_S = 0.05
 _ABORT_POLL_S = 0.02
 _NUDGE = -1  # sent instead of a ticket
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 _CACHE = ["kv_cache", "cuda_graph"]  # SGLang's tags for memory that only generation needs
@@ -305,14 +305,12 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.require_update()
         while not self._loader.receive(self._first_round, folder):
             pass
-        self._lifecycle.record_all()
+        self._lifecycle.complete()
 
     def load_folder(self, folder: Path) -> None:
         """Load the weights with SGLang's own loader."""
-        self._lifecycle.require_update()
         # Check the headers against the manifest before SGLang loads anything.
-        for name, numel, dtype in _tensors_of(folder):
-            self._lifecycle.record(name, numel, dtype)
+        self._lifecycle.record(manifest_of_folder(folder))
         self._close_session()
         self._loader.forget_padding()
 
@@ -538,19 +536,3 @@ def _name(ticket: int) -> str:
     All names have the same length, because SGLang aborts all requests whose names begin with the given one.
     """
     return f"megarl-{ticket:016d}"
-
-
-def _tensors_of(folder: Path) -> Iterator[tuple[str, int, torch.dtype]]:
-    """Yield name, number of elements and dtype of each tensor in the folder, from the files' headers.
-
-    Raises WeightTransferError if there are none.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightTransferError(f"{folder} contains no safetensors files")
-
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  it is no dictionary
-                header = tensors.get_slice(name)
-                yield name, prod(header.get_shape()), _DTYPES[header.get_dtype()]

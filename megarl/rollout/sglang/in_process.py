@@ -124,8 +124,7 @@ class InProcessBackend(Backend):
     def dead_process(self) -> str | None:
         for child in self._children:
             if not child.is_alive():
-                ended = f"process {child.pid} ended with code {child.exitcode}"
-                return self._last_words.append_to(ended)
+                return self._last_words.append_to(f"process {child.pid} ended with code {child.exitcode}")
         return None
 
     def process_ids(self) -> list[int]:

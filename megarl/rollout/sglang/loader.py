@@ -35,9 +35,8 @@ from megarl.rollout.destinations import (
 from megarl.rollout.sglang.adapters import with_adapters
 from megarl.weights.checksum import MODULUS, checksum
 from megarl.weights.plan import TensorSlices
-from megarl.weights.receiver import WeightReceiver
 from megarl.weights.tensors import Manifest, Part, TensorMeta, WeightTransferError, tiling_fault
-from megarl.weights.transports.interface import EngineLink, decode_slice, encode_slice
+from megarl.weights.transports.interface import EngineLink, WeightReceiver, decode_slice, encode_slice
 
 EngineModel = Literal["target", "draft"]  # SGLang's names of the policy and of a draft model
 # gets the tensors, whether there is a time limit, and the model whose loader runs
@@ -194,8 +193,7 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         # Created with the first message, since it needs the model's device.
         _rank_loader = _rank_loader or RankLoader(next(iter(model.parameters())).device)
         model = with_adapters(model)
-        execute = getattr(_rank_loader, message["command"])
-        answer = {"result": execute(model, rank, **message["arguments"])}
+        answer = {"result": getattr(_rank_loader, message["command"])(model, rank, **message["arguments"])}
     except WeightTransferError as error:
         answer = {"failure": str(error)}
     except Exception:  # noqa: BLE001
@@ -316,10 +314,9 @@ class LoaderClient:
 
         # The ranks of a stage have different slices, and one may zero what another one has. Parameters that
         # are unreached on all of them are a fault.
-        of_stages = batched(answers, len(answers) // self._num_stages)
         unreached = {
             name
-            for of_stage in of_stages
+            for of_stage in batched(answers, len(answers) // self._num_stages)
             for name in set.intersection(*(set(answer["unreached"]) for answer in of_stage))
         }
         if unreached and not not_followed:

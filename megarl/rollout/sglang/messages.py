@@ -27,11 +27,12 @@ def generation_payload(
     """
     sampling = request.sampling
     stops = [] if sampling.ignore_eos else sorted({*sampling.stop_token_ids, *end_token_ids})
+    images = [f"data:image;base64,{base64.b64encode(data).decode()}" for data in request.images]
 
     return {
         "rid": name,
         "input_ids": with_single_placeholders(request, image_token_id),
-        **({"image_data": [_data_url(data) for data in request.images]} if request.images else {}),
+        **({"image_data": images} if images else {}),
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,
             "min_new_tokens": sampling.min_new_tokens,
@@ -71,10 +72,6 @@ def with_single_placeholders(request: GenerationRequest, image_token_id: int | N
             f"{len(request.images)} images"
         )
     return kept
-
-
-def _data_url(data: bytes) -> str:
-    return f"data:image;base64,{base64.b64encode(data).decode()}"
 
 
 def check_prompt_length(answer: dict[str, Any], request: GenerationRequest) -> None:

@@ -164,8 +164,5 @@ def _forward_requests_at_once() -> None:
             sent[:] = send(self, recv_reqs, async_send=True)
         return execute(self, recv_reqs)
 
-    def take_sent(self: Any, data: list[Any], async_send: bool = False) -> list[Any]:
-        return list(sent)
-
     Scheduler.process_input_requests = forward_and_execute
-    Scheduler._pp_send_pyobj_to_next_stage = take_sent
+    Scheduler._pp_send_pyobj_to_next_stage = lambda self, data, async_send=False: list(sent)

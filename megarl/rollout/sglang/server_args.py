@@ -233,9 +233,8 @@ def _model_config(path: str) -> dict[str, Any]:
 def _refuse_nameless_class(path: str) -> None:
     # megarl and transformers read `model_type`; SGLang would fail with a TypeError.
     if not (names := read_fields(path).get("architectures")):
-        file = str(Path(path) / "config.json")
         raise ConfigError(
-            file,
+            str(Path(path) / "config.json"),
             [
                 f"field 'architectures' is {names!r}, and SGLang finds a model's class by it; set it, for "
                 'example to ["Qwen2ForCausalLM"], or set rollout.engine=hf'

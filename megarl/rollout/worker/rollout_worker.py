@@ -30,12 +30,11 @@ class RolloutWorker(WeightImport):
 
     def __init__(self, build_engine: Callable[..., EnginePart]) -> None:
         super().__init__()
-        self._part = build_engine() if self.world_size == 1 else build_engine(node=self._engine_node())
-
-    def _engine_node(self) -> EngineNode:
-        return EngineNode(
-            self.rank, self.world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        )
+        if self.world_size == 1:
+            self._part = build_engine()
+        else:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._part = build_engine(node=EngineNode(self.rank, self.world_size, *address))
 
     @property
     def _engine(self) -> RolloutEngine:

@@ -97,8 +97,7 @@ class WeightSource:
 
     @cached_property
     def _sent(self) -> tuple[Mapping[str, tuple[int, ...]], WordCounts]:
-        itemsize = self.torch_dtype.itemsize
-        return sent_tensors(self.architecture, itemsize, self.head, quantizes=self.quantizes)
+        return sent_tensors(self.architecture, self.torch_dtype.itemsize, self.head, quantizes=self.quantizes)
 
     def checksums(self) -> list[WorkerFuture[dict[str, int]]]:
         """Return checksum parts that add up to those of all tensors.
@@ -170,8 +169,7 @@ class WeightSource:
         """
         folder.mkdir()
         reports = self._write_files(folder, durable=False)
-        files = self._export_plan.files
-        complete_hf_folder(files, folder, Path(source_folder), self.head, self.value_class)
+        complete_hf_folder(self._export_plan.files, folder, Path(source_folder), self.head, self.value_class)
         return reports
 
     def _write_files(self, folder: Path, durable: bool) -> list[SendReport]:

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakSet
@@ -122,14 +123,20 @@ class WeightSync:
         assert transport is not Transport.auto
         assert transport.needs.sends_changes or not sends_changes
         self._source = source
-        self._trainer_places = trainer_places
-        self._limit_s = limit_s
         self._transport = transport
         self._verify = verify
         self._scratch_dir = Path(scratch_dir)
         self._config_dir = Path(config_dir)
         self._sends_changes = sends_changes
 
+        self._new_session = partial(
+            TransferSession,
+            source,
+            trainer_places,
+            transport=transport,
+            limit_s=limit_s,
+            sends_changes=sends_changes,
+        )
         self._session = self._new_session(replica_places)
         self._verified = WeakSet[RoleGroup]()  # with Verify.first
 
@@ -203,16 +210,6 @@ class WeightSync:
         """Register new replicas. The next sync makes a new plan and joins all of them again."""
         self._session.close()
         self._session = self._new_session(replica_places)
-
-    def _new_session(self, replica_places: Sequence[Sequence[RankLocation]]) -> TransferSession:
-        return TransferSession(
-            self._source,
-            self._trainer_places,
-            replica_places,
-            self._transport,
-            self._limit_s,
-            self._sends_changes,
-        )
 
     def reconnect(self) -> None:
         """Join all replicas again in the next sync, because the source's ranks are new processes."""

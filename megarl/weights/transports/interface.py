@@ -25,10 +25,10 @@ from megarl.config.schema import Transport
 from megarl.machine.errors import counted
 from megarl.machine.usage import PeakMemory
 from megarl.weights.block_scaling import QuantizedShards
-from megarl.weights.message_words import Places, WordCounts
+from megarl.weights.message_words import Places, WordCounts, places_in_words, slices_in_words
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.patch import Change, apply_change
-from megarl.weights.plan import TransferPlan
+from megarl.weights.plan import TensorSlices, TransferPlan
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import (
     Part,
@@ -348,6 +348,80 @@ class DestinationViews:
     def forget(self) -> None:
         self._targets = {}
         self.is_whole = False
+
+
+class WeightReceiver:
+    """Receives the weights of one engine rank. `received_bytes` counts from the last `join`.
+
+    receiver.join(link, needed, places)      # once
+    receiver.begin()                         # in each update
+    while not receiver.receive():
+        ...                                  # look for something else to do
+    receiver.leave()
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._connection: Receiver | None = None
+        self._destinations: DestinationViews | None = None
+        self._transfer: Transfer | None = None  # of the update that is under way
+
+    def join(self, link: EngineLink, needed: TensorSlices, places: Places) -> None:
+        """Connect to the trainers, replacing the previous connection.
+
+        Raises:
+            WeightTransferError: The trainers cannot be reached, or would not send each element of `needed`
+                exactly once.
+        """
+        self.leave()
+        self._destinations = DestinationViews(
+            link.peers,
+            slices_in_words(needed, link.words),
+            link.dtype,
+            places_in_words(places, link.words, link.dtype),
+        )
+        self._connection = sides_of(link.transport).receiver(link, self._device)
+
+    def begin(self, has_moved: bool = False, first_round: int = 0, folder: str | None = None) -> None:
+        """Prepare for the first `receive` of an update.
+
+        Args:
+            has_moved: Whether the addresses of the model's parameters have changed.
+            first_round: The first round that is sent. The engine has the tensors of earlier ones.
+            folder: The folder with the files of the update, if the transport is a folder with patches.
+
+        Raises:
+            WeightTransferError: No trainer was joined, or the previous update was aborted halfway.
+        """
+        if self._connection is None or self._destinations is None:
+            raise WeightTransferError("the engine has joined no trainer")
+        if self._transfer is not None:
+            raise WeightTransferError(
+                "the previous weight update was aborted halfway: join the trainers again"
+            )
+
+        if has_moved:
+            self._destinations.forget()
+        self._destinations.begin(first_round)
+        self._transfer = self._connection.open(self._destinations, folder)
+
+    def receive(self) -> bool:
+        """Return whether everything has arrived. After False, call the method again to continue."""
+        assert self._transfer is not None
+        if not self._transfer.run():
+            return False
+        self._transfer = None
+        return True
+
+    @property
+    def received_bytes(self) -> int:
+        return 0 if self._destinations is None else self._destinations.received_bytes
+
+    def leave(self) -> None:
+        """Disconnect from the trainers, even if a pass is under way."""
+        if self._connection is not None:
+            self._connection.close(in_pass=self._transfer is not None)
+        self._connection = self._destinations = self._transfer = None
 
 
 def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) -> None:

@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from megarl.batch.arrays import same
-from megarl.batch.data_proto import DataProto
-from megarl.batch.future import DataProtoFuture
+from megarl.batch.data_proto import DataProto, DataProtoFuture
 
 
 def make_batch(num_rows: int = 4, **meta_info: object) -> DataProto:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.controller import actors
-from megarl.controller.call_limits import GroupLimits, LearnedLimits
+from megarl.controller.actors import GroupLimits, LearnedLimits
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.group import RayWorkerGroup

@@ -39,7 +39,7 @@ def plan(
 
 def received(call: CallPlan) -> list[Arguments]:
     """Return what the method of each called rank receives."""
-    return [call.parts[part] for part in call.part_of_ranks]
+    return [call.parts[part] for part in call.route.part_of_ranks]
 
 
 def test_every_mode_has_a_rule() -> None:
@@ -69,7 +69,7 @@ def test_ranks_of_a_replica_get_the_same_object() -> None:
     assert [args[0].batch["x"].tolist() for args, _ in arguments] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert arguments[0][0][0] is arguments[1][0][0]
     assert all(named == {"factor": 7} for _, named in arguments)
-    assert call.results == (0, 2)
+    assert call.route.results == (0, 2)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5])
@@ -82,7 +82,7 @@ def test_uneven_batches_come_back_with_their_own_rows(length: int) -> None:
 
 def test_padding_comes_off_when_each_row_became_several() -> None:
     call = plan(Dispatch.MEGATRON_MESH, rows(5, 6, 7))
-    parts = [received(call)[rank][0][0].repeat(2) for rank in call.results]
+    parts = [received(call)[rank][0][0].repeat(2) for rank in call.route.results]
     assert collect(parts, call.collect).batch["x"].tolist() == [5, 5, 6, 6, 7, 7]
 
 
@@ -129,7 +129,7 @@ def test_an_empty_batch_is_refused() -> None:
 def test_rank_zero_one_to_all_and_all_to_all() -> None:
     batch = rows(1, 2)
     zero = plan(Dispatch.RANK_ZERO, batch)
-    assert (zero.ranks, zero.collect.kind) == ((0,), CollectKind.first)
+    assert (zero.route.ranks, zero.collect.kind) == ((0,), CollectKind.first)
     everyone = plan(Dispatch.ONE_TO_ALL, batch)
     assert all(args[0] is batch for args, _ in received(everyone))
     assert collect([1, 2, 3, 4], everyone.collect) == [1, 2, 3, 4]

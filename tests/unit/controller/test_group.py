@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
-from megarl.controller.call_limits import LearnedLimits
+from megarl.controller.actors import LearnedLimits
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import DerivedFuture, gather, wait_for_any
 from megarl.controller.group import RayWorkerGroup

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from megarl.controller.silence import ProcessSilence
+from megarl.controller.lost_process import ProcessSilence
 
 LIMIT_S = 60.0
 

@@ -37,8 +37,7 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
-from megarl.controller.inspection import ClusterReport, NodeReport, here, inspect_cluster
-from megarl.controller.node_resources import NodeResources
+from megarl.controller.node_resources import ClusterReport, NodeReport, NodeResources, here, inspect_cluster
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.doctor import agents_and_judges, devices, inputs, machine, network, software, storage, texts
 from megarl.doctor import ray_cluster as ray_checks

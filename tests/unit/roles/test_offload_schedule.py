@@ -434,12 +434,12 @@ def test_what_another_process_does_on_the_devices_has_ended_before_a_turn_begins
 
     scoring = Late([])
     fused = Late([])
-    world.schedule.runs("old_log_prob", fused)
+    world.schedule.run("old_log_prob", lambda: [fused], list)
     world.run("ref")  # in the actor's process, where it queues
     assert not fused.waited
     world.run("values")
     assert fused.waited
-    world.schedule.runs("values", scoring)
+    world.schedule.run("values", lambda: [scoring], list)
     world.run("update_actor")
     assert scoring.waited
 
@@ -492,7 +492,7 @@ def test_the_push_waits_for_the_actors_update_and_raises_its_failure() -> None:
         def get(self, timeout: float | None = None) -> list[Any]:
             raise EngineDiedError("in the update")
 
-    world.schedule.runs("update_actor", Failed([]))
+    world.schedule.run("update_actor", lambda: [Failed([])], list)
     with pytest.raises(EngineDiedError, match="in the update"):
         world.weights.push()
     assert (world.weights.version, world.taken()) == (0, [])

@@ -31,8 +31,8 @@ from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
+from megarl.roles.megatron_role import RewardModel
 from megarl.roles.megatron_worker import megatron_mesh
-from megarl.roles.reward_model import RewardModel
 from megarl.roles.reward_model_worker import RewardModelWorker
 from tests.ranks import RankPool
 from tests.unit.data.chats import character_tokenizer, user
@@ -176,8 +176,10 @@ def score(
         "overlong": OverlongConversation.refuse,
         "micro_batch": MicroBatchConfig(max_tokens=200),
     }
-    group = Ranks(pool, parallel, folders=folders, config=RewardModelConfig(**settings | changes))  # type: ignore[arg-type]
-    return RewardModel(group, parallel).score(policy_batch()).get().tensors  # type: ignore[arg-type]
+    config = RewardModelConfig(**settings | changes)  # type: ignore[arg-type]
+    group = Ranks(pool, parallel, folders=folders, config=config)
+    model = RewardModel(group, parallel, config.micro_batch)  # type: ignore[arg-type]
+    return model.score(policy_batch()).get().tensors
 
 
 @pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2", "TP2+SP", "PP2xDP2", "CP2"])

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from megarl.agents.trajectory import Sample
-from megarl.rollout.interface import GenerationRequest, RolloutEngine, SamplingParameters, plan_requests
-from megarl.rollout.lifecycle import EngineStateError
+from megarl.rollout.interface import (
+    EngineStateError,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParameters,
+    plan_requests,
+)
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import TensorMeta, WeightTransferError
 from tests.plain_trainer import halves, load_folder
@@ -76,7 +81,8 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
             load_folder(engine, weights)
 
     engine.begin_weight_update(ready.manifest)
-    load_folder(engine, ready.weights(0), {name: tensor})
+    load_folder(engine, ready.weights(0))
+    load_folder(engine, {name: tensor})
     with pytest.raises(WeightTransferError, match=rf"{name} \(twice at element"):
         engine.end_weight_update(2)
 

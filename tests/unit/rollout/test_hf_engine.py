@@ -229,10 +229,10 @@ def test_weights_are_read_from_a_folder_with_several_files(
 
 def test_a_folder_without_whole_weights(model: PreTrainedModel, engine: HFEngine, tmp_path: Path) -> None:
     engine.begin_weight_update(manifest_of(model))
-    with pytest.raises(WeightTransferError, match=r"contains no \*\.safetensors file"):
+    with pytest.raises(WeightTransferError, match=r"no model\.safetensors and no model"):
         engine.load_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"12345678{}")
-    with pytest.raises(WeightTransferError, match=r"model\.safetensors is not a complete safetensors file"):
+    with pytest.raises(WeightTransferError, match=r"model\.safetensors: truncated or not a safetensors file"):
         engine.load_folder(tmp_path)
 
 

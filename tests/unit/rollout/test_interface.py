@@ -6,13 +6,15 @@ import torch
 
 from megarl.rehearse.simulation.engines import SimulatedGeneration
 from megarl.rollout.interface import (
+    EngineLifecycle,
+    EngineStateError,
     GenerationRequest,
+    LifecycleState,
     RequestFailedError,
     RolloutEngine,
     SamplingParameters,
     check_request,
 )
-from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.weights.tensors import TensorMeta, WeightTransferError
 
 MANIFEST = {"w": TensorMeta((4,), torch.float32)}
@@ -40,13 +42,13 @@ def test_ready_only_between_a_complete_update_and_the_next_thing() -> None:
     with pytest.raises(EngineStateError, match="cannot generate while empty"):
         life.require_ready()
     life.begin(MANIFEST)
-    life.record("w", 4, torch.float32)
+    life.record(MANIFEST)
     with pytest.raises(EngineStateError, match="cannot generate while updating: "):
         life.require_ready()
     life.end(3)
     assert (life.require_ready(), life.weight_version) == (3, 3)
     with pytest.raises(EngineStateError, match="cannot load weights while ready"):
-        life.record("w", 4, torch.float32)
+        life.record(MANIFEST)
     life.leave(LifecycleState.ASLEEP)
     with pytest.raises(EngineStateError, match="cannot generate while asleep: .* wake it"):
         life.require_ready()
@@ -58,14 +60,14 @@ def test_ready_only_between_a_complete_update_and_the_next_thing() -> None:
 def test_a_failed_or_repeated_update_starts_from_nothing() -> None:
     life = EngineLifecycle()
     life.begin(MANIFEST)
-    life.record("w", 3, torch.float32)
+    life.record({"w": TensorMeta((3,), torch.float32)})
     with pytest.raises(WeightTransferError, match=r"w \(missing from element 3 of 4\)"):
         life.end(1)
     assert life.state is LifecycleState.EMPTY
     life.begin(MANIFEST)
-    life.record("w", 3, torch.float32)
+    life.record({"w": TensorMeta((3,), torch.float32)})
     life.begin(MANIFEST)  # earlier chunks do not count
-    life.record("w", 4, torch.float32)
+    life.record(MANIFEST)
     life.end(2)
     assert life.require_ready() == 2
 

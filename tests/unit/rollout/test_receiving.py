@@ -9,7 +9,7 @@ from math import prod
 
 import pytest
 
-from megarl.rollout.lifecycle import EngineStateError
+from megarl.rollout.interface import EngineStateError
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import Part, PeerTransfers, TransferSchedule, WeightTransferError
 from megarl.weights.transports.interface import EngineLink

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from megarl.batch.data_proto import DataProto
-from megarl.rollout.driver.sample_groups import Group, GroupState
+from megarl.rollout.driver.sample_rows import Group, GroupState
 from megarl.rollout.staleness import StalenessController
 
 

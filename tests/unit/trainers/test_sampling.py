@@ -17,14 +17,12 @@ from megarl.config.schema import OnUpdate, SamplingConfig
 from megarl.controller.futures import DerivedFuture, RemoteFuture
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
-from megarl.rollout.driver.dynamic_sampling import NoSignalError
-from megarl.rollout.driver.sample_groups import GroupRules
-from megarl.rollout.driver.sample_rows import RolloutOutput, with_prompts
+from megarl.rollout.driver.sample_rows import GroupRules, RolloutOutput, with_prompts
 from megarl.rollout.driver.scheduler import Deliver
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.interface import GenerationRequest, SamplingParameters, plan_requests
-from megarl.rollout.staleness import StalenessController
-from megarl.trainers.sampling import Sampling
+from megarl.rollout.staleness import NoSignalError, StalenessController
+from megarl.trainers.ppo import Sampling
 from tests.fake_engine import plain_sample
 
 NUM_SAMPLES = 2

@@ -6,13 +6,14 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.families import FAMILIES
 from megarl.models.tensor_table import weights_of
 from megarl.roles.megatron_worker import megatron_mesh
-from megarl.weights.coverage import check_coverage, rank_pieces
 from megarl.weights.shard_layout import (
     ShardLayout,
+    check_coverage,
     layouts_of,
     model_layouts,
     padding,
     pieces,
+    rank_pieces,
     shard_shapes,
 )
 from megarl.weights.tensors import TensorSlice, WeightTransferError

@@ -39,11 +39,10 @@ from megarl.models.mapping import (
 from megarl.models.tensor_table import hf_tensors
 from megarl.models.trunk import TRUNK_ROWS
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
-from megarl.weights.coverage import check_coverage, rank_pieces
 from megarl.weights.load import load_into_shards
 from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import RankLocation, plan_transfer
-from megarl.weights.shard_layout import ShardLayout, layouts_of, shard_shapes
+from megarl.weights.shard_layout import ShardLayout, check_coverage, layouts_of, rank_pieces, shard_shapes
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
 from tests.families import example_architecture, example_fields

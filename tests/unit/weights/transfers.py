@@ -17,12 +17,11 @@ from megarl.models.architecture import Architecture
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import RankLocation, TensorSlices, TransferPlan, plan_transfer
-from megarl.weights.receiver import WeightReceiver
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import Part, TensorSlice
 from megarl.weights.transfer import SendReport
-from megarl.weights.transports.interface import EngineLink, Routes, SendingRank, sides_of
+from megarl.weights.transports.interface import EngineLink, Routes, SendingRank, WeightReceiver, sides_of
 from tests.nccl_semantics import NcclSemantics
 from tests.ranks import gather
 from tests.unit.weights.models import PADDED_VOCAB, random_state, shards_of

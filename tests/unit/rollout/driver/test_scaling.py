@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megarl.controller.resource_pool import InsufficientResourcesError
-from megarl.rollout.driver import scaling as scaling_module
+from megarl.rollout.driver import start_rollout
 from megarl.rollout.driver.replicas import ReplicaPlace, unshared
-from megarl.rollout.driver.scaling import ReplicaScaling
+from megarl.rollout.driver.start_rollout import ReplicaScaling
 from megarl.weights.plan import RankLocation
 
 NUM_FREE = 3  # pools for which the cluster has room, in addition to the planned one
@@ -52,7 +52,7 @@ class Replicas:
 
 
 def test_those_that_join_get_free_devices_and_give_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling_module, "check_fits", lambda pools: None)
+    monkeypatch.setattr(start_rollout, "check_fits", lambda pools: None)
     monkeypatch.setattr(Pool, "reserved", [])
     place = ReplicaPlace(Pool("planned"))  # type: ignore[arg-type]
     planned = place, [RankLocation("0", "0:7"), RankLocation("0", "0:8")]

@@ -27,15 +27,20 @@ from megarl.data.tables import RowIdentity
 from megarl.machine.background import in_background
 from megarl.machine.errors import RunError
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
-from megarl.rollout.driver.dynamic_sampling import NoSignalError
 from megarl.rollout.driver.rollout import Rollout, TokenRules
 from megarl.rollout.driver.rollout_buffer import FailedPromptsError
-from megarl.rollout.driver.sample_groups import GREEDY, GroupRules
-from megarl.rollout.driver.sample_rows import FinishedGroup, from_bytes, sample_rows, to_bytes
+from megarl.rollout.driver.sample_rows import (
+    GREEDY,
+    FinishedGroup,
+    GroupRules,
+    from_bytes,
+    sample_rows,
+    to_bytes,
+)
 from megarl.rollout.driver.scheduler import RequestScheduler
 from megarl.rollout.driver.step_rollout import GenerationThread, StepRollout
-from megarl.rollout.staleness import StalenessController
-from megarl.trainers.sampling import Sampling
+from megarl.rollout.staleness import NoSignalError, StalenessController
+from megarl.trainers.ppo import Sampling
 from tests.fake_engine import plain_sample
 
 SAMPLING = SamplingConfig(n=2)

@@ -24,8 +24,7 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.rollout import Rollout, TokenRules
-from megarl.rollout.driver.sample_groups import GroupRules
-from megarl.rollout.driver.sample_rows import from_bytes, to_bytes
+from megarl.rollout.driver.sample_rows import GroupRules, from_bytes, to_bytes
 from megarl.rollout.driver.scheduler import RequestScheduler, RequestState
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.episodes.episode_runner import TurnRunner

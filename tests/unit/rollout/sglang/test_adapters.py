@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from megarl.config.schema import SGLangMode
 from megarl.models.adapters import adapter_names, is_adapter
 from megarl.models.architecture import LoRA
-from megarl.rollout.interface import RolloutEngine, SamplingParameters, plan_requests
-from megarl.rollout.lifecycle import EngineStateError
+from megarl.rollout.interface import EngineStateError, RolloutEngine, SamplingParameters, plan_requests
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import WeightTransferError

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from megarl.config.schema import SGLangMode
 from megarl.machine.errors import EngineDeadError
-from megarl.rollout.interface import SamplingParameters
-from megarl.rollout.lifecycle import EngineStateError
+from megarl.rollout.interface import EngineStateError, SamplingParameters
 from megarl.rollout.sglang.engine import SGLangEngine
 from megarl.weights.checksum import checksum
 from tests.fork_server import behind

@@ -197,7 +197,7 @@ def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model
 
 def test_an_incomplete_folder_is_named(changed: SGLangEngine, tmp_path: Path) -> None:
     changed.begin_weight_update(manifest_of(server_model()))
-    with pytest.raises(WeightTransferError, match="no safetensors"):
+    with pytest.raises(WeightTransferError, match=r"no model\.safetensors and no model"):
         changed.load_folder(tmp_path)
 
 
