@@ -251,7 +251,7 @@ def test_what_is_no_run_is_refused_in_a_line(
         ): f"{tmp_path / 'absent'}: there is no such folder; give a run's trainer.output_dir",
         (
             str(tmp_path / "empty"),
-        ): f"{tmp_path / 'empty'}: no run has written here (no metrics.jsonl, no config.yaml); give",
+        ): f"{tmp_path / 'empty'}: no run has written here (no config.yaml, no metrics.jsonl); give",
         (str(made), str(made)): f"{made}: is listed twice",
         (
             str(made),
