@@ -1,4 +1,4 @@
-"""Says what a folder is, and which folder next to it was probably meant, when a command gets a wrong one.
+"""Names what a folder is, and which folder next to it was probably meant, when a command gets a wrong one.
 
 A run's folder, the files in it, and the folders of other programs:
 
@@ -85,7 +85,7 @@ def instead_of_checkpoint(folder: Path) -> str:
 
 
 def _meant(folder: Path, near: list[Path], otherwise: str = "") -> str:
-    """Return what a folder is and what to give: folders near it, or otherwise what a text says."""
+    """Return what a folder is and what to give: folders near it, or otherwise what a text names."""
     give = f"give {_listed(near)}" if near else otherwise
     kind = _kind(folder)
     if kind == _ADAPTER_KIND and (base := _fields(folder / _ADAPTER).get("base_model_name_or_path")):
