@@ -33,7 +33,7 @@ _MODULES = Recomputation().modules
 _CHUNK = "engine.log_prob_chunk_tokens"
 
 # The values of a change, by their keys.
-_Values = Mapping[str, Any]
+_Values = dict[str, Any]
 # The bytes by which the fullest device of each pool exceeds its budget, those of the fullest device of all,
 # and the number of devices.
 _Outcome = tuple[int, int, int]
