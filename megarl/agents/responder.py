@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megarl.agents.episode import AnswerTurn
 from megarl.agents.protocol import CallError, Environment, Message, Reply, Task, ToolCall, Turn
-from megarl.machine.errors import RunError
+from megarl.machine.errors import RunError, in_short
 from megarl.machine.strict_json import replace_surrogates
 from megarl.machine.user_functions import last_line
 
@@ -113,9 +113,9 @@ def _refuse_bad_reply(reply: Any) -> None:
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise TypeError(
-                f"it returned the message {message!r}, expected a mapping such as {{'role': 'user', "
+                f"it returned the message {in_short(message)}, expected a mapping such as {{'role': 'user', "
                 f"'content': 'no, again'}}"
             )
 
     if not isinstance(reply.reward, Real) or not math.isfinite(reply.reward):
-        raise TypeError(f"it returned the reward {reply.reward!r}, expected a finite number")
+        raise TypeError(f"it returned the reward {in_short(reply.reward)}, expected a finite number")

@@ -411,7 +411,11 @@ COMMANDS: Mapping[str, Command] = {
                 nargs="+",
                 help="trainer.output_dir of each run; several are overlaid",
             ),
-            argument("--output", metavar="FILE", help="the default is report.html in the first folder"),
+            argument(
+                "--output",
+                metavar="FILE",
+                help="the default is report.html in the run's folder, or in the current one for several runs",
+            ),
             argument(
                 "--live",
                 dest="is_live",

@@ -109,6 +109,7 @@ def migrated(source: Foreign) -> Migration:
         _convert(source, name, everything, found, is_given=name in settings, is_own=name in own)
     _set_launched(found, settings, kind_of(source))
     _complete(found, kind_of(source))
+    _keep_all(found, source.framework.name)
     if framework == "verl" and found.values.get("reward.functions") == [{"path": MISSING}]:
         found.differing["reward functions"] = (
             "they score known data sets without a setting; for GSM8K and MATH, with answers after #### or in "
@@ -168,6 +169,15 @@ def _complete(found: Migration, kind: RunKind) -> None:
         _drop_unread(found)
         _make_consistent(found)
         _score(found)
+
+
+def _keep_all(found: Migration, framework: str) -> None:
+    """Keep all checkpoints, as the other frameworks do unless the source limits their number."""
+    key = "checkpoint.keep"
+    if found.values.get("checkpoint.every_steps") and found.values.get(key) is None:
+        found.answers = {name: why for name, why in found.answers.items() if f"; {key} has" not in why}
+        found.put(key, 0, f"{framework} keeps all checkpoints")
+        found.defaults.add(key)
 
 
 def _hold_longest_row(found: Migration) -> None:

@@ -42,6 +42,8 @@ def _with(section: Any, parts: Sequence[str | int], value: Any) -> Any:
     first, *rest = parts
     if isinstance(first, int):
         return [_with(item, rest, value) if index == first else item for index, item in enumerate(section)]
+    if isinstance(section, dict):
+        return section | {first: _with(section.get(first), rest, value)}
     return replace(section, **{first: _with(getattr(section, first), rest, value)})
 
 

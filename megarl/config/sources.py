@@ -279,7 +279,9 @@ def _read_yaml(file: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
             shown(file), [f"there is no such file (the current directory is {Path.cwd()})"]
         ) from error
     except IsADirectoryError as error:
-        raise ConfigError(shown(file), ["is a folder; give a YAML file"]) from error
+        there = [str(each) for each in (*sorted(file.glob("*.yaml")), *sorted(file.glob("*/config.yaml")))]
+        such = f", such as {there[0]}" if there else ""
+        raise ConfigError(shown(file), [f"is a folder; give a YAML file{such}"]) from error
     except UnicodeDecodeError as error:
         problem = f"is not text in UTF-8 ({error.reason} at byte {error.start:,}); give a YAML file in UTF-8"
         raise ConfigError(shown(file), [problem]) from error

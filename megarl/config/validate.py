@@ -228,6 +228,7 @@ RULES = (
             vision.fit_layout: ("{role}",),
             megatron.fit_model: (),
             fp8.products_fit: ("{role}",),
+            models.head_fits: (),
             models.rows_fit: (),
             models.kernels_fit: (),
             experts.layers_fit: (),

@@ -40,6 +40,7 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.ray_address import cluster_address
 from megarl.plan.placement.memory import budget_problems, plan_memory, refuses
 from megarl.plan.placement.plan import plan_placement
+from megarl.plan.placement.remedies import memory_remedies
 from megarl.plan.placement.transport import choose_transport
 from megarl.rollout.engines import SERVER_ARGS_CHECKS
 
@@ -69,7 +70,10 @@ def placement[Run: RunConfig](loaded: Loaded[Run], found: Sequence[Finding]) -> 
         has_budget = refuses(config) and config.placement.device_memory_gb is not None
         if loaded.problems or found or not has_budget:
             return
-        over = budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
+        architectures, _ = read_architectures(config)
+        over = budget_problems(config, plan_memory(config, plan, architectures))
+        if over:
+            over[-1] = f"{over[-1]}; {memory_remedies(config, architectures)}"
     except ConfigError as error:
         over = list(error.problems)
         assumed = ""

@@ -234,8 +234,8 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[Finding]:
         yield wrong(
             CHECK,
             f"the plan needs {sized(peak)} on one GPU, which has {sized(smallest.memory)}",
-            "see `megarl check --plan` for the memory of each device; use larger parallel sizes, smaller "
-            "micro-batches, recompute=full, or another placement",
+            "see `megarl check --plan` for the memory of each device; `megarl check` prints changes with "
+            f"which the plan fits, if you set placement.device_memory_gb={smallest.memory / 2**30:.4g}",
             peak=peak,
             memory=smallest.memory,
         )

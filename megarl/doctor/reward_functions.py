@@ -228,7 +228,9 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
         failed = [trial for trial in failed if trial not in slow]
 
     if failed:
-        problem = f"reward.functions: {listed([f'for {_place(trial)}, {trial.error}' for trial in failed])}"
+        # A function usually fails in one way, so the first sample shows what to change.
+        more = f"; {len(failed):,} of {len(trials):,} samples fail" if len(failed) > 1 else ""
+        problem = f"reward.functions: for {_place(failed[0])}, {failed[0].error}{more}"
         # The run itself tolerates failures up to this rate.
         if len(failed) > reward.max_error_rate * len(trials):
             yield wrong(REWARDS, problem, hint, files=files)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -258,6 +259,22 @@ def _checked_index(folder: Path) -> TorchDistIndex:
     return read_index(folder)
 
 
+def why_missing(stored: Collection[str], key: str) -> str:
+    """Return why a checkpoint with the `stored` tensors lacks one that a model needs."""
+    if not key.startswith("optimizer.state."):
+        return "the checkpoint has another architecture"
+    # The optimizer of that run may have had other values of this parameter.
+    state, _, parameter = key.removeprefix("optimizer.state.").partition(".")
+    pattern = re.compile(rf"optimizer\.state\.(\w+)\.{re.escape(parameter)}")
+    kept = [match[1] for other in stored if (match := pattern.fullmatch(other))]
+    if kept:
+        return (
+            f"the optimizer of that run kept {', '.join(sorted(kept))} of this parameter, and this one "
+            f"{state}: use the optimizer of that run, or start a new run from its weights"
+        )
+    return "it was frozen in that run (experts.freeze_router)"
+
+
 def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: int) -> None:
     """Check that the checkpoint has what this rank needs. The vocabulary may be padded differently."""
     if not any(key.startswith("optimizer.") for key in index.tensors):
@@ -268,11 +285,7 @@ def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: in
     for shard in shards:
         stored = index.tensors.get(shard.key)
         if stored is None:
-            why = (
-                "it was frozen in that run (experts.freeze_router)"
-                if shard.key.startswith("optimizer.")
-                else "the checkpoint has another architecture"
-            )
+            why = why_missing(index.tensors, shard.key)
             raise CheckpointError(f"{index.folder}: has no tensor {shard.key}, which this model needs; {why}")
         # The padding of a vocabulary depends on the layout: only the number of rows may differ.
         same = stored.shape == shard.shape or (

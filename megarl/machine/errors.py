@@ -95,11 +95,11 @@ UNWRITTEN = (
 
 # What a user can change when the memory of an engine's device is full.
 LESS_ENGINE_MEMORY = (
-    "sequences at a time: {rollout.max_concurrency}; try half",
+    "sequences at a time: {rollout.max_concurrency unless 1}; try half",
     "the engine's share of the device: {engine_share}; try 0.1 less, or more if its cache has no memory",
     "devices per replica: {rollout.tensor_parallel_size}; try more",
     "weights in transit: {resharding.bucket_mb}",
-    "roles that share its devices: {placement.strategy}",
+    "roles that share its devices: {placement.strategy unless stand_alone}",
 )
 ENGINE_ENDED = (
     "the engine's last output is above; if it ran out of memory:",

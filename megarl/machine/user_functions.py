@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -17,6 +18,9 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from megarl.machine.spawn import FreshContext
+
+_MOST_NAMES = 8  # that a message lists
+_PLAIN = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, type(None))
 
 
 class UserFunctionError(ValueError):
@@ -90,10 +94,26 @@ def load_name(path: str, name: str, expected: Expected) -> Any:
     module = _run_file(path, expected)
 
     if not hasattr(module, name):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise error(f"{what} {name!r} is not in {path!r}, which defines {functions}; set {expected.key}")
+        names = _names_in(module)
+        near = difflib.get_close_matches(name, names, 1) or names[:1]
+        defines = f"which defines {', '.join(names[:_MOST_NAMES])}" if names else "which defines nothing"
+        fix = f", such as {path}:{near[0]}" if near else f", and write `{expected.example}` in it"
+        raise error(f"{what} {name!r} is not in {path!r}, {defines}; set {expected.key} to FILE.py:NAME{fix}")
 
     return getattr(module, name)
+
+
+def _names_in(module: ModuleType) -> list[str]:
+    """Return the names of the functions, classes and objects that a file defines, in their order."""
+    own = module.__name__
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and not isinstance(value, _PLAIN)
+        and getattr(value, "__module__", own) == own
+    ]
 
 
 def _module_name(path: str) -> str:

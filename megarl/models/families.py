@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
+from megarl.machine.folder_kinds import instead_of_model
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import QUANTIZATION, ConfigReader, check_quantization
 from megarl.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM_MOE_DSA
@@ -131,7 +132,8 @@ def read_fields(path: str | Path) -> dict[str, Any]:
         if os.path.isdir(file.parent):
             reason = "the folder has no such file"
         needed = "a model must be a local Hugging Face folder (config.json, safetensors, tokenizer)"
-        raise ConfigError(str(file), [f"{reason}; {needed}"])
+        meant = instead_of_model(file.parent)
+        raise ConfigError(str(file), [f"{reason}; {meant or needed}"])
     try:
         return read_json_object(file)
     except (OSError, ValueError) as error:

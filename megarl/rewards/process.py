@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from megarl.config.schema import JudgeConfig, RewardFunctionConfig, RewardSandboxConfig
 from megarl.machine.confined import ProcessLimits, landlock_abi
-from megarl.machine.errors import HintedError
+from megarl.machine.errors import HintedError, in_short
 from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
 from megarl.rewards.confined_call import (
@@ -324,8 +324,8 @@ def _numbers(returned: Any) -> dict[str, float]:
         returned = {"score": returned}
     if "score" not in returned:
         raise NotAScoreError(
-            f"returned a dict without 'score', with the keys {sorted(map(str, returned))}; expected a "
-            f"number or such a dict"
+            f"returned a dict without 'score', with the keys {in_short(sorted(map(str, returned)))}; "
+            f"expected a number or such a dict"
         )
 
     if reserved := _RESERVED & set(map(str, returned)):

@@ -76,15 +76,21 @@ class ConsoleLogger(Logger):
         "timing_s/step": ("time", " s"),
     }
 
+    OF_REWARDS = ("reward/mean", "val/score/mean")
+
     def __init__(self, run: TrackedRun, write: Callable[[str], None] = print) -> None:
         self._write = write
         self._total_steps = run.total_steps
+        # The scores of samples that nothing scores are 0.
+        self._shown = {
+            key: shown for key, shown in self.SHOWN.items() if run.has_rewards or key not in self.OF_REWARDS
+        }
         self._seconds: list[float] = []  # of each step so far
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         shown = [
             f"{name} {readable(metrics[key], 4)}{unit}"
-            for key, (name, unit) in self.SHOWN.items()
+            for key, (name, unit) in self._shown.items()
             if key in metrics
         ]
         # Estimate the time left from the steps so far.

@@ -15,11 +15,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+_OF_REWARDS = "critic/score/mean"
 # Metric -> its short name on the bar. Metrics that a run does not log are left out.
 SHOWN = {
     "distillation/reverse_kl/mean": "KL from the teacher",
     "actor/top_k_kl": "top-k KL from the teacher",
-    "critic/score/mean": "reward",
+    _OF_REWARDS: "reward",
     "actor/reward_kl_penalty": "KL in the reward",
     "actor/kl_loss": "KL in the loss",
     "sft/loss": "loss",
@@ -40,12 +41,16 @@ class ProgressBar:
     Nothing is drawn elsewhere (a log file), where the console logger prints lines.
     """
 
-    def __init__(self, title: str, total_steps: int, console: Console, done: int = 0) -> None:
+    def __init__(
+        self, title: str, total_steps: int, console: Console, done: int = 0, has_rewards: bool = True
+    ) -> None:
         """Create the bar.
 
         Args:
             done: Number of steps completed before the run was resumed.
+            has_rewards: Whether anything scores the samples. Otherwise their scores, which are 0, are hidden.
         """
+        self._shown = {name: short for name, short in SHOWN.items() if has_rewards or name != _OF_REWARDS}
         columns = (
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -70,7 +75,7 @@ class ProgressBar:
     def advance(self, metrics: Mapping[str, float]) -> None:
         """Advance by one step, and show those of its metrics that fit on the bar."""
         shown = "  ".join(
-            f"{short} {readable(metrics[name], 3)}" for name, short in SHOWN.items() if name in metrics
+            f"{short} {readable(metrics[name], 3)}" for name, short in self._shown.items() if name in metrics
         )
         self._progress.update(self._task, advance=1, metrics=shown)
 

@@ -18,7 +18,8 @@ from types import TracebackType
 
 from megarl.machine.errors import in_short
 from megarl.machine.files import write_whole
-from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
+from megarl.machine.folder_kinds import is_run, no_run
+from megarl.tracking.run_files import FAILURE_FILE, STATUS_FILE, SUMMARY_FILE
 
 FORMAT = 1
 EVERY_S = 5.0
@@ -195,8 +196,8 @@ def read_status(run_dir: Path) -> StatusRecord:
     from pydantic import TypeAdapter, ValidationError
 
     path = run_dir / STATUS_FILE
-    if not run_dir.is_dir():
-        raise StatusError(f"{run_dir}: there is no such folder; give a run's trainer.output_dir")
+    if not is_run(run_dir):
+        raise StatusError(no_run(run_dir))
 
     try:
         content = path.read_bytes()
@@ -232,13 +233,7 @@ def read_status(run_dir: Path) -> StatusRecord:
 def _why_there_is_none(run_dir: Path) -> str:
     if (run_dir / SUMMARY_FILE).exists() or (run_dir / FAILURE_FILE).exists():
         return f"{run_dir}: this run has ended and left no {STATUS_FILE}; see `megarl report {run_dir}`"
-    if any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE)):
-        return (
-            f"{run_dir}: no {STATUS_FILE} yet: a reinforcement learning run writes it once its processes "
-            f"have started"
-        )
-
     return (
-        f"{run_dir}: no run has written here (no {STATUS_FILE}, no {CONFIG_FILE}); give a run's "
-        f"trainer.output_dir"
+        f"{run_dir}: no {STATUS_FILE} yet: a reinforcement learning run writes it once its processes have "
+        f"started"
     )

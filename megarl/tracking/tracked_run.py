@@ -25,6 +25,7 @@ class TrackedRun:
         config: Plain values by section, shown with the metrics. It contains no credentials; services read
             those from the environment.
         total_steps: Last step of the run, if known.
+        has_rewards: Whether anything scores its samples; a distillation may do without.
         resumed_after: Last step of the checkpoint from which this process resumed. Log entries of an earlier
             process for later steps are discarded.
         now: Returns the step, None outside of steps, and the driver's innermost phase. Thread-safe.
@@ -38,6 +39,7 @@ class TrackedRun:
     name: str = "run"
     config: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
+    has_rewards: bool = True
     resumed_after: int | None = None
     now: Callable[[], tuple[int | None, str | None]] = lambda: (None, None)
     prometheus_host: str = "127.0.0.1"

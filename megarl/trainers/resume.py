@@ -25,6 +25,7 @@ from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import CheckpointError, ConfigError, one_line
 from megarl.machine.files import parse_json
+from megarl.machine.folder_kinds import instead_of_checkpoint
 from megarl.machine.processors import threads_setting
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -122,7 +123,8 @@ def _given(path: Path) -> Path:
         raise _problem(
             "checkpoint.resume",
             f"is {str(path)!r}, which is neither a checkpoint (with {DESCRIPTION_FILE}) nor a folder of "
-            f"them (with {LATEST_FILE}); use one of these, or auto, or disable",
+            f"them (with {LATEST_FILE}); {instead_of_checkpoint(path) or 'use one of these'}, or auto, or "
+            "disable",
         )
 
     return found

@@ -19,6 +19,7 @@ from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, MANIFEST_FILE
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, read_description
 from megarl.checkpoints.torch_dist import METADATA_FILE
 from megarl.machine.errors import CheckpointError
+from megarl.machine.folder_kinds import instead_of_model
 from megarl.weights.hf_folder import CONFIG_FILE
 from megarl.weights.peft_folder import has_adapter
 
@@ -116,7 +117,9 @@ def _check_is_folder(path: Path) -> None:
 
 
 def _nothing_known(folder: Path) -> CheckpointError:
-    # The contents of the folder often show which folder was meant.
+    if meant := instead_of_model(folder):
+        return CheckpointError(f"{folder}: is not a model; {meant}")
+    # The contents of an unknown folder often show which folder was meant.
     names = sorted(path.name for path in folder.iterdir())
     listed = ", ".join(names[:_MAX_LISTED]) + (
         f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""

@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
-from megarl.cli.tables.console import output_console, print_line, print_lines, table
-from megarl.cli.tables.placement import print_absent, print_placement
-from megarl.cli.tables.run import print_run
-from megarl.cli.tables.summary import print_summary
 from megarl.config.load import is_on_cuda
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
@@ -24,9 +18,16 @@ from megarl.machine.errors import counted
 from megarl.plan.placement.memory import plan_memory
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.plan import plan_placement
-from megarl.plan.step_time.device import DeviceProfile, PhaseTime, assumed_profile
-from megarl.plan.step_time.lengths import Lengths, expected_lengths
-from megarl.plan.step_time.step import PredictedCosts, PredictedStep
+
+# What prints a result is imported once a configuration has no errors: a mistyped key is reported in half the
+# time.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megarl.plan.step_time.device import DeviceProfile, PhaseTime
+    from megarl.plan.step_time.lengths import Lengths
+    from megarl.plan.step_time.step import PredictedStep
 
 _MORE = (
     "more: --all (every table), --plan (memory and predicted step), --simulate (asynchronous training), "
@@ -48,6 +49,8 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_al
     """
     loaded = load_for_plan(RunConfig, config_path, overrides, reads_inputs=not fast)
     config = loaded.config
+    from megarl.cli.tables.console import output_console, print_line, print_lines
+    from megarl.cli.tables.placement import print_absent
 
     console = output_console()
     plan = plan_placement(config)
@@ -56,8 +59,12 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_al
     verdict = f"{config_path}: {status} ({processes}, {devices}; {_planned_for(config, plan)})"
 
     if shows_all:
+        from megarl.cli.tables.run import print_run
+
         print_run(config, console, with_push=not fast, is_here=not loaded.absent)
     else:
+        from megarl.cli.tables.summary import print_summary
+
         print_line(console, verdict)
         print_summary(config, console, with_push=not fast, is_here=not loaded.absent)
     if not fast and isinstance(config, PPOConfig):
@@ -72,6 +79,7 @@ def print_judge_prompts(config: PPOConfig, console: Console) -> None:
     if not config.reward.judges:
         return
     # Imported here, because these modules import torch.
+    from megarl.cli.tables.console import print_line, print_lines
     from megarl.doctor.agents_and_judges import first_sample, prompt
     from megarl.rewards.judges import JudgePromptError
 
@@ -119,6 +127,12 @@ def show_plan(config_path: str, overrides: Sequence[str], output: str | None = N
     check_drawing(output)
     loaded = load_for_plan(RunConfig, config_path, overrides)
     config = loaded.config
+    from megarl.cli.tables.console import output_console, print_line, print_lines
+    from megarl.cli.tables.placement import print_absent, print_placement
+    from megarl.plan.step_time.device import assumed_profile
+    from megarl.plan.step_time.lengths import expected_lengths
+    from megarl.plan.step_time.step import PredictedCosts
+
     plan = plan_placement(config)
     console = output_console()
     architectures, _ = read_architectures(config)
@@ -145,6 +159,8 @@ def print_predicted_step(
     step: PredictedStep, device: DeviceProfile, lengths: Lengths, console: Console
 ) -> None:
     """Print the predicted step, and what the prediction assumes."""
+    from megarl.cli.tables.console import print_line
+
     console.print(step_table(step))
     print_line(
         console,
@@ -156,6 +172,8 @@ def print_predicted_step(
 
 def step_table(step: PredictedStep) -> Table:
     """Return the schedule of a step: when each phase begins, how long it takes, and its largest parts."""
+    from megarl.cli.tables.console import table
+
     rows = [
         (
             phase.name,
@@ -183,6 +201,8 @@ def fit_table(
     lengths: Lengths,
 ) -> Table:
     """Return the measured phases of a run with their predictions before and after the fit (`fit_run`)."""
+    from megarl.cli.tables.console import table
+
     constants = {**asdict(fitted.efficiency), "sample_ms": fitted.sample_ms}
     changed = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
     return table(

@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from megarl.machine.folder_kinds import is_run, no_run
 from megarl.tracking.metrics_file import MetricsFileError, Points, Series, read_metrics
 from megarl.tracking.run_files import METRICS_FILE
 
@@ -122,6 +123,8 @@ def plot_run(run_dir: Path) -> Path:
     Raises:
         MetricsFileError: The metrics cannot be read, or none of them is plotted.
     """
+    if not is_run(run_dir):
+        raise MetricsFileError(no_run(run_dir))
     path = run_dir / METRICS_FILE
     series = read_metrics(path)
     panels = panels_with_data(series)

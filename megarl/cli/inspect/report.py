@@ -30,7 +30,7 @@ def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -
     """Write one self-contained HTML file, or serve the report on this machine until Ctrl-C.
 
     Args:
-        output: The file; None: `report.html` in the first folder.
+        output: The file; None: `report.html` in the folder of the run, for several runs in the current one.
         is_live: Serve the report instead of writing it.
         port: The port of the server; 0: any free port.
 
@@ -41,7 +41,9 @@ def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -
     if is_live:
         _serve(runs, port)
     else:
-        _write(runs, Path(run_dirs[0]) / REPORT_FILE if output is None else Path(output))
+        # A report of several runs belongs to none of them.
+        folder = Path(run_dirs[0]) if len(run_dirs) == 1 else Path()
+        _write(runs, folder / REPORT_FILE if output is None else Path(output))
 
 
 def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:

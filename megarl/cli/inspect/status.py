@@ -21,6 +21,7 @@ from megarl.cli.tables.console import output_console, print_line, table
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.machine.errors import counted
+from megarl.machine.folder_kinds import is_run, no_run
 from megarl.machine.folder_lock import Owner, owner_of
 from megarl.plan.placement.dataflow import OffloadPlan
 from megarl.plan.placement.plan import plan_placement
@@ -257,8 +258,8 @@ def stop(run_dir: str) -> None:
         ValueError: No run uses the folder, or its process cannot be reached from here.
     """
     folder = Path(run_dir)
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no such folder; give a run's trainer.output_dir")
+    if not is_run(folder):
+        raise ValueError(no_run(folder))
     owner = owner_of(folder)
     if owner is None:
         raise ValueError(f"{folder}: no run uses this folder now; `megarl status {folder}` shows its end")

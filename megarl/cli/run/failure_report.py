@@ -257,7 +257,7 @@ def _filled(
 
     A field is the name of a fact, a group of the matched pattern, or one or more configuration keys. Keys
     that are set are shown with their values, as `key (now value)`. `role.` at the beginning of a key stands
-    for the section of the failed role.
+    for the section of the failed role. `key unless value` leaves out a key that has the value already.
     """
     lines: list[str] = []
     for line in hint:
@@ -274,12 +274,15 @@ def _value(field: str, cause: Cause, config: RunConfig | None, found: Mapping[st
     if field in FACTS:
         return FACTS[field](config)
     section = _section(cause.role, config)
-    keys = [re.sub(r"^role\.", f"{section}.", key) for key in field.split(", ")]
-
-    # The value is what the user would change, so it is not written like an override to copy.
-    return ", ".join(
-        f"{key} (now {written(value)})" for key in keys if (value := _setting(config, key)) is not None
-    )
+    shown = []
+    for each in field.split(", "):
+        name, _, best = each.partition(" unless ")
+        key = re.sub(r"^role\.", f"{section}.", name)
+        value = _setting(config, key)
+        # The value is what the user would change, so it is not written like an override to copy.
+        if value is not None and written(value) != best:
+            shown.append(f"{key} (now {written(value)})")
+    return ", ".join(shown)
 
 
 def _setting(config: RunConfig | None, key: str) -> Any:
@@ -361,13 +364,16 @@ FACTS: Mapping[str, Callable[[RunConfig | None], str]] = {
 # ---- messages of CUDA, the system and Ray
 
 _DEVICE_MEMORY = (
-    "reduce the micro-batch: {role.micro_batch.max_tokens, role.micro_batch.sequences}; try half",
-    "recompute activations: {role.recompute}; full saves the most memory and takes about a third more time",
+    "reduce the micro-batch: {role.micro_batch.max_tokens, role.micro_batch.sequences unless 1}; try half",
+    "recompute activations: {role.recompute unless full}; full saves the most memory and takes about a third "
+    "more time",
     "use more devices for the model: {role.parallel.tensor_parallel_size, "
     "role.parallel.context_parallel_size, role.parallel.pipeline_parallel_size, "
     "role.parallel.data_parallel_size}; the optimizer state is sharded over data_parallel_size too",
     "reduce the logits: {logit_chunk}; try half",
-    "share devices with fewer roles: {placement.strategy}; `megarl check --plan` shows the memory of devices",
+    "share devices with fewer roles: {placement.strategy unless stand_alone}; `megarl check --plan` shows "
+    "the memory of devices",
+    "`megarl check` with a lower placement.device_memory_gb prints changes with which the plan fits",
 )
 _GPU_FULL = (
     "CUDA out of memory|CUDA error: out of "

@@ -14,6 +14,7 @@ from megarl.config.load import Loaded, read_config, schema_of
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.sources import Layer
 from megarl.doctor.checks import load_for_plan, load_for_run
+from megarl.machine.folder_kinds import is_run, no_run
 from megarl.tracking.run_files import CONFIG_FILE
 
 
@@ -71,7 +72,14 @@ def generate(agent: str | None) -> None:
 
 
 def replay(run_dir: str, overrides: Sequence[str]) -> None:
-    """Refuse unknown keys of a changed run. Raises ConfigError."""
+    """Refuse unknown keys of a changed run.
+
+    Raises:
+        ConfigError: Lists them.
+        ValueError: The folder is not that of a run.
+    """
+    if not is_run(Path(run_dir)):
+        raise ValueError(no_run(Path(run_dir)))
     _refuse_unknown_keys(read_config(RunConfig, Path(run_dir) / CONFIG_FILE, overrides))
 
 

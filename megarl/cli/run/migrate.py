@@ -22,7 +22,7 @@ from megarl.config.schema.keys import default_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import range_violations, validate
 from megarl.config.values import contents_of, schema_keys
-from megarl.machine.errors import ConfigError
+from megarl.machine.errors import ConfigError, counted
 from megarl.rollout.engines import SERVER_ARGS_CHECKS
 
 _ALGORITHM = "algorithm"
@@ -43,6 +43,7 @@ def run(source: str, output: str | None = None, framework: str | None = None) ->
     foreign = read_foreign(Path(source), framework)
     found = migrated(foreign)
     kind = kind_of(foreign)
+    _set_output_dir(found, Path(source).stem)
     _fit(found, kind)
     preset = _preset(found, kind)
     differing = [*_differences(found, foreign, kind)]
@@ -61,6 +62,36 @@ def run(source: str, output: str | None = None, framework: str | None = None) ->
 
 
 # ---- values
+
+
+def _set_output_dir(found: Migration, stem: str) -> None:
+    """Give the run a folder of its own, unless the source names it.
+
+    It is that of the source's checkpoints, or is called like the run in the loggers, or like the source.
+
+    Args:
+        stem: The name of the source's file.
+    """
+    values = found.values
+    if "trainer.output_dir" in values:
+        return
+    if isinstance(values.get("checkpoint.dir"), str):
+        found.put(
+            "trainer.output_dir",
+            values.pop("checkpoint.dir"),
+            f"{found.origins['checkpoint.dir']}; the checkpoints are in its folder checkpoints",
+            is_own=True,
+        )
+        return
+    names = [values.get(f"tracking.{name}") for name in ("project", "run_name")]
+    plain = [name for name in names if isinstance(name, str) and not _is_open(name)]
+    parts = [re.sub(r"[^\w.-]+", "-", name) for name in plain] or [stem]
+    found.put(
+        "trainer.output_dir",
+        "/".join(["outputs", *parts]),
+        "checkpoints, logs and the trained model",
+        is_own=True,
+    )
 
 
 def _fit(found: Migration, kind: RunKind) -> None:
@@ -249,7 +280,11 @@ def _one_line(text: str) -> str:
 
 def _counted(found: Migration, foreign: Foreign) -> str:
     total = sum(not name.startswith("launcher.") for name in foreign.settings)
-    return f"{total - len(found.unknown)} of {total} settings carried over or answered"
+    carried = f"{total - len(found.unknown)} of {total} settings carried over or answered"
+    missing = [key for key, value in found.values.items() if MISSING in str(value)]
+    if not missing:
+        return carried
+    return f"{carried}; {counted(len(missing), 'value')} for you to set: {', '.join(missing)}"
 
 
 def _differences(found: Migration, foreign: Foreign, kind: RunKind) -> Iterator[str]:

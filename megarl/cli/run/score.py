@@ -5,7 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megarl.config.load import load_config
 from megarl.config.roles import judge_roles
@@ -100,6 +100,7 @@ def run(model: str, overrides: Sequence[str], rows_path: str, of_ground_truth: b
             if outcome.error is None
         ]
     )
+    _print_numbers([outcome.numbers for _, (_, _, outcome) in scored if outcome.error is None])
     errors = [
         described_failure(index, _uid(row), outcome.error)
         for index, (row, _, outcome) in scored
@@ -190,6 +191,14 @@ def _print_scores(scored: Sequence[tuple[int, str, str, float]]) -> None:
         )
     for row, uid, response, score in scored[:NUM_SHOWN]:
         print(f"  row {row} (uid {uid}): {score:.4g}  {short(response)}")
+
+
+def _print_numbers(numbers: Sequence[Mapping[str, float]]) -> None:
+    """Print the means of the numbers of functions and judges, under the names of a run's metrics."""
+    for name in sorted({name for of_row in numbers for name in of_row}):
+        values = [of_row[name] for of_row in numbers if name in of_row]
+        of_rows = f" ({counted(len(values), 'row')})" if len(values) < len(numbers) else ""
+        print(f"reward/{name}/mean: {sum(values) / len(values):.4g}{of_rows}")
 
 
 def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) -> int:

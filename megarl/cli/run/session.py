@@ -23,6 +23,7 @@ from megarl.cli.tables.run import BFLOAT16_ON_A_CPU, print_run
 from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.config.load import dump_config, is_on_cuda, other_run, plain_values
 from megarl.config.roles import model_roles
+from megarl.config.rules.reward import has_scores
 from megarl.config.schema import Device, DType, PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.controller.cluster import (
@@ -220,11 +221,13 @@ def report_filtered(console: Console, data_sets: Mapping[str, TrainingRows]) -> 
 def open_monitor(
     session: Session, config: RunConfig, groups: Sequence[RoleGroup | Rollout], resume: Resume | None
 ) -> Monitor:
+    has_rewards = not isinstance(config, PPOConfig) or has_scores(config)
     progress = ProgressBar(
         title_of(config),
         config.trainer.total_steps,
         session.console,
         done=0 if resume is None else resume.step,
+        has_rewards=has_rewards,
     )
 
     # A live progress bar already shows what the console logger would print.
@@ -235,6 +238,7 @@ def open_monitor(
         name=config.tracking.run_name or session.output_dir.resolve().name,
         config=plain_values(config),
         total_steps=config.trainer.total_steps,
+        has_rewards=has_rewards,
         resumed_after=resume.step if resume is not None and resume.is_own else None,
         now=session.position.now,
         prometheus_host=config.tracking.prometheus_host,

@@ -30,6 +30,7 @@ from megarl.config.schema.keys import PathKind, leaves, names_code, split_code
 from megarl.config.sources import is_hub_name, is_url
 from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.machine.files import existing_folder, read_json_object
+from megarl.machine.folder_kinds import instead_of_data
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 
@@ -78,8 +79,8 @@ def _data_file(key: str, path: str) -> Findings:
             )
             yield Finding((key,), message)
         elif not os.path.isfile(Path(path) / SAVED_TO_DISK):
-            message = f"{path!r} is a folder; list each file in it, or give a folder saved by `datasets`"
-            yield Finding((key,), message)
+            otherwise = "list each file in it, or give a folder saved by `datasets`"
+            yield Finding((key,), f"{path!r} is a folder; {instead_of_data(Path(path)) or otherwise}")
     elif os.path.isfile(path):
         if Path(path).suffix.lower() not in FORMATS:
             yield Finding((key,), f"{path!r} is not a data file: its name must end in {', '.join(FORMATS)}")

@@ -18,7 +18,9 @@ from megarl.config.schema import (
     RunConfig,
 )
 from megarl.machine.errors import counted
+from megarl.machine.folder_kinds import model_called
 from megarl.models.architecture import Architecture, RowLimit
+from megarl.models.families import read_fields
 from megarl.models.layers import kinds_of, replaces_core
 from megarl.models.rope import extended_context
 from megarl.models.tensor_table import dimension_sizes
@@ -206,6 +208,17 @@ def kernels_fit(config: RunConfig, role: ModelRole, architecture: Architecture) 
             ("model.dtype", "device"),
             f"is float32, but the attention of {role.path} ({architecture.model_type}) has sinks or "
             "windows, for which there are no float32 kernels on CUDA; use bfloat16",
+        )
+
+
+def head_fits(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
+    """Check that a model whose tokens count is a language model. A critic may start from any model."""
+    called = model_called(read_fields(role.path))
+    if not role.with_value_head and called.startswith(("a reward model", "a critic")):
+        yield Finding(
+            (role.path_key,),
+            f"{role.path!r} is {called}, which returns a score instead of tokens; give the folder of a "
+            "language model (a reward model belongs to reward.model.path)",
         )
 
 

@@ -14,7 +14,7 @@ from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_
 from megarl.config.finding import Finding, Findings, is_http_url, refusals
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import JudgeConfig, OverlongConversation, PPOConfig
-from megarl.machine.files import read_json_object
+from megarl.machine.folder_kinds import model_called
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
 
@@ -73,8 +73,10 @@ def _scores_with_one_number(folder: Path) -> Findings:
     if not any(str(name).endswith(REWARD_CLASS) for name in named):
         yield Finding(
             ("reward.model.path",),
-            f"{folder / 'config.json'}: field 'architectures' is {named}, but a reward model must be a "
-            f"...{REWARD_CLASS}, whose head returns the score; give the folder of such a model",
+            f"{folder / 'config.json'}: field 'architectures' is {named}, so this is {model_called(fields)}, "
+            f"but a reward model must be a ...{REWARD_CLASS}, whose head returns the score; give the folder "
+            "of such a model (`kind: reward_model` trains one from a language model), or score with "
+            "reward.functions or reward.judges",
         )
         return
 

@@ -125,9 +125,7 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
             problems.append(
                 f"placement.device_memory_gb: in {fullest.peak_phase}, device {fullest.device} of node "
                 f"{fullest.node} (pool {pool}) needs {fullest.peak / unit:,.2f} {unit_name} ({parts}), but "
-                f"has {limit_gb * 2**30 / unit:g}; use larger parallel sizes, smaller micro-batches, "
-                "recompute=full, a placement in which fewer roles share the device, or "
-                "placement.over_budget=warn"
+                f"has {limit_gb * 2**30 / unit:g}"
             )
 
     return problems
@@ -147,12 +145,14 @@ def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]
     fraction = config.rollout.memory_share_of(config.rollout.engine)
     assert limit_gb is not None
     unit, unit_name = byte_unit(needed)
+    least = ceil(100 * needed / (limit_gb * 2**30)) / 100
+    larger = f"use at least {least:.2f}, or " if least < 1 else "use "
 
     return [
         f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / unit:,.2f} {unit_name}, "
         f"but the weights need {engine.parameters / unit:,.2f} and one row of "
-        f"{counted(config.max_row_tokens, 'token')} needs {engine.kv_cache / unit:,.2f}; use at least "
-        f"{ceil(100 * needed / (limit_gb * 2**30)) / 100:.2f}, or a larger rollout.tensor_parallel_size"
+        f"{counted(config.max_row_tokens, 'token')} needs {engine.kv_cache / unit:,.2f}; "
+        f"{larger}a larger rollout.tensor_parallel_size"
     ]
 
 
@@ -225,6 +225,7 @@ class _Sizes:
         self._judges = judge_roles(config)
         self._architectures = architectures
         self._known: dict[tuple[str, int], RoleMemory] = {}
+        self._engines: dict[int, Usage] = {}
 
     def stage(self, role: str, rank: int) -> int:
         """Return the pipeline stage of a rank, of an engine too; 0 for a judge."""
@@ -246,8 +247,9 @@ class _Sizes:
         # Only the engine has no model role.
         if role not in self._roles:
             assert isinstance(self._config, PPOConfig)
-            engine = engine_usage(self._config, self._architectures["actor"], stage)
-            return self._placed.of_engine(engine, phase)
+            if stage not in self._engines:
+                self._engines[stage] = engine_usage(self._config, self._architectures["actor"], stage)
+            return self._placed.of_engine(self._engines[stage], phase)
         return self._placed.of_model(role, self._of(role, stage), phase)
 
     def before_training(self, stages: Mapping[str, int]) -> dict[str, dict[str, Usage]]:

@@ -14,6 +14,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import ConfigError
+from megarl.machine.folder_kinds import is_run, no_run
 from megarl.models.architecture import Architecture
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import DeviceProfile
@@ -110,8 +111,10 @@ def fit_run(
 
     Raises:
         ConfigError, MetricsFileError: A file cannot be read.
-        ValueError: The run has no step with samples.
+        ValueError: The folder is not that of a run, or the run has no step with samples.
     """
+    if not is_run(run_dir):
+        raise ValueError(no_run(run_dir))
     config = load_config(PPOConfig, run_dir / CONFIG_FILE)
     series = read_metrics(run_dir / METRICS_FILE)
     prompt, response = (last_median(series, f"{name}_length/mean") for name in ("prompt", "response"))

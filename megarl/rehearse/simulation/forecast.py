@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
+from megarl.machine.folder_kinds import is_run, no_run
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.step_time.measured_run import LAST_STEPS, last_median
 from megarl.rehearse.simulation.run import Script, SimulatedRun, Simulation
@@ -162,6 +163,8 @@ def measured(run_dir: Path) -> tuple[list[list[int]], dict[str, float]]:
         ConfigError, MetricsFileError, SamplesFileError: A file cannot be read.
         ValueError: The run lacks data that the simulation needs.
     """
+    if not is_run(run_dir):
+        raise ValueError(no_run(run_dir))
     config = load_config(PPOConfig, run_dir / CONFIG_FILE)
     series = read_metrics(run_dir / METRICS_FILE)
 

@@ -20,6 +20,7 @@ from functools import partial
 from itertools import batched, chain
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.batch.branches import BRANCH
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import SamplingConfig
@@ -314,6 +315,9 @@ class RolloutBuffer:
         are_episodes = "episode_end" in rows.non_tensor_batch
         has_routes = ROUTED_EXPERTS in rows.ragged
         if are_episodes != (first.task is not None) or has_routes != first.sampling.with_routes:
+            return False
+        # Conversations of an agent program have other columns than an episode of tools or an environment.
+        if (BRANCH in rows.non_tensor_batch) != self._rules.have_branches:
             return False
         if num_samples(rows) != self._rules.size:
             return False

@@ -248,6 +248,7 @@ class GroupRules(NamedTuple):
         max_error_rate: Share of a step's groups that may be dropped because an engine cannot generate their
             samples.
         scores_early: Whether groups are scored while others are generated, even if no filter needs it.
+        have_branches: Whether samples are the conversations of an agent program.
     """
 
     sampling: SamplingConfig
@@ -255,6 +256,7 @@ class GroupRules(NamedTuple):
     max_without_signal: int | None = None
     max_error_rate: float = 0.0
     scores_early: bool = True
+    have_branches: bool = False
 
     @property
     def size(self) -> int:

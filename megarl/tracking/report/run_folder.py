@@ -17,6 +17,7 @@ from megarl.config.load import plain_values
 from megarl.config.schema import SCHEMAS, RunKind
 from megarl.config.values import schema_keys
 from megarl.machine.files import parse_yaml
+from megarl.machine.folder_kinds import is_run, no_run
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import MetricsFileError, read_metrics
 from megarl.tracking.report.sample_part import finite, sample_part
@@ -54,14 +55,8 @@ class RunFolder:
         self.name = name
         self._plan = plan
         self._max_tokens = max_tokens
-        if not path.is_dir():
-            raise RunFolderError(f"{path}: there is no such folder; give a run's trainer.output_dir")
-
-        if not any((path / each).exists() for each in (CONFIG_FILE, METRICS_FILE, FAILURE_FILE)):
-            raise RunFolderError(
-                f"{path}: no run has written here (no {METRICS_FILE}, no {CONFIG_FILE}); give a run's "
-                f"trainer.output_dir"
-            )
+        if not is_run(path):
+            raise RunFolderError(no_run(path))
 
     def versions(self) -> dict[str, str]:
         """Return the version of each available part. The version changes whenever the part does."""

@@ -595,7 +595,11 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
     assert [schema["function"]["name"] for schema in schemas] == ["price", "shop", "calculator"]
 
     for path, name, said in (
-        (file, "cost", "tool 'cost' is not in .*, which defines"),
+        (
+            file,
+            "cost",
+            r"tool 'cost' is not in .*, which defines .*; set agent\.tools to FILE\.py:NAME, such as .*\.py:\w+$",
+        ),
         (file, "number", "is a int, expected a function, or an object with a schema"),
         (file, "Shop", "is a class, expected"),
         (tmp_path / "none.py", "price", "there is no such file"),

@@ -270,6 +270,16 @@ def test_the_own_hint_of_an_error_is_used_where_no_other_program_said_anything()
     ]
 
 
+def test_a_hint_leaves_out_a_value_that_is_set_already() -> None:
+    hint = (
+        "try {role.recompute unless none, trainer.total_steps unless 99}",
+        "or {role.recompute unless none}",
+    )
+    assert hint_for(Cause([], "anything", hint, role="critic"), CONFIG) == [
+        "try trainer.total_steps (now 100)"
+    ]
+
+
 def all_hints() -> dict[str, Sequence[str]]:
     """Return the hints of all errors, of ended processes, and of other programs' messages, by source."""
     for module in pkgutil.walk_packages(megarl.__path__, "megarl."):
@@ -307,7 +317,7 @@ def test_a_hint_names_nothing_that_does_not_exist() -> None:
     for place, hint in found.items():
         for field in re.findall(r"\{([^{}]+)\}", "\n".join(hint)):
             if field not in FACTS and field not in groups:
-                for key in field.split(", "):
+                for key in (each.partition(" unless ")[0] for each in field.split(", ")):
                     names = [key.replace("role.", f"{section}.", 1) for section in ("actor", "critic")]
                     assert key in keys or key.startswith("role.") and all(name in keys for name in names), (
                         place,

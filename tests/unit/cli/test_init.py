@@ -679,7 +679,7 @@ def test_the_tokenizer_of_the_model_is_tried_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("words", "limit", "skipped"),
-    [(10, 512, 0), (600, 640, 0), (5000, 2048 - 512, 1)],
+    [(10, 512, 0), (600, 640, 0), (5000, 2048 - 128 - 512, 1)],
     ids=["short", "longer than the default", "longer than the model can read"],
 )
 def test_the_limit_of_prompts_fits_the_rows_and_the_model(

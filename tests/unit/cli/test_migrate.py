@@ -54,6 +54,57 @@ def test_the_file_is_a_configuration(folder: Path, name: str, capsys: pytest.Cap
     assert loaded.config.placement.devices_per_node in (None, 4, 8)
 
 
+VERL_START = "python3 -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.model.path=m "
+SLIME_START = "python train.py --hf-checkpoint m --prompt-data a.jsonl --rollout-batch-size 8 "
+TRL_START = "trl grpo --model_name_or_path m --dataset_name d "
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "output_dir", "keep"),
+    [
+        ("a.sh", f"{VERL_START} trainer.default_local_dir=/ckpt/x trainer.save_freq=5", "/ckpt/x", 0),
+        (
+            "b.sh",
+            f"{VERL_START} trainer.project_name='my math' trainer.experiment_name=7b trainer.save_freq=5 "
+            "trainer.max_actor_ckpt_to_keep=3",
+            "outputs/my-math/7b",
+            3,
+        ),
+        ("c.sh", f"{VERL_START} trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=null", "outputs/c", 0),
+        ("d.sh", f"{VERL_START} trainer.save_freq=-1", "outputs/d", None),
+        ("e.sh", f"{SLIME_START} --save /ckpt/y --save-interval 20", "/ckpt/y", 0),
+        ("f.sh", f"{SLIME_START} --wandb-group dapo", "outputs/dapo", None),
+        ("g.sh", f"{TRL_START} --output_dir out/z --save_steps 10 --save_total_limit 4", "out/z", 4),
+        ("h.sh", f"{TRL_START} --save_steps 10", "outputs/h", 0),
+    ],
+)
+def test_each_run_has_a_folder_and_a_number_of_checkpoints(
+    name: str,
+    text: str,
+    output_dir: str,
+    keep: int | None,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / name).write_text(text + "\n")
+    assert main(["migrate", name]) == 0
+    values = yaml.safe_load(capsys.readouterr().out)
+    assert values["trainer"]["output_dir"] == output_dir
+    assert values.get("checkpoint", {}).get("keep") == keep
+    assert "dir" not in values.get("checkpoint", {})
+
+
+def test_the_summary_lists_what_the_user_has_to_set(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run.sh").write_text(f"{VERL_START} trainer.total_epochs=3\n")
+    assert main(["migrate", "run.sh"]) == 0
+    text, summary = capsys.readouterr()
+    said = "settings carried over or answered; 2 values for you to set: "
+    listed = summary.splitlines()[-1].partition(said)[2].split(", ")
+    assert sorted(listed) == ["reward.functions", "trainer.total_steps"]
+    assert said in text.splitlines()[0]
+    assert text.count("???") == 3  # one is in the comment at the top
+
+
 def test_comments_name_the_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", "verl.sh", "--output", "run.yaml"]) == 0
     text = (folder / "run.yaml").read_text()

@@ -185,13 +185,22 @@ MISTAKES: dict[str, Mistake] = {
     "a data file that is not there": override(
         "data.train_files=[mine.parquet]", said="there is no file", command="train"
     ),
-    "a folder as data": override("data.train_files=[policy]", said="list each file in it"),
+    "a folder as data": override("data.train_files=[policy]", said="this is a language model ("),
     "a pattern as data": override("data.train_files=['*.parquet']", said="patterns are not expanded"),
     "a page as data": override(
         "data.train_files=[reward.py]", said="its name must end in .parquet, .jsonl, .json, .csv"
     ),
     "no data": override("data.train_files=[]", said="list at least one file"),
     "too few weights": override("data.train_weights=[1, 2]", said="there are 2 weights for 1 file"),
+    "a reward model as policy": Mistake(
+        "is a reward model (Qwen2ForSequenceClassification), which returns a score",
+        prepare=fields("config.json", architectures=["Qwen2ForSequenceClassification"]),
+        fast=True,
+    ),
+    "a policy as reward model": override("reward.model.path=policy", said="so this is a language model ("),
+    "a tokenizer as model": Mistake(
+        "this is a tokenizer without a model", prepare=gone("config.json"), fast=True
+    ),
     "a model that is not there": override("model.path=nowhere", said="must be a local Hugging Face folder"),
     "a GPU that is not there": override("device=cuda", said="use device=cpu", command="train"),
     # files: the configuration

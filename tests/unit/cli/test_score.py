@@ -50,6 +50,27 @@ def test_an_error_is_no_score_and_the_status_says_so(
     assert score(folder, str(folder / "rows.jsonl"), "reward.max_error_rate=0.5") == 0
 
 
+def test_the_numbers_of_functions_are_printed_like_metrics(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def function(name: str, body: str) -> str:
+        arguments = "data_source, solution_str, ground_truth, extra_info"
+        (folder / f"{name}.py").write_text(f"def compute_score({arguments}):\n    {body}\n")
+        return f"{{path: {folder / name}.py}}"
+
+    one = function("right", "return {'score': 1.0, 'length': len(solution_str)}")
+    two = function("form", "return None if solution_str == '5' else 0.5")
+    rows = [
+        {"data_source": "d", "ground_truth": "5", "response": text, "extra_info": {}} for text in ("5", "six")
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert score(folder, str(folder / "rows.jsonl"), f"reward.functions=[{one}, {two}]") == 0
+    said = capsys.readouterr().out
+    assert "reward/form.compute_score/mean: 0.5 (1 row)" in said
+    assert "reward/right.compute_score/mean: 1\n" in said
+    assert "reward/right.compute_score/length/mean: 2\n" in said
+
+
 def test_rows_say_whether_their_prompt_opened_the_thinking(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

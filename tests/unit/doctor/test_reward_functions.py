@@ -99,6 +99,27 @@ def test_a_function_without_a_score_for_an_empty_response_is_warned_of(tmp_path:
     assert "for an empty response to row 0 of a.parquet, compute_score raised IndexError" in said
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return solution_str * 200", "returned the str"),
+        ("return {solution_str * 200: 1.0}", "returned a dict without 'score'"),
+        ("return [0.1] * 200", "returned the list"),
+        ("return {'score': {str(each): each for each in range(200)}}", "returned the dict"),
+    ],
+)
+def test_a_wrong_return_value_is_said_once_and_in_short(body: str, said: str, tmp_path: Path) -> None:
+    truths = [f"{number} is a truth of some length" for number in range(20)]
+    ((status, line),) = judged_rewards(tmp_path, body, truths)
+    assert status is Status.error
+    assert (
+        "reward.functions: for '0 is a truth of some length', the ground truth of a.parquet, row 0, " in line
+    )
+    assert said in line
+    assert "; 20 of 20 samples fail -> fix " in line
+    assert len(line.replace(str(tmp_path), "")) < 400
+
+
 def test_answers_for_some_samples_are_refused(tmp_path: Path) -> None:
     body = 'return {"score": 1.0, "answer": "5"} if solution_str else {"score": 0.0}'
     ((status, said),) = judged_rewards(tmp_path, body, ["5"])

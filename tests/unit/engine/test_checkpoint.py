@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.checkpoints.torch_dist import read_index
 from megarl.config.schema import ExpertsConfig, ParallelConfig
+from megarl.engine.checkpoint import why_missing
 from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import (
     Saved,
@@ -210,6 +211,28 @@ def test_in_another_layout_the_next_steps_agree(
         assert said.endswith(
             f"it {'was frozen in that run' if routers.freeze_router else 'is frozen in this run'} (experts.freeze_router)"
         )
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (
+            "optimizer.state.exp_avg_sq.layers.0.router",
+            "kept exp_avg, momentum_buffer of this parameter, and this one ",
+        ),
+        ("optimizer.state.exp_avg.layers.1.router", "it was frozen in that run (experts.freeze_router)"),
+        ("layers.7.weight", "the checkpoint has another architecture"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_explained(key: str, said: str) -> None:
+    """Another optimizer keeps other values of the same parameter. A frozen one has none."""
+    states = ("exp_avg", "momentum_buffer")
+    stored = [
+        "layers.0.router",
+        "layers.1.router",
+        *(f"optimizer.state.{each}.layers.0.router" for each in states),
+    ]
+    assert said in why_missing(stored, key)
 
 
 def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_path: Path) -> None:

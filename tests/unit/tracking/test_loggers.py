@@ -64,6 +64,14 @@ def test_console_line_shows_the_main_metrics_that_exist(tmp_path):
     ]
 
 
+def test_the_line_of_a_run_without_rewards_shows_none(tmp_path):
+    written = []
+    run = TrackedRun(output_dir=tmp_path, has_rewards=False)
+    metrics = {"distillation/reverse_kl/mean": 0.5, "reward/mean": 0.0, "val/score/mean": 0.0}
+    ConsoleLogger(run, written.append).log(metrics | {"actor/entropy": 1.0}, 3)
+    assert written == ["step 3  teacher_kl 0.5  entropy 1"]
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

@@ -33,5 +33,14 @@ def test_a_terminal_sees_step_reward_kl_and_throughput():
     assert "9" not in drawn.split("tokens/s")[-1].split("left")[0].replace("1,234", "").replace("0:00:00", "")
 
 
+def test_a_run_without_rewards_shows_none():
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=160, color_system=None)
+    with ProgressBar("distillation", 4, console, has_rewards=False) as bar:
+        bar.advance({"critic/score/mean": 0.0, "distillation/reverse_kl/mean": 0.5})
+    assert "KL from the teacher 0.5" in output.getvalue()
+    assert "reward" not in output.getvalue()
+
+
 def test_a_log_file_gets_no_control_characters():
     assert _drawn(terminal=False).strip() == ""

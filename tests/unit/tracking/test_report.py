@@ -79,6 +79,17 @@ def test_a_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").stat().st_size < LARGEST_MB * 1e6
 
 
+def test_a_report_of_several_runs_is_written_to_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        make_run(tmp_path / name, 2, 2, 4)
+    assert main(["report", "a", "b"]) == 0
+    assert capsys.readouterr().out.startswith("report written to report.html (")
+    assert sorted(path.name for path in tmp_path.rglob("report.html")) == ["report.html"]
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "num_shown"),
     [(1, 1), (3 * TOKENS + 1, 3), (8 * TOKENS + 1, 8), (15 * TOKENS + 2, 8), (16 * TOKENS + 2, 16)],
@@ -250,7 +261,7 @@ def test_what_is_no_run_is_refused_in_a_line(
         ): f"{tmp_path / 'absent'}: there is no such folder; give a run's trainer.output_dir",
         (
             str(tmp_path / "empty"),
-        ): f"{tmp_path / 'empty'}: no run has written here (no metrics.jsonl, no config.yaml); give",
+        ): f"{tmp_path / 'empty'}: no run has written here (no config.yaml, no metrics.jsonl); give",
         (str(made), str(made)): f"{made}: is listed twice",
         (
             str(made),

@@ -92,7 +92,7 @@ def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "no run has written here (no status.json, no config.yaml); give a run's trainer.output_dir"),
+        (None, "no run has written here (no config.yaml, no metrics.jsonl); give a run's trainer.output_dir"),
         (
             "config.yaml",
             "no status.json yet",
@@ -111,7 +111,7 @@ def test_what_is_not_there_or_damaged_is_one_line(tmp_path: Path, content: str |
         read_status(tmp_path)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
-    with pytest.raises(StatusError, match="there is no such folder; give a run's trainer.output_dir"):
+    with pytest.raises(StatusError, match="there is no such folder; give "):
         read_status(tmp_path / "nowhere")
 
 

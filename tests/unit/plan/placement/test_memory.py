@@ -342,7 +342,7 @@ def test_a_budget_names_the_device_the_phase_and_the_roles() -> None:
         "placement.device_memory_gb: in update_critic, device 0 of node 0 (pool all) needs "
     )
     assert "critic " in problem
-    assert "but has 32; use larger parallel sizes" in problem
+    assert problem.endswith("), but has 32")
     roomy = config(PlacementStrategy.fully_collocate, device_memory_gb=80.0, over_budget=OverBudget.warn)
     assert budget_problems(roomy, devices) == []
 

@@ -17,6 +17,7 @@ import torch
 
 from megarl.agents.episode import AnswerTurn, EpisodeLimits
 from megarl.agents.protocol import Reply
+from megarl.agents.trajectory import failed_trajectory
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OnUpdate, SamplingConfig
@@ -24,7 +25,13 @@ from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.rehearse.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.rollout.driver.rollout import Rollout, TokenRules
-from megarl.rollout.driver.sample_rows import GroupRules, from_bytes, to_bytes
+from megarl.rollout.driver.sample_rows import (
+    FinishedGroup,
+    GroupRules,
+    from_bytes,
+    sample_rows,
+    to_bytes,
+)
 from megarl.rollout.driver.scheduler import RequestScheduler, RequestState
 from megarl.rollout.driver.step_rollout import StepRollout
 from megarl.rollout.episodes.episode_runner import TurnRunner
@@ -357,6 +364,18 @@ def test_a_run_that_goes_on_has_the_episodes_that_were_finished() -> None:
             assert (
                 one_step.rows.non_tensor_batch[key].tolist() == other_step.rows.non_tensor_batch[key].tolist()
             )
+
+
+def test_stored_episodes_of_an_agent_program_are_generated_again_with_an_environment() -> None:
+    """A harness was replaced by an environment while samples were ahead. Both have episodes, in other columns."""
+    loader = BatchLoader(Rows(), PROMPTS, shuffle=False, seed=0)
+    position = loader.state_dict()
+    first_uid, *_ = next(loader).non_tensor_batch["uid"]
+    rows = sample_rows([failed_trajectory([0], "died")] * SAMPLING.n)
+    with stage(1, 4, position=position, version=3) as one:
+        one.async_rollout.restore({first_uid: FinishedGroup(first_uid, 3, rows)})
+        (step,) = train(one, [1])
+    assert step.prompts == in_order(1)[0]
 
 
 def test_prompts_whose_environments_are_always_lost_are_given_up_and_others_come_earlier() -> None:
