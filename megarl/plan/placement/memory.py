@@ -194,6 +194,8 @@ class PlacedMemory:
         else:
             works = role in phase.roles and phase.name != "update_weights"
             activations = memory.score if works else memory.stays
+        if PARAMETERS in held:
+            activations += memory.quantized
 
         buckets = self.buffers.in_phase(phase.name, role, state.parameters)
         if self._is_on_cpu:
@@ -261,7 +263,7 @@ class _Sizes:
         for role in self._roles.values():
             if role.before_training and role.shares_with in stages:
                 memory = self._of(role.name, stages[role.shares_with])
-                alone = replace(memory.state, activations=memory.score)
+                alone = replace(memory.state, activations=memory.score + memory.quantized)
                 phases[role.phases[0].name] = {role.name: alone}
         return phases
 

@@ -19,6 +19,7 @@ from megarl.config.schema import (
     EngineDType,
     JudgeConfig,
     Layers,
+    MegatronConfig,
     MicroBatchConfig,
     ModelConfig,
     OverBudget,
@@ -372,3 +373,26 @@ def test_engines_in_fp8_have_half_the_weights_and_the_actor_quantizes() -> None:
 
     # An actor rank has all scales, and converts 4 Mi elements at a time, each in 15 bytes.
     assert buckets(quantized) - buckets(plain) == 4 * num_scales + 15 * 2**22
+
+
+def test_weights_in_fp8_are_kept_next_to_those_of_roles_that_are_in_memory() -> None:
+    """The actor has copies for both directions, the reference for one; both are dropped with the weights."""
+    run = config(PlacementStrategy.hybrid)
+    options = MegatronConfig(transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"})
+    in_fp8 = replace(run, actor=replace(run.actor, megatron=options))
+    plain, quantized = (plan_memory(each, plan_placement(each), EVERY_ROLE)[0] for each in (run, in_fp8))
+
+    # Four ranks share the matrices; see test_engines_in_fp8_have_half_the_weights_and_the_actor_quantizes.
+    matrices = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18944 * 3584) // 4
+    copy = matrices * 33 // 32
+    counted = {
+        phase: {
+            role: quantized.phases[phase][role].activations - usages[role].activations
+            for role in ("actor", "reference")
+        }
+        for phase, usages in plain.phases.items()
+    }
+    # Micro-batches are padded to multiples of 128 tokens, which these are.
+    assert counted["update_actor"] == {"actor": 2 * copy, "reference": 0}
+    assert counted["ref"]["reference"] == copy
+    assert counted["gen"] == {"actor": 0, "reference": 0}
