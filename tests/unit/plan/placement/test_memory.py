@@ -36,9 +36,17 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.memory import DeviceMemory, budget_problems, plan_memory
+from megarl.models.layers import layers_of
+from megarl.plan.placement.memory import (
+    DeviceMemory,
+    budget_problems,
+    engine_usage,
+    plan_memory,
+    row_cache,
+)
 from megarl.plan.placement.model_state import Usage, stage_parameters
 from megarl.plan.placement.plan import plan_placement
+from tests.families import example_architecture
 
 QWEN_7B = Architecture(
     model_type="qwen2",
@@ -314,6 +322,31 @@ def test_a_draft_model_takes_its_part_of_the_engines_memory(tmp_path: Path) -> N
     engine = plan_memory(shared, plan_placement(shared), EVERY_ROLE)[-1].phases["gen"]["rollout"]
     assert engine.parameters == 2 * SIZE + 6000
     assert engine.parameters + engine.kv_cache == int(0.6 * 72 * 2**30)
+
+
+def test_groups_with_an_attention_of_their_own_keep_their_own_sequences() -> None:
+    """Four devices in two groups: a group has all heads and the embedding, and half of the sequences."""
+    run = sglang()
+    policy = example_architecture("deepseek_v3")
+    one = replace(run, rollout=replace(run.rollout, tensor_parallel_size=4, sglang=SGLangConfig()))
+    groups = SGLangConfig(server_args={"attn_dp_size": 2})
+    two = replace(one, rollout=replace(one.rollout, sglang=groups))
+
+    layer = sum(
+        matrix.outputs * matrix.inputs
+        for part in layers_of(policy)[0]
+        if part.kind.prefix == "self_attention."
+        for matrix in part.matrices
+    )
+    again = 2 * (layer * policy.num_hidden_layers + policy.vocab_size * policy.hidden_size)
+    assert engine_usage(two, policy).parameters - engine_usage(one, policy).parameters == pytest.approx(
+        again / 4, abs=1
+    )
+    # Every device keeps the latents of a sequence of its group, however many share its heads.
+    assert row_cache(two, policy) == row_cache(one, policy)
+    assert row_cache(two, QWEN_7B) == 2 * row_cache(one, QWEN_7B)
+    # Without a share, the cache has room for the sequences of a group.
+    assert engine_usage(two, policy).kv_cache * 2 == engine_usage(one, policy).kv_cache
 
 
 def test_a_share_that_cannot_hold_a_row_is_a_problem() -> None:
