@@ -116,8 +116,8 @@ class RankLoader:
         parameters = model.named_parameters()
         if converted := [name for name, each in parameters if getattr(each, "format_ue8m0", False)]:
             raise WeightTransferError(
-                f"SGLang has converted {counted(len(converted), 'scale')} of FP8 weights for DeepGEMM on this "
-                f"GPU, such as {converted[0]}, and a weight sync sends others; remove "
+                f"SGLang has converted {counted(len(converted), 'scale')} of FP8 weights for DeepGEMM on "
+                f"this GPU, such as {converted[0]}, and a weight sync sends others; remove "
                 "rollout.sglang.server_args.fp8_gemm_runner_backend"
             )
         metas = {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest}
