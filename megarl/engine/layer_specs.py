@@ -270,7 +270,7 @@ def adapt_dispatchers(model: torch.nn.Module) -> None:
         if isinstance(module, MoELayer):
             dispatcher: Any = module.token_dispatcher
             dispatcher.combine_postprocess = _and_forget(dispatcher, dispatcher.combine_postprocess)
-            manager = getattr(dispatcher, "_comm_manager", None)
+            manager: Any = getattr(dispatcher, "_comm_manager", None)
             if hasattr(manager, "_indices_to_multihot"):
                 manager._indices_to_multihot = partial(_one_column_per_expert, manager.num_local_experts)
 

