@@ -13,7 +13,7 @@ from docs.generate.configuration import reference
 from docs.generate.metrics import metric_tables
 from docs.generate.models import models_page
 from docs.generate.schedule import schedules
-from docs.generate.shipped_runs import shipped_runs
+from docs.generate.shipped_runs import shipped_runs, where_time_goes
 from docs.generate.trl import migration_from_trl
 from docs.generate.verl import migration
 
@@ -41,6 +41,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": _within("configuration.md", reference),
     "docs/cli.md": _within("cli.md", commands),
     "docs/launch.md": _within("launch.md", shipped_runs),
+    "docs/tuning.md": _within("tuning.md", where_time_goes),
     "docs/tracking.md": _within("tracking.md", metric_tables),
     "docs/models.md": models_page,
     "docs/verl.md": migration,

@@ -242,6 +242,7 @@ RULES = (
             rollout.engine_fits_model: _ENGINE_SIZES,
             rollout.stages_fit_model: _ENGINE_STAGES,
             experts.engine_fits: _ENGINE_SIZES,
+            experts.attention_fits: _ENGINE_SIZES,
             fp8.fits_model: _ENGINE_SIZES,
             speculation.fits_model: ("rollout.tensor_parallel_size",),
             experts.routing_replay: (),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -251,8 +252,15 @@ def adapt_expert_biases(model: torch.nn.Module) -> None:
         module.register_forward_hook(lambda module, inputs, outputs: (outputs[0].clone(), *outputs[1:]))
 
 
-def forget_routes(model: torch.nn.Module) -> None:
-    """Make Megatron's dispatchers release the routes of a layer's last pass.
+# What dispatchers, and the managers of flexible ones, know about the last pass.
+_ROUTES = (
+    *("probs", "routing_map", "reversed_local_input_permutation_mapping", "token_probs", "token_indices"),
+    *("dispatched_routing_map", "dispatched_probs", "reversed_mapping_for_combine", "pad_offsets"),
+)
+
+
+def adapt_dispatchers(model: torch.nn.Module) -> None:
+    """Make Megatron's dispatchers release the routes of a layer's last pass, and convert them on the device.
 
     Otherwise they keep, until the next pass, the graph of recomputed activations: the input and its gradient
     of each layer.
@@ -261,6 +269,9 @@ def forget_routes(model: torch.nn.Module) -> None:
         if isinstance(module, MoELayer):
             dispatcher: Any = module.token_dispatcher
             dispatcher.combine_postprocess = _and_forget(dispatcher, dispatcher.combine_postprocess)
+            manager: Any = getattr(dispatcher, "_comm_manager", None)
+            if hasattr(manager, "_indices_to_multihot"):
+                manager._indices_to_multihot = partial(_one_column_per_expert, manager.num_local_experts)
 
 
 def _and_forget(
@@ -268,10 +279,31 @@ def _and_forget(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(tokens: torch.Tensor) -> torch.Tensor:
         combined = combine(tokens)
-        dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+        for holder in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
+            vars(holder).update(dict.fromkeys(vars(holder).keys() & _ROUTES))
         return combined
 
     return run
+
+
+def _one_column_per_expert(
+    num_experts: int, indices: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace DeepEP's conversion of routes in Megatron, which waits for the device three times.
+
+    Args:
+        indices: (tokens, routes) the experts of this rank that have a token; -1 stands for another rank's.
+        probs: (tokens, routes).
+
+    Returns:
+        (tokens, experts) whether an expert has a token, and with which probability, in float32.
+    """
+    # Routes to other ranks are in a last column, which is left out.
+    columns = indices.where(indices >= 0, num_experts).long()
+    none = probs.new_zeros((len(indices), num_experts + 1), dtype=torch.float32)
+    is_routed = none.bool().scatter(1, columns, True)
+    weights = none.scatter(1, columns, probs.float())
+    return is_routed[:, :-1].contiguous(), weights[:, :-1].contiguous()
 
 
 def drop_quantized_weights(models: Iterable[torch.nn.Module]) -> None:

@@ -24,10 +24,10 @@ from megarl.config.schema import CPCommType, Layers, ParallelConfig, Recomputati
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_kinds import MODULES
 from megarl.engine.layer_specs import (
+    adapt_dispatchers,
     adapt_expert_biases,
     block_spec,
     canonical_name,
-    forget_routes,
     fuse_gradient_accumulation,
     mark_cut_parameters,
 )
@@ -265,7 +265,7 @@ class ModelChunk(GPTModel):
         # Megatron marks sharded parameters while it initializes them, which is skipped because all are
         # loaded.
         mark_cut_parameters(self)
-        forget_routes(self)
+        adapt_dispatchers(self)
         if architecture.linear_bias:
             adapt_expert_biases(self)
         if layers is Layers.transformer_engine:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
@@ -108,6 +111,7 @@ def activate(device: Device) -> Platform:
         # Without its compiled part, its import fails with an error that Megatron does not expect.
         if not has_transformer_engine():
             _hide("transformer_engine")
+        complete_deep_ep()
         with without_modules(*UNUSED):
             rotary.install()
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
@@ -134,6 +138,19 @@ def _hide(package: str) -> None:
     OSError, which Megatron does not expect.
     """
     sys.modules.setdefault(package, None)  # pyrefly: ignore[no-matching-overload]
+
+
+def complete_deep_ep() -> None:
+    """Name the events of DeepEP where Megatron imports them from, if the package is installed.
+
+    SGLang's build of version 2 has them in a module below, without which Megatron takes DeepEP for absent.
+    """
+    if find_spec("deep_ep") is None:
+        return
+    with suppress(ImportError):  # so Megatron does
+        events: Any = import_module("deep_ep.utils.event")
+        utils: Any = import_module("deep_ep.utils")
+        utils.EventOverlap = events.EventOverlap
 
 
 def without_modules(*modules: str) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ This module does not import torch, because `megarl check --fast` uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megarl.config.schema import RolloutEngineKind
@@ -43,6 +43,6 @@ ENGINES: dict[RolloutEngineKind, Callable[[RolloutEngineSpec, EngineNode], Engin
 }
 # Checks for engines with a `server_args` section: raise ConfigError for names that the engine's library does
 # not know.
-SERVER_ARGS_CHECKS: dict[RolloutEngineKind, Callable[[Collection[str]], None]] = {
+SERVER_ARGS_CHECKS: dict[RolloutEngineKind, Callable[[Mapping[str, object]], None]] = {
     RolloutEngineKind.sglang: refuse_unknown_server_args,
 }

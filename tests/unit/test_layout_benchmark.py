@@ -80,7 +80,7 @@ def test_what_is_recomputed_or_exchanged_is_launched(
     role = next(role for role in model_roles(config) if role.name == "actor")
     lengths = measured_lengths(PROMPT, [RESPONSE])
     phases = role_work(config, role, read_architectures(config)[0]["actor"], lengths)
-    [(_, _, num_launches)] = phases["update_actor"].stages
+    [(_, _, num_launches, _)] = phases["update_actor"].stages
     assert num_launches == layers
 
 

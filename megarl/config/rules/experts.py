@@ -16,6 +16,7 @@ from megarl.config.finding import (
 )
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import (
+    ATTENTION_GROUPS,
     Device,
     Layers,
     OnUpdate,
@@ -129,6 +130,50 @@ def layers_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -
             f"is {config.engine.layers.value}, but the experts of {role.path} ({architecture.model_type}) "
             "have biases, which megarl supports with local layers only; use local",
         )
+
+
+def attention_fits(config: PPOConfig, policy: Architecture) -> Findings:
+    """Check the groups of an engine's devices that each compute the attention of their own sequences."""
+    rollout = config.rollout
+    groups = rollout.sglang.server_args.get(ATTENTION_GROUPS)
+    if groups is None:
+        return
+
+    key = f"rollout.sglang.server_args.{ATTENTION_GROUPS}"
+    if not isinstance(groups, int) or groups < 1 or rollout.tensor_parallel_size % groups:
+        yield Finding(
+            (key, "rollout.tensor_parallel_size"),
+            f"is {groups!r}, but must divide tensor_parallel_size {rollout.tensor_parallel_size}",
+        )
+        return
+
+    others = (
+        (("device",), config.device is Device.cpu, "but SGLang has no such attention on a CPU; use 1"),
+        (("model.path",), not routes_tokens(policy), "but the model is dense; use more engines, and 1"),
+        (
+            ("rollout.pipeline_parallel_size",),
+            rollout.pipeline_parallel_size > 1,
+            "but megarl has no test of it with pipeline stages; use 1 for one of them",
+        ),
+        (
+            ("actor.lora.sync",),
+            config.actor.served_adapters is not None,
+            "but megarl has no test of it with adapters in engines; use merged ones, or 1",
+        ),
+        (
+            ("engine.routing_replay",),
+            config.engine.routing_replay is RoutingReplay.rollout,
+            "but megarl has no test of it with routes of engines; use trainer, off, or 1",
+        ),
+        (
+            ("rollout.sglang.server_args.speculative_algorithm",),
+            rollout.sglang.server_args.get("speculative_algorithm") is not None,
+            "but megarl has no test of it with drafts; remove speculative_algorithm, or use 1",
+        ),
+    )
+
+    if groups != 1:
+        yield from conflicts(key, f"is {groups!r}, ", *others)
 
 
 def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:

@@ -16,7 +16,7 @@ from megarl.config.finding import Absence, Finding, Findings
 from megarl.config.layers import is_installed
 from megarl.config.roles import RoleKind, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
-from megarl.config.rules.megatron import requirements_here
+from megarl.config.rules.megatron import attention_switches, requirements_here
 from megarl.config.schema import (
     RESUME_AUTO,
     RESUME_DISABLE,
@@ -328,6 +328,7 @@ RULES = (
     _draft_folder,
     _gpus,
     requirements_here,
+    attention_switches,
     _engine_packages,
     _engine_switches,
     _loggers,

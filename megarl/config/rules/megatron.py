@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 
 from megarl.config.finding import Absence, Finding, Findings
 from megarl.config.layers import choose_layers, has_transformer_engine
@@ -51,6 +53,11 @@ _WITHOUT_EFFECT: Mapping[str, tuple[str, str, tuple[object, ...]]] = {
 }
 # The numbers of ranks for which DeepEP has buffer sizes (`deep_ep.Buffer.get_dispatch_config`).
 _DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+_HYBRID = "HybridEPBuffer"
+# Switches of Transformer Engine that Megatron sets from attention_backend, and refuses with other values.
+_SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_SWITCHED_ON = {"flash": _SWITCHES[:1], "fused": _SWITCHES[1:2], "unfused": _SWITCHES[2:], "local": ()}
+_FLASH_VERSIONS = (2, 3, 4)
 # Attention in FP8, for which Transformer Engine has no kernel of packed rows.
 _FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 
@@ -146,6 +153,28 @@ def _deepep_ranks(role: ModelRole) -> Findings:
         )
 
 
+def attention_switches(config: RunConfig) -> Findings:
+    """Check that this machine's environment, which workers get, agrees with the options of attention."""
+    models = {role.megatron_key: role.megatron.transformer for role in model_roles(config)}
+    for section, options in models.items():
+        for name, expected in _attention_environment(options).items():
+            if (given := os.environ.get(name, expected)) != expected:
+                key = f"{section}.transformer"
+                yield Finding(
+                    (key,),
+                    f"with these options Megatron sets {name}={expected}, but the environment has {name}="
+                    f"{given}; unset {name}, and set {key}.attention_backend or .flash_attention_version",
+                )
+
+
+def _attention_environment(options: Mapping[str, object]) -> dict[str, str]:
+    switched_on = _SWITCHED_ON.get(str(options.get("attention_backend")), _SWITCHES)
+    expected = {name: str(int(name in switched_on)) for name in _SWITCHES}
+    if (version := options.get("flash_attention_version")) is not None:
+        expected |= {f"NVTE_FLASH_ATTN_V{each}": "0" for each in _FLASH_VERSIONS if each != version}
+    return expected
+
+
 def requirements_here(config: RunConfig) -> Findings:
     """Check that this machine has what the options need, if the run joins no cluster."""
     if cluster_address() is None and config.device is not Device.cpu:
@@ -153,22 +182,23 @@ def requirements_here(config: RunConfig) -> Findings:
             yield from _requirements_here(config, role)
 
 
-def _has_dispatcher(role: ModelRole) -> bool:
-    """Whether the package of a flexible dispatcher is installed. DeepEP also has the hybrid one."""
+def _missing_dispatcher(role: ModelRole) -> str | None:
+    """Return the package that a flexible dispatcher requires, if it is not installed."""
     backend = role.megatron.transformer.get("moe_flex_dispatcher_backend", "deepep")
-    return backend == "ncclep" or find_spec("deep_ep") is not None
+    package = find_spec("deep_ep")
+    if backend == "hybridep":
+        # Only a branch of DeepEP has it.
+        has_hybrid = package is not None and _HYBRID in Path(str(package.origin)).read_text(encoding="utf-8")
+        return None if has_hybrid else "deep_ep of DeepEP's branch hybrid-ep"
+    return None if backend == "ncclep" or package is not None else "deep_ep (pip install sgl-deep-ep)"
 
 
 def _requirements_here(config: RunConfig, role: ModelRole) -> Iterator[Finding]:
     for option in options_of(role.megatron):
         key = f"{role.megatron_key}.{option.section}.{option.name}"
-        if option.value == "flex" and not _has_dispatcher(role):
-            yield Finding(
-                (key,),
-                f"{option.value} requires the package deep_ep, which is not installed; install it, or remove "
-                "the option",
-                Absence.package,
-            )
+        if option.value == "flex" and (package := _missing_dispatcher(role)):
+            message = f"{option.value} requires the package {package}, which is not installed"
+            yield Finding((key,), f"{message}; install it, or remove the option", Absence.package)
         # With device=cuda, the missing GPU is reported once.
         if option.requirement is not Requirement.nothing and config.device is Device.auto and not has_gpu():
             yield Finding(

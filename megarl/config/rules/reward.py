@@ -14,6 +14,7 @@ from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_
 from megarl.config.finding import Finding, Findings, is_http_url, refusals
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import JudgeConfig, OverlongConversation, PPOConfig
+from megarl.machine.files import read_json_object
 from megarl.machine.folder_kinds import model_called
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS

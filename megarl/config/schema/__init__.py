@@ -101,6 +101,7 @@ from megarl.config.schema.reward import (
     RewardSandboxConfig,
 )
 from megarl.config.schema.rollout import (
+    ATTENTION_GROUPS,
     EngineDType,
     Late,
     OnUpdate,

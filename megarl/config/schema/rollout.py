@@ -48,6 +48,10 @@ class SamplingConfig:
     min_new_tokens: int = ranged(0, at_least=0)  # minimum tokens before the end token is allowed
 
 
+# SGLang's argument for data-parallel attention.
+ATTENTION_GROUPS = "attn_dp_size"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
     mode: SGLangMode = SGLangMode.engine  # where SGLang runs
@@ -115,6 +119,11 @@ class RolloutConfig:
     @property
     def devices_per_engine(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def attention_groups(self) -> int:
+        """The groups of an engine's devices that each compute the attention of their own sequences."""
+        return int(self.sglang.server_args.get(ATTENTION_GROUPS) or 1)
 
     @property
     def training(self) -> SamplingConfig:

@@ -37,7 +37,7 @@ from megarl.plan.placement.layer_sizes import (
     placeholder_elements,
     workspace_bytes,
 )
-from megarl.plan.placement.model_state import Usage, model_state, step_memory
+from megarl.plan.placement.model_state import Usage, model_state, quantized_bytes, step_memory
 from megarl.plan.placement.part_activations import ACTIVATIONS, LayerSizes, tower_bytes
 
 _FLOAT32 = 4
@@ -65,6 +65,7 @@ class RoleMemory(NamedTuple):
         scored_batch: The part of `score` that belongs to the batch, all of whose micro-batches are on the
             device.
         trained_batch: The part of `train` that belongs to the batch.
+        quantized: The copies of weights in FP8, which are in memory as long as the weights.
     """
 
     state: Usage
@@ -74,6 +75,7 @@ class RoleMemory(NamedTuple):
     stays: int
     scored_batch: int
     trained_batch: int
+    quantized: int
 
 
 def role_memory(
@@ -112,6 +114,7 @@ def role_memory(
         stays=first.stays(trains),
         scored_batch=first.batch(trains=False),
         trained_batch=first.batch(trains=True) if trains else 0,
+        quantized=quantized_bytes(role, architecture, stage),
     )
 
 

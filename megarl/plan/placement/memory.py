@@ -20,7 +20,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters, stage_shares
 from megarl.models.families import DraftModel, engine_stages, read_draft_if_there
 from megarl.models.fp8 import model_bytes
-from megarl.models.layers import cached_numbers, state_bytes
+from megarl.models.layers import cached_numbers, layers_of, state_bytes
+from megarl.models.mapping import MIXER
 from megarl.plan.placement.activations import RoleMemory, role_memory
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, OffloadPlan, Phase
 from megarl.plan.placement.model_state import Usage, stage_of, weight_bytes
@@ -193,6 +194,8 @@ class PlacedMemory:
         else:
             works = role in phase.roles and phase.name != "update_weights"
             activations = memory.score if works else memory.stays
+        if PARAMETERS in held:
+            activations += memory.quantized
 
         buckets = self.buffers.in_phase(phase.name, role, state.parameters)
         if self._is_on_cpu:
@@ -262,7 +265,8 @@ class _Sizes:
         for role in self._roles.values():
             if role.before_training and role.shares_with in stages:
                 memory = self._of(role.name, stages[role.shares_with])
-                phases[role.phases[0].name] = {role.name: replace(memory.state, activations=memory.score)}
+                alone = replace(memory.state, activations=memory.score + memory.quantized)
+                phases[role.phases[0].name] = {role.name: alone}
         return phases
 
     def _of(self, role: str, stage: int) -> RoleMemory:
@@ -306,6 +310,9 @@ def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usa
         config.rollout.max_concurrency, -(-config.samples_per_step // config.rollout.num_replicas)
     )
 
+    # A group with an attention of its own has the cache of its own sequences only.
+    sequences = -(-sequences // config.rollout.attention_groups)
+
     share = engine_share(config)
     cache = sequences * of_row if share is None else max(share - weights, of_row)
 
@@ -319,8 +326,21 @@ def engine_weights(config: PPOConfig, policy: Architecture) -> int:
 
 def stage_weights(config: PPOConfig, policy: Architecture, stage: int) -> int:
     """Return the bytes of the weights on one device of a pipeline stage of an engine."""
-    share = stage_shares(policy.base, config.rollout.pipeline_parallel_size)[stage]
-    return int(pushed_bytes(config, policy) * share) // config.rollout.tensor_parallel_size
+    rollout = config.rollout
+    share = stage_shares(policy.base, rollout.pipeline_parallel_size)[stage]
+    whole = int(pushed_bytes(config, policy) * share)
+    # Each group with an attention of its own has all heads, and the whole input embedding.
+    again = (rollout.attention_groups - 1) * _attention_bytes(config, policy)
+    return (whole + again) // rollout.tensor_parallel_size
+
+
+def _attention_bytes(config: PPOConfig, policy: Architecture) -> int:
+    """Return the bytes of an engine's matrices of attention, and of its input embedding."""
+    element = weight_bytes(config.model.dtype)
+    of_matrix = 1 if config.rollout.dtype is EngineDType.fp8 else element
+    parts = (part for layer in layers_of(policy.base) for part in layer if part.kind.prefix == MIXER)
+    elements = sum(matrix.outputs * matrix.inputs for part in parts for matrix in part.matrices)
+    return of_matrix * elements + element * policy.vocab_size * policy.hidden_size
 
 
 def draft_weights(config: PPOConfig) -> int:
@@ -347,13 +367,14 @@ def pushed_bytes(config: PPOConfig, policy: Architecture) -> int:
 def row_cache(config: PPOConfig, policy: Architecture, stage: int = -1) -> int:
     """Return the bytes of the KV cache of one row of maximum length on one device of a stage of an engine.
 
-    The last stage has the most layers. A draft model keeps its own keys and values of every token.
+    It is a device of the group that computes the row's attention. The last stage has the most layers. A draft
+    model keeps its own keys and values of every token.
     """
     numbers = config.max_row_tokens * weight_bytes(config.model.dtype)
     draft = _draft(config)
     of_draft = numbers * draft.cached_numbers(config.rollout.tensor_parallel_size) if draft else 0
     layers, *_ = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage]
-    ranks = config.rollout.tensor_parallel_size
+    ranks = config.rollout.tensor_parallel_size // config.rollout.attention_groups
     states = state_bytes(policy, weight_bytes(config.model.dtype)) // ranks
     return of_draft + numbers * cached_numbers(policy, layers, ranks) + states
 

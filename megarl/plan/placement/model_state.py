@@ -20,6 +20,7 @@ from megarl.models.counts import (
     rank_parameters,
     without_saved_modules,
 )
+from megarl.models.layers import layers_of
 from megarl.plan.placement.layer_sizes import Kernels, kernels_of, layer_kind, layers_of_stage
 from megarl.plan.placement.placement_plan import PlacementPlan
 
@@ -112,6 +113,28 @@ def step_memory(
     if kernels_of(config) is not Kernels.cpu and layer_kind(config) is not Layers.transformer_engine:
         stepped += optimizer.needs.step_copies * _FLOAT32 * max(dense, of_experts)
     return reduced, stepped
+
+
+def quantized_bytes(model: ModelRole, architecture: Architecture, stage: int) -> int:
+    """Return the bytes of the copies in FP8 that Transformer Engine keeps of a rank's weights; 0 without FP8.
+
+    The first pass makes them, and they are dropped when the weights are offloaded. A model that trains has
+    one for the forward pass and a transposed one for the backward pass. FP4 counts as much.
+    """
+    options = model.megatron.transformer
+    if not (options.get("fp8") or options.get("fp4")):
+        return 0
+    parallel = model.parallel
+    elements = 0
+    layers = layers_of(architecture)
+    for part in (part for layer in layers_of_stage(architecture, parallel, stage) for part in layers[layer]):
+        for matrix in part.matrices:
+            held = matrix.on_rank(parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size)
+            copies = max(1, matrix.num_experts // parallel.expert_parallel_size)
+            elements += matrix.is_linear * copies * held.outputs * held.inputs
+    directions = 1 if model.optim is None else 2
+    # The recipe with the most scales has a byte for each 32 elements.
+    return directions * elements * 33 // 32
 
 
 def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:

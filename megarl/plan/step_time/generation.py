@@ -80,6 +80,7 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
     base = policy.base
     size = config.rollout.tensor_parallel_size
     num_stages = config.rollout.pipeline_parallel_size
+    groups = config.rollout.attention_groups
     bandwidth = device.memory_bytes_s
     element = weight_bytes(config.model.dtype)
 
@@ -112,7 +113,7 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
         experts_s=of_experts / bandwidth,
         selected=selected,
         token_s=products / (peak_flops(device, engine_dtype(config)) * device.efficiency.gemm),
-        context_s=row_cache(config, policy) * num_stages / config.max_row_tokens / bandwidth,
+        context_s=row_cache(config, policy) * num_stages / config.max_row_tokens / bandwidth / groups,
         layers_s=num_layers * device.efficiency.decode_layer_us * 1e-6 + latency_s,
         message_s=message_s,
         num_stages=num_stages,
@@ -132,7 +133,8 @@ def num_slots(config: PPOConfig, policy: Architecture, device: DeviceProfile, le
         share = int(_DEFAULT_SHARE * limit_gb * 2**30)
     of_token = row_cache(config, policy) / config.max_row_tokens
     room = (share - engine_weights(config, policy) - draft_weights(config)) / of_token
-    return max(1, min(config.rollout.max_concurrency, int(room / lengths.row)))
+    of_groups = config.rollout.attention_groups * int(room / lengths.row)
+    return max(1, min(config.rollout.max_concurrency, of_groups))
 
 
 def generation_time(

@@ -8,6 +8,7 @@ pass moves twice as much as a forward pass.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import optimizer_steps_per_step
@@ -19,7 +20,7 @@ from megarl.config.schema import (
     RunConfig,
 )
 from megarl.models.architecture import Architecture
-from megarl.models.layers import num_routing_layers
+from megarl.models.layers import layers_of, num_routing_layers
 from megarl.models.mapping import size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.placement.layer_sizes import layers_of_stage
@@ -38,6 +39,11 @@ _LAUNCHES_OF_SPARSE = 4
 # into the order of the sequences, and each sequence attends in two pieces.
 _LAUNCHES_OF_CONTEXT = 1
 
+# Without flash-linear-attention, the states of a gated delta net are carried from chunk to chunk by a loop: 8
+# operations for each chunk, of the 40 that the forward pass of a dense layer launches.
+_LAUNCHES_OF_CHUNK = 0.2
+_CHUNK_TOKENS = 64
+
 _HIDDEN_PASSES = 10  # two norms and two residual additions: reads and writes of the hidden state
 _HEAD_PASSES = 4  # rotation and norms of queries, keys and values
 _ACTIVATION_PASSES = 3  # gate and up are read, their product is written
@@ -47,9 +53,10 @@ _OF_BACKWARD = 2
 
 
 # The work of a rank of a pipeline stage for one micro-batch: its products, attention and collectives; the
-# bytes that all other operations move through device memory; and the layers that the host launches, in dense
-# layers of a forward pass, where a layer that is recomputed is launched again.
-StageWork = tuple[Counts, float, int]
+# bytes that all other operations move through device memory; the layers that the host launches, in dense
+# layers of a forward pass, where a layer that is recomputed is launched again; and loops over chunks, in the
+# same unit.
+StageWork = tuple[Counts, float, int, float]
 
 
 class PassWork(NamedTuple):
@@ -76,14 +83,29 @@ class PassWork(NamedTuple):
 
 
 def role_work(
-    config: RunConfig, role: ModelRole, architecture: Architecture, lengths: Lengths
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    lengths: Lengths,
+    *,
+    has_delta_kernels: bool = True,
 ) -> dict[str, PassWork]:
-    """Return what each rank of a role does in a step, by the names of its phases."""
-    return {phase.name: _pass(config, role, phase, architecture, lengths) for phase in role.phases}
+    """Return what each rank of a role does in a step, by the names of its phases.
+
+    Args:
+        has_delta_kernels: Whether flash-linear-attention is installed, for gated delta nets.
+    """
+    chunks = 0 if has_delta_kernels else ceil(lengths.row / _CHUNK_TOKENS)
+    return {phase.name: _pass(config, role, phase, architecture, lengths, chunks) for phase in role.phases}
 
 
 def _pass(
-    config: RunConfig, role: ModelRole, phase: RolePhase, architecture: Architecture, lengths: Lengths
+    config: RunConfig,
+    role: ModelRole,
+    phase: RolePhase,
+    architecture: Architecture,
+    lengths: Lengths,
+    chunks: int,
 ) -> PassWork:
     parallel = role.parallel
     num_micro_batches, typical = micro_batches_of(config, role, architecture, lengths, trains=phase.trains)
@@ -92,7 +114,7 @@ def _pass(
 
     return PassWork(
         stages=tuple(
-            _stage(config, role, architecture, stage, typical, phase.trains)
+            _stage(config, role, architecture, stage, typical, phase.trains, chunks)
             for stage in dict.fromkeys((0, min(1, last), last))
         ),
         num_stages=parallel.pipeline_parallel_size,
@@ -125,7 +147,9 @@ def _stage(
     stage: int,
     batch: PackedBatch,
     trains: bool,
+    chunks: int,
 ) -> StageWork:
+    """Return the work of a stage. `chunks` are those of a row that a loop carries states over."""
     count = training_counts if trains else scoring_counts
     layers = layers_of_stage(architecture, role.parallel, stage)
     sparse = num_routing_layers(architecture, layers)
@@ -133,10 +157,15 @@ def _stage(
     launched = len(layers) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
     how, modules, _ = role.recomputation
     repeats_core = trains and how is Recompute.selective and RecomputeModule.core_attn in modules
+    parts = (part for layer in layers for part in layers_of(architecture)[layer])
+    recurrent = sum(part.kind.recurrence != "0" for part in parts)
+    # The loop keeps nothing for the backward pass, and runs again.
+    looped = _LAUNCHES_OF_CHUNK * chunks * recurrent * (passes(role, trains) + trains)
     return (
         count(config, role, architecture, stage, batch),
         elementwise_bytes(config, role, architecture, stage, batch, trains=trains),
         launched * passes(role, trains) + exchanges * repeats_core,
+        looped,
     )
 
 
@@ -196,13 +225,20 @@ def passes(role: ModelRole, trains: bool) -> int:
 
 
 def role_times(
-    config: RunConfig, role: ModelRole, architecture: Architecture, device: DeviceProfile, lengths: Lengths
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    device: DeviceProfile,
+    lengths: Lengths,
+    *,
+    has_delta_kernels: bool = True,
 ) -> dict[str, PhaseTime]:
     """Return the predicted time of each phase of a role, by its name.
 
     A phase that the algorithm does not need, because the update computes the same, takes no time.
     """
-    return times_of(role_work(config, role, architecture, lengths), device)
+    work = role_work(config, role, architecture, lengths, has_delta_kernels=has_delta_kernels)
+    return times_of(work, device)
 
 
 def times_of(phases: Mapping[str, PassWork], device: DeviceProfile) -> dict[str, PhaseTime]:
@@ -239,7 +275,7 @@ def _all_stages(distinct: list[PhaseTime], num_stages: int) -> Iterator[PhaseTim
 
 def _stage_time(stage: StageWork, work: PassWork, device: DeviceProfile) -> PhaseTime:
     """Return the time of one micro-batch in one stage of a phase."""
-    counts, nbytes, num_launches = stage
+    counts, nbytes, num_launches, num_looped = stage
     rate = peak_flops(device, work.product_dtype) * device.efficiency.gemm
     memory = device.memory_bytes_s
     time = PhaseTime.of(
@@ -252,7 +288,9 @@ def _stage_time(stage: StageWork, work: PassWork, device: DeviceProfile) -> Phas
     # A host launches ahead of its device, so only the excess counts.
     launches_s = num_launches * device.efficiency.training_layer_us * 1e-6
     hidden_s = 0.0 if device.is_host else time.seconds
-    return time.plus(PhaseTime.of(launches=launches_s - hidden_s))
+    # Each operation of a loop waits for the one before.
+    looped_s = num_looped * device.efficiency.training_layer_us * 1e-6
+    return time.plus(PhaseTime.of(launches=launches_s - hidden_s, delta_loop=looped_s))
 
 
 def _product_s(product: Product, rate: float, memory: float, element: int) -> float:

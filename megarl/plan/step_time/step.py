@@ -347,11 +347,15 @@ class PredictedCosts:
 
     Times are remembered by what a search varies, so a run with other fixed values needs another instance.
     Equal arguments give equal times.
+
+    Args:
+        has_delta_kernels: See `role_work`.
     """
 
-    def __init__(self, device: DeviceProfile, lengths: Lengths) -> None:
+    def __init__(self, device: DeviceProfile, lengths: Lengths, *, has_delta_kernels: bool = True) -> None:
         self._device = device
         self._lengths = lengths
+        self._has_delta_kernels = has_delta_kernels
         self._flops: dict[str, int] = {}
         self._of_roles: dict[Hashable, Mapping[str, PhaseTime]] = {}
         self._of_engines: dict[Hashable, PhaseTime] = {}
@@ -363,7 +367,14 @@ class PredictedCosts:
         """Return the time of each phase of a model, which `config` has as `role`."""
         key = (role.name, role.parallel, role.micro_batch, role.recomputation)
         if key not in self._of_roles:
-            self._of_roles[key] = role_times(config, role, architecture, self._device, self._lengths)
+            self._of_roles[key] = role_times(
+                config,
+                role,
+                architecture,
+                self._device,
+                self._lengths,
+                has_delta_kernels=self._has_delta_kernels,
+            )
         return self._of_roles[key]
 
     def generation_time(self, config: PPOConfig, policy: Architecture) -> PhaseTime:

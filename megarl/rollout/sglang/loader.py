@@ -112,6 +112,13 @@ class RankLoader:
 
     def prepare(self, model: Any, rank: int, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
         self._has_moved = True
+        parameters = model.named_parameters()
+        if converted := [name for name, each in parameters if getattr(each, "format_ue8m0", False)]:
+            raise WeightTransferError(
+                f"SGLang has converted {counted(len(converted), 'scale')} of FP8 weights for DeepGEMM on "
+                f"this GPU, such as {converted[0]}, and a weight sync sends others; remove "
+                "rollout.sglang.server_args.fp8_gemm_runner_backend"
+            )
         metas = {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest}
         with derived_tensors(model) as derived:
             self._plan = record_plan(model, metas)

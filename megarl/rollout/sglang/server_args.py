@@ -15,7 +15,7 @@ from megarl.models.families import family_of, read_fields
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 from megarl.rollout.nodes import EngineNode
 from megarl.rollout.sglang.adapters import server_arguments
-from megarl.rollout.sglang.user_arguments import refuse_own_server_args
+from megarl.rollout.sglang.user_arguments import CHOICES, refuse_own_server_args
 
 WEIGHT_LOADER: str = "megarl.rollout.sglang.loader.run"
 START_LIMIT_S = 600.0  # kernels may be compiled
@@ -117,7 +117,7 @@ def _cuda_arguments(spec: RolloutEngineSpec) -> dict[str, Any]:
         arguments["moe_runner_backend"] = "triton"
     if spec.rollout.dtype is EngineDType.fp8:
         # others convert or rearrange scales after loading, so that a weight sync would write other ones
-        arguments["fp8_gemm_runner_backend"] = "triton"
+        arguments["fp8_gemm_runner_backend"] = CHOICES["fp8_gemm_runner_backend"][0]
     # Without a limit, SGLang captures graphs for larger batches than it may run.
     if not given.keys() & _DECODE_GRAPHS:
         arguments["cuda_graph_max_bs_decode"] = min(spec.rollout.max_concurrency, _MAX_GRAPH_BATCH)

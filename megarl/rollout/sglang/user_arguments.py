@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -23,7 +23,6 @@ _OWN = {
     "trust_remote_code": "model.trust_remote_code",
     "dtype": "model.dtype",
     "quantization": "rollout.dtype",
-    "fp8_gemm_runner_backend": None,
     "device": "device",
     "tp_size": "rollout.tensor_parallel_size",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
@@ -38,8 +37,6 @@ _OWN = {
     "max_running_requests": "rollout.max_concurrency",
     "enable_return_routed_experts": "engine.routing_replay",
     "enable_fp32_lm_head": "engine.fp32_lm_head",
-    "dp_size": "rollout.num_replicas",
-    "data_parallel_size": "rollout.num_replicas",
     "pp_size": "rollout.pipeline_parallel_size",
     "pipeline_parallel_size": "rollout.pipeline_parallel_size",
     "nnodes": "placement.devices_per_node",
@@ -62,6 +59,11 @@ _OWN = {
     "port": None,
     "api_key": None,
     "admin_api_key": None,
+}
+# Arguments of which some values leave the weights as the trainer sends them. The first one is the default.
+CHOICES = {
+    # On Hopper, DeepGEMM takes float32 scales as they are sent. The loader refuses GPUs that convert them.
+    "fp8_gemm_runner_backend": ("triton", "deep_gemm"),
 }
 # Families of arguments that megarl does not support, by a pattern of their names, and the reason.
 _UNSUPPORTED = {
@@ -89,7 +91,11 @@ _UNSUPPORTED = {
     r"(enable_)?elastic_|ep_join_|max_ep_size|eplb_": (
         "experts must stay on the ranks to which the trainer sends them"
     ),
-    r"attn_[dc]p_|moe_dp_|moe_dense_tp_|d?cp_|dwdp_|enable_[dc]p_|enable_prefill_cp|"
+    r"enable_dp_attention$|(data_parallel|dp)_size$": (
+        "it has other names: engines are rollout.num_replicas, and groups with an attention of their own "
+        "attn_dp_size"
+    ),
+    r"(?!attn_dp_size$)attn_[dc]p_|moe_dp_|moe_dense_tp_|d?cp_|dwdp_|enable_[dc]p_|enable_prefill_cp|"
     r".*(context|data)_parallel": ("a rank would hold other parts of the weights than megarl sends it"),
     r"is_embedding|language_only|language_model_only|enable_multimodal|dllm_": (
         "engines generate text with a causal language model"
@@ -100,16 +106,21 @@ _UNSUPPORTED = {
 }
 
 
-def refuse_own_server_args(names: Iterable[str]) -> None:
+def refuse_own_server_args(given: Mapping[str, object]) -> None:
     """Raise ConfigError for arguments that megarl sets itself, and for those that it does not support."""
-    if problems := _own_problems(names):
+    if problems := _own_problems(given):
         raise ConfigError("rollout.sglang.server_args", problems)
 
 
-def _own_problems(names: Iterable[str]) -> list[str]:
+def _own_problems(given: Mapping[str, object]) -> list[str]:
     problems = []
-    for name in names:
-        if name in _OWN:
+    for name, value in given.items():
+        if name in CHOICES and value not in (None, *CHOICES[name]):
+            problems.append(
+                f"rollout.sglang.server_args.{name} is {value!r}, which may rearrange weights, so a sync "
+                f"would write them to the wrong places; use {' or '.join(CHOICES[name])}"
+            )
+        elif name in _OWN:
             instead = f"; set {_OWN[name]}" if _OWN[name] else ", and no other value works here"
             problems.append(f"rollout.sglang.server_args.{name} is set by megarl{instead}")
         elif reason := why_unsupported(name):
@@ -127,14 +138,14 @@ def why_unsupported(name: str) -> str | None:
     return next((reason for pattern, reason in _UNSUPPORTED.items() if re.match(pattern, name)), None)
 
 
-def refuse_unknown_server_args(names: Collection[str]) -> None:
+def refuse_unknown_server_args(given: Mapping[str, object]) -> None:
     """Raise ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself."""
-    if not names:
+    if not given:
         return
     known = known_server_args()
-    problems = _own_problems(names)
+    problems = _own_problems(given)
 
-    for name in names:
+    for name in given:
         if name not in known and name not in _OWN and why_unsupported(name) is None:
             # Without a similar name, suggest those with the same beginning.
             close = (

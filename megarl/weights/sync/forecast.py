@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.batch_arithmetic import rounded_up
-from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig
+from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig, RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.models.families import engine_stages
 from megarl.models.fp8 import quantized_tensors
-from megarl.models.tensor_table import LM_HEAD_TENSOR, hf_tensors
+from megarl.models.mapping import EMBEDDING, MIXER
+from megarl.models.tensor_table import LM_HEAD_TENSOR, hf_tensors, weights_of
 from megarl.plan.placement.model_state import weight_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan
 from megarl.plan.placement.transport import choose_transport
@@ -97,7 +98,7 @@ def forecast_weights(
     sources = [place for (place,) in rank_places(placement, "actor")]
     targets = [place for places in rank_places(placement, "rollout") for place in places]
     held = slices_by_rank(policy, layouts_of(policy, config.actor.parallel))
-    of_stage = engine_slices(policy, config.rollout.tensor_parallel_size, config.rollout.expert_parallel_size)
+    of_stage = rollout_slices(policy, config.rollout)
     num_stages = config.rollout.pipeline_parallel_size
     needed = stage_slices(policy, of_stage, num_stages) * config.rollout.num_replicas
 
@@ -137,6 +138,28 @@ def rank_places(plan: PlacementPlan, role: str) -> list[list[RankLocation]]:
             for device in process.devices
         ]
         for processes in plan.group_of(role).engines
+    ]
+
+
+def rollout_slices(architecture: Architecture, rollout: RolloutConfig) -> list[TensorSlices]:
+    """Return the slices of the whole model that each rank of a stage of an engine needs.
+
+    The ranks of a group with an attention of its own share all heads, and the input embedding.
+    """
+    size = rollout.tensor_parallel_size
+    needed = engine_slices(architecture, size, rollout.expert_parallel_size)
+    if rollout.attention_groups == 1:
+        return needed
+    of_group = engine_slices(architecture, size // rollout.attention_groups)
+    names = {
+        tensor.name
+        for weight in weights_of(architecture, "lm")
+        if MIXER in weight.megatron_name or weight.megatron_name == EMBEDDING
+        for tensor in weight.tensors
+    }
+    return [
+        {**slices, **{name: of_group[rank % len(of_group)][name] for name in names}}
+        for rank, slices in enumerate(needed)
     ]
 
 

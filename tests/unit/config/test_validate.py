@@ -88,6 +88,82 @@ def test_switches_of_sglang_that_make_samples_wrong_are_refused(
     assert not [each for each in violations(ppo, "rollout.engine=hf") if name in each]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "options", "is_refused"),
+    [
+        ("NVTE_FLASH_ATTN", "0", "{}", True),
+        ("NVTE_FLASH_ATTN", "1", "{}", False),
+        ("NVTE_FLASH_ATTN", "0", "{attention_backend: fused}", False),
+        ("NVTE_FUSED_ATTN", "1", "{attention_backend: flash}", True),
+        ("NVTE_UNFUSED_ATTN", "", "{attention_backend: auto}", True),
+        ("NVTE_UNFUSED_ATTN", "1", "{attention_backend: local}", True),
+        ("NVTE_FLASH_ATTN_V3", "1", "{flash_attention_version: 2}", True),
+        ("NVTE_FLASH_ATTN_V3", "0", "{flash_attention_version: 2}", False),
+        ("NVTE_FLASH_ATTN_V3", "0", "{flash_attention_version: 3}", False),
+        ("NVTE_FLASH_ATTN_V3", "0", "{}", False),
+        ("NVTE_DEBUG", "1", "{}", False),
+    ],
+)
+def test_switches_of_attention_that_contradict_the_options_are_refused(
+    ppo: str, name: str, value: str, options: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's own assertion names no key, and comes when the models are built."""
+    monkeypatch.setenv(name, value)
+    given = [f"actor.megatron.transformer={options}", "device=cuda", "model.dtype=bfloat16"]
+    by_role = [each for each in violations(ppo, *given) if name in each]
+    found = [each for each in by_role if each.startswith("actor.megatron.transformer: ")]
+    assert len(found) == is_refused
+    assert all(f"the environment has {name}={value}; unset {name}" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("content", "backend", "said"),
+    [
+        (None, "deepep", "flex requires the package deep_ep (pip install sgl-deep-ep)"),
+        (None, "hybridep", "flex requires the package deep_ep of DeepEP's branch hybrid-ep"),
+        (None, "ncclep", None),
+        ("class Buffer: pass", "deepep", None),
+        ("class Buffer: pass", "hybridep", "flex requires the package deep_ep of DeepEP's branch hybrid-ep"),
+        ("class HybridEPBuffer: pass", "hybridep", None),
+    ],
+)
+def test_the_package_of_a_flexible_dispatcher_is_named(
+    ppo: str,
+    content: str | None,
+    backend: str,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if content is not None:
+        (tmp_path / "deep_ep").mkdir()
+        (tmp_path / "deep_ep" / "__init__.py").write_text(content)
+        monkeypatch.syspath_prepend(str(tmp_path))
+    options = f"{{moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: {backend}}}"
+    found = violations(ppo, f"actor.megatron.transformer={options}", "device=auto", "model.dtype=bfloat16")
+    named = [each for each in found if "requires the package" in each]
+    assert len(named) == (said is not None)
+    assert all(said in each for each in named)  # type: ignore[operator]
+
+
+def test_each_model_that_the_switches_of_attention_contradict_is_named(
+    ppo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The critic has processes of its own, and the default."""
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    (found,) = violations(ppo, "actor.megatron.transformer.attention_backend=flash", "model.dtype=bfloat16")
+    assert found.startswith("critic.megatron.transformer: with these options Megatron sets NVTE_FUSED_ATTN=1")
+
+
+def test_megatron_sets_the_switches_of_attention() -> None:
+    (folder,) = find_spec("megatron").submodule_search_locations  # pyrefly: ignore[missing-attribute]
+    text = (Path(folder) / "core/models/common/language_module/language_module.py").read_text()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        assert f'check_and_set_env_variable("{name}", 1, AttnBackend.auto)' in text
+    assert "for version in (2, 3, 4):" in text
+    assert 'f"NVTE_FLASH_ATTN_V{version}", 0, self.config.attention_backend' in text
+
+
 def test_sglang_has_the_switches() -> None:
     """Another version may have renamed them."""
     (folder,) = find_spec("sglang").submodule_search_locations  # pyrefly: ignore[missing-attribute]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,6 +130,117 @@ def test_experts_have_one_name_grouped_or_not(rank_pool: RankPool) -> None:
     (found,) = rank_pool.run(names_of_experts, world_size=1, names=names)
     expert = "decoder.layers.5.mlp.experts.local_experts.11.linear_fc1.weight"
     assert found == [expert, expert, "decoder.layers.5.mlp.router.weight"]
+
+
+class Routed(NamedTuple):
+    converted: list[torch.Tensor]
+    expected: list[torch.Tensor]
+    kept: list[str]
+    num_waits: int
+
+
+def route_by_deep_ep(indices: list[list[int]]) -> Routed:
+    """Run in a rank: convert routes as Megatron's manager of DeepEP does, and end the layer's pass."""
+    start(ParallelConfig())
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megarl.engine.layer_specs import adapt_dispatchers
+
+    waits = []
+
+    class Waits(TorchDispatchMode):
+        """Counts operations whose result has a size that only the device knows."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            is_masked = name == "index" and any(
+                each is not None and each.dtype is torch.bool for each in args[1]
+            )
+            waits.extend(
+                [name] * (is_masked or name in ("nonzero", "repeat_interleave", "_local_scalar_dense"))
+            )
+            return func(*args, **(kwargs or {}))
+
+    # Built without their constructors, which need DeepEP.
+    manager_class = attrgetter("_DeepepManager")(token_dispatcher)
+    manager: Any = manager_class.__new__(manager_class)
+    manager.num_local_experts = 3
+    manager.token_indices = manager.dispatched_routing_map = torch.ones(2, 2)
+    dispatcher: Any = token_dispatcher.MoEFlexTokenDispatcher.__new__(token_dispatcher.MoEFlexTokenDispatcher)
+    vars(dispatcher)["_comm_manager"] = manager
+    dispatcher.shared_experts = None
+    dispatcher.hidden_shape = (2, 2)
+    layer: Any = MoELayer.__new__(MoELayer)
+    torch.nn.Module.__init__(layer)
+    layer.token_dispatcher = dispatcher
+
+    probs = torch.rand(len(indices), len(indices[0]), generator=torch.Generator().manual_seed(1))
+    places = torch.tensor(indices)
+    upstream = torch.rand(len(indices), 3, generator=torch.Generator().manual_seed(2))
+    found = []
+    for adapts in (False, True):
+        if adapts:
+            adapt_dispatchers(torch.nn.ModuleList([layer]))
+            waits.clear()
+        own = probs.clone().requires_grad_()
+        with Waits():
+            routing_map, weights = attrgetter("_indices_to_multihot")(manager)(places, own)
+        (weights * upstream).sum().backward()
+        found.append([routing_map, weights.detach(), own.grad])
+        assert adapts or len(waits) >= 3
+
+    dispatcher.combine_postprocess(torch.zeros(2, 2))
+    kept = [name for name, value in vars(manager).items() if isinstance(value, torch.Tensor)]
+    return Routed(found[1], found[0], kept, len(waits))
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[[0, 2], [-1, 1], [-1, -1], [2, 0]], [[-1, -1]], [[1]]],
+    ids=("of two ranks", "of another rank", "of one expert"),
+)
+def test_routes_of_deep_ep_are_converted_without_waiting_and_released(
+    indices: list[list[int]], rank_pool: RankPool
+) -> None:
+    (routed,) = rank_pool.run(route_by_deep_ep, world_size=1, indices=indices)
+    for converted, expected in zip(routed.converted, routed.expected, strict=True):
+        assert converted.dtype == expected.dtype
+        assert torch.equal(converted, expected)
+    assert routed.kept == []
+    assert routed.num_waits == 0
+
+
+def test_the_events_of_deep_ep_are_where_megatron_imports_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's build of DeepEP names one of the two classes only."""
+    from megarl.engine.platform import complete_deep_ep
+
+    megatron = find_spec("megatron")
+    assert megatron is not None
+    assert megatron.submodule_search_locations
+    calls = Path(megatron.submodule_search_locations[0], "core/transformer/moe/fused_a2a.py").read_text()
+    assert "from deep_ep.utils import EventHandle, EventOverlap" in calls
+
+    for name in [each for each in sys.modules if each.partition(".")[0] == "deep_ep"]:
+        monkeypatch.delitem(sys.modules, name)
+    complete_deep_ep()  # not installed
+    assert "deep_ep" not in sys.modules
+
+    folder = tmp_path / "deep_ep" / "utils"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").write_text("from .event import EventHandle")
+    (folder / "event.py").write_text("class EventHandle: pass\nclass EventOverlap: pass")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    complete_deep_ep()
+    from deep_ep.utils import EventHandle, EventOverlap  # pyrefly: ignore[missing-import]
+
+    assert (EventHandle.__module__, EventOverlap.__module__) == ("deep_ep.utils.event", "deep_ep.utils.event")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "deep_ep"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 class Trained(NamedTuple):

@@ -194,6 +194,12 @@ EVIDENCE = {
             "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)",
             "adds the bias of an expert in place to a view",
         ),
+        MegatronEvidence(
+            "transformer.moe.token_dispatcher",
+            "_DeepepManager",
+            "valid_indices = indices[mask]",
+            "waits for the device to convert routes",
+        ),
     ),
     "norms.py": (
         MegatronEvidence(

@@ -177,6 +177,16 @@ def test_a_model_with_tensors_that_a_sync_leaves_stale_is_refused(
     assert f"so that samples would be wrong: {names}; unset" in str(refused.value)
 
 
+def test_scales_that_sglang_has_converted_are_refused(client_of: Callable) -> None:
+    """A sync would write float32 scales where packed exponents are."""
+    model = Model(0, 1)
+    model.norm.format_ue8m0 = False  # pyrefly: ignore[missing-attribute]
+    load(client_of(Scheduler([model])), random_weights())
+    model.norm.format_ue8m0 = True  # pyrefly: ignore[missing-attribute]
+    with pytest.raises(WeightTransferError, match=r"has converted 1 scale .*such as norm.*; remove rollout"):
+        load(client_of(Scheduler([model])), random_weights())
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_derived_tensors_follow_every_sync(client_of: Callable, num_ranks: int) -> None:
     models = [RefreshedModel(rank, num_ranks) for rank in range(num_ranks)]

@@ -50,6 +50,45 @@ def violations(path: str, *overrides: str) -> list[str]:
     return [str(violation) for violation in validate(load_config(PPOConfig, path, list(overrides)))]
 
 
+_GROUPS = "rollout.sglang.server_args={attn_dp_size: 2}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((_GROUPS, "rollout.tensor_parallel_size=4", "device=cuda"), None),
+        (("rollout.sglang.server_args={attn_dp_size: 1}", "device=cpu"), None),
+        (
+            ("rollout.sglang.server_args={attn_dp_size: 3}", "rollout.tensor_parallel_size=4", "device=cuda"),
+            "is 3, but must divide tensor_parallel_size 4",
+        ),
+        (
+            ("rollout.sglang.server_args={attn_dp_size: two}", "device=cuda"),
+            "is 'two', but must divide tensor_parallel_size 1",
+        ),
+        ((_GROUPS, "rollout.tensor_parallel_size=4", "device=cpu"), "device: is 2, but SGLang has no such"),
+        (
+            (_GROUPS, "rollout.tensor_parallel_size=2", "device=cuda", "engine.routing_replay=rollout"),
+            "engine.routing_replay: is 2, but megarl has no test of it with routes of engines",
+        ),
+        (
+            (
+                "rollout.sglang.server_args={attn_dp_size: 2, speculative_algorithm: NGRAM}",
+                "rollout.tensor_parallel_size=2",
+                "device=cuda",
+            ),
+            "is 2, but megarl has no test of it with drafts",
+        ),
+    ],
+)
+def test_groups_with_an_attention_of_their_own(
+    ppo: str, overrides: tuple[str, ...], said: str | None
+) -> None:
+    found = [each for each in violations(ppo, *overrides) if "attn_dp_size" in each]
+    assert len(found) == (said is not None)
+    assert all(said in each for each in found)  # type: ignore[operator]
+
+
 def test_good_layouts_have_none(ppo: str) -> None:
     """Experts are distributed over all four ranks of the actor, across its replicas."""
     for overrides in ([], [f"{_EP}=4"], [f"{_EP}=2", f"{_ETP}=2"], [f"{_ETP}=4"]):

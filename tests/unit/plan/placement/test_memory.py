@@ -19,6 +19,7 @@ from megarl.config.schema import (
     EngineDType,
     JudgeConfig,
     Layers,
+    MegatronConfig,
     MicroBatchConfig,
     ModelConfig,
     OverBudget,
@@ -35,9 +36,17 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.models.architecture import Architecture
-from megarl.plan.placement.memory import DeviceMemory, budget_problems, plan_memory
+from megarl.models.layers import layers_of
+from megarl.plan.placement.memory import (
+    DeviceMemory,
+    budget_problems,
+    engine_usage,
+    plan_memory,
+    row_cache,
+)
 from megarl.plan.placement.model_state import Usage, stage_parameters
 from megarl.plan.placement.plan import plan_placement
+from tests.families import example_architecture
 
 QWEN_7B = Architecture(
     model_type="qwen2",
@@ -315,6 +324,31 @@ def test_a_draft_model_takes_its_part_of_the_engines_memory(tmp_path: Path) -> N
     assert engine.parameters + engine.kv_cache == int(0.6 * 72 * 2**30)
 
 
+def test_groups_with_an_attention_of_their_own_keep_their_own_sequences() -> None:
+    """Four devices in two groups: a group has all heads and the embedding, and half of the sequences."""
+    run = sglang()
+    policy = example_architecture("deepseek_v3")
+    one = replace(run, rollout=replace(run.rollout, tensor_parallel_size=4, sglang=SGLangConfig()))
+    groups = SGLangConfig(server_args={"attn_dp_size": 2})
+    two = replace(one, rollout=replace(one.rollout, sglang=groups))
+
+    layer = sum(
+        matrix.outputs * matrix.inputs
+        for part in layers_of(policy)[0]
+        if part.kind.prefix == "self_attention."
+        for matrix in part.matrices
+    )
+    again = 2 * (layer * policy.num_hidden_layers + policy.vocab_size * policy.hidden_size)
+    assert engine_usage(two, policy).parameters - engine_usage(one, policy).parameters == pytest.approx(
+        again / 4, abs=1
+    )
+    # Every device keeps the latents of a sequence of its group, however many share its heads.
+    assert row_cache(two, policy) == row_cache(one, policy)
+    assert row_cache(two, QWEN_7B) == 2 * row_cache(one, QWEN_7B)
+    # Without a share, the cache has room for the sequences of a group.
+    assert engine_usage(two, policy).kv_cache * 2 == engine_usage(one, policy).kv_cache
+
+
 def test_a_share_that_cannot_hold_a_row_is_a_problem() -> None:
     """14.18 GiB of weights and 32,768 tokens x 57,344 bytes = 1.75 GiB of cache are 0.221 of 72 GiB."""
     run = sglang()
@@ -372,3 +406,26 @@ def test_engines_in_fp8_have_half_the_weights_and_the_actor_quantizes() -> None:
 
     # An actor rank has all scales, and converts 4 Mi elements at a time, each in 15 bytes.
     assert buckets(quantized) - buckets(plain) == 4 * num_scales + 15 * 2**22
+
+
+def test_weights_in_fp8_are_kept_next_to_those_of_roles_that_are_in_memory() -> None:
+    """The actor has copies for both directions, the reference for one; both are dropped with the weights."""
+    run = config(PlacementStrategy.hybrid)
+    options = MegatronConfig(transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"})
+    in_fp8 = replace(run, actor=replace(run.actor, megatron=options))
+    plain, quantized = (plan_memory(each, plan_placement(each), EVERY_ROLE)[0] for each in (run, in_fp8))
+
+    # Four ranks share the matrices; see test_engines_in_fp8_have_half_the_weights_and_the_actor_quantizes.
+    matrices = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18944 * 3584) // 4
+    copy = matrices * 33 // 32
+    counted = {
+        phase: {
+            role: quantized.phases[phase][role].activations - usages[role].activations
+            for role in ("actor", "reference")
+        }
+        for phase, usages in plain.phases.items()
+    }
+    # Micro-batches are padded to multiples of 128 tokens, which these are.
+    assert counted["update_actor"] == {"actor": 2 * copy, "reference": 0}
+    assert counted["ref"]["reference"] == copy
+    assert counted["gen"] == {"actor": 0, "reference": 0}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from statistics import median
 
 import pytest
 
 from benchmarks.tuning.published import MEDIAN_ERROR, WORST_FACTOR, factor, misordered, predict, read_runs
 from megarl.config.load import load_config
-from megarl.config.schema import PPOConfig
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig, Recompute
 from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import PhaseTime, load_device
 from megarl.plan.step_time.lengths import expected_lengths
+from megarl.plan.step_time.role_time import role_work
 from megarl.plan.step_time.step import (
     PredictedCosts,
     PredictedStep,
@@ -45,6 +48,42 @@ def combined(
 ) -> PredictedStep:
     whole = {name: PhaseTime.of(products=seconds) for name, seconds in times.items()}
     return combine(config, plan_placement(config), whole, moves, DEVICE, expected_lengths(config), snapshots)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_80b_grpo", "qwen3.6_35b_a3b_grpo"])
+def test_gated_delta_nets_loop_over_chunks_without_their_kernels(name: str) -> None:
+    """A pass launches 8 operations, of the 40 of a dense layer, for each 64 tokens of a mean row.
+
+    Three quarters of the layers are gated delta nets.
+    """
+    config = shipped(name)
+    architecture = read_architectures(config)[0]["actor"]
+    lengths = expected_lengths(config)
+    actor = model_roles(config)[0]
+    assert actor.parallel.pipeline_parallel_size == 1
+    (kernels, loops) = (
+        role_work(config, actor, architecture, lengths, has_delta_kernels=each) for each in (True, False)
+    )
+    for phase, is_trained in (("old_log_prob", False), ("update_actor", True)):
+        (with_kernels,) = kernels[phase].stages
+        (without,) = loops[phase].stages
+        assert without[:3] == with_kernels[:3]
+        assert with_kernels[3] == 0
+        # Forward; in training also the backward pass of twice as much, what is recomputed, and the loop's own
+        # recomputation.
+        how = actor.recomputation.how is Recompute.full
+        num_passes = 1 + (3 + how) * is_trained
+        assert without[3] == pytest.approx(
+            8 / 40 * ceil(lengths.row / 64) * 3 / 4 * architecture.num_hidden_layers * num_passes
+        )
+
+    costs = PredictedCosts(DEVICE, lengths, has_delta_kernels=False)
+    slower = costs.predict_step(config, plan_placement(config), read_architectures(config)[0])
+    assert slower.seconds > 1.2 * predicted(config).seconds
+    dense = shipped("qwen3_30b_a3b_grpo")
+    plain = PredictedCosts(DEVICE, expected_lengths(dense), has_delta_kernels=False)
+    step = plain.predict_step(dense, plan_placement(dense), read_architectures(dense)[0])
+    assert step.seconds == predicted(dense).seconds
 
 
 TIMES = {

@@ -1,7 +1,7 @@
 """Rank that builds SGLang's own models and records the transfer plan of each in three ways. Runs in a
 separate process.
 
-    python plans_of_models.py RANK NUM_RANKS NUM_STAGES RENDEZVOUS FOLDER...
+    python plans_of_models.py RANK NUM_RANKS NUM_STAGES NUM_GROUPS RENDEZVOUS FOLDER...
 
 Each folder contains a model's config.json and `manifest.json`, which maps names to shapes. Tensors that have
 scales are in FP8. Prints one JSON object per folder.
@@ -58,7 +58,13 @@ def is_gpt_oss(folder: Path) -> bool:
 
 
 def build_model(
-    folder: Path, rank: int, num_ranks: int, num_stages: int, rendezvous: str, is_first: bool
+    folder: Path,
+    rank: int,
+    num_ranks: int,
+    num_stages: int,
+    num_groups: int,
+    rendezvous: str,
+    is_first: bool,
 ) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.bootstrap import _init_parallel_groups
@@ -76,14 +82,16 @@ def build_model(
         dtype="float32",
         tp_size=num_ranks // num_stages,
         pp_size=num_stages,
-        ep_size=1 if is_gpt_oss(folder) else num_ranks // num_stages,
+        attn_dp_size=num_groups,
+        ep_size=1 if is_gpt_oss(folder) else num_groups if num_groups > 1 else num_ranks // num_stages,
         attention_backend="triton" if is_gpt_oss(folder) else "torch_native",
         sampling_backend="pytorch",
         disable_cuda_graph=True,
         disable_radix_cache=True,
         skip_tokenizer_init=True,
     )
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=None))
+    group = rank * num_groups // num_ranks if num_groups > 1 else None
+    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=group))
     if is_first:
         _init_parallel_groups(backend="gloo", dist_init_method=rendezvous, server_args=arguments, gpu_id=rank)
     model_config = ModelConfig.from_server_args(arguments)
@@ -189,13 +197,15 @@ def empty_cache_scales(model: Any) -> list[torch.nn.Parameter]:
     return scales
 
 
-def main(rank: int, num_ranks: int, num_stages: int, rendezvous: str, folders: list[Path]) -> None:
+def main(
+    rank: int, num_ranks: int, num_stages: int, num_groups: int, rendezvous: str, folders: list[Path]
+) -> None:
     cpu_adaptations.install_in_arguments()
     cpu_adaptations.rotate_without_scaling()
     cpu_adaptations.name_the_cpu_as_device()
     dequantize_in_products()
     for number, folder in enumerate(folders):
-        model = build_model(folder, rank, num_ranks, num_stages, rendezvous, is_first=number == 0)
+        model = build_model(folder, rank, num_ranks, num_stages, num_groups, rendezvous, is_first=number == 0)
         shapes = json.loads((folder / "manifest.json").read_text())
         manifest = {
             name: TensorMeta(
@@ -213,6 +223,10 @@ def main(rank: int, num_ranks: int, num_stages: int, rendezvous: str, folders: l
             "num_calls": at_once.num_calls,
             "num_calls_one_by_one": one_by_one.num_calls,
             "num_parts": sum(len(tensor.parts) for tensor in plan.tensors.values()),
+            "slices": {
+                name: sorted([*part.starts, *part.stops] for part in parts)
+                for name, parts in plan.slices.items()
+            },
             "held": sorted(name for name, tensor in plan.tensors.items() if tensor.parts),
             "differing": [
                 name for name, parts in described(plan).items() if described(expected)[name] != parts
@@ -226,4 +240,4 @@ def main(rank: int, num_ranks: int, num_stages: int, rendezvous: str, folders: l
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4], [Path(folder) for folder in sys.argv[5:]])
+    main(*map(int, sys.argv[1:5]), sys.argv[5], [Path(folder) for folder in sys.argv[6:]])

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from megarl.config.schema import RolloutConfig, SGLangConfig
 from megarl.models.config_reader import BLOCK_FP8
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.models.family import SGLangStages
 from megarl.models.fp8 import quantized_tensors, scale_name, scale_shape
-from megarl.weights.sync.forecast import engine_slices, stage_slices
+from megarl.weights.sync.forecast import engine_slices, rollout_slices, stage_slices
 from tests import fork_server
 from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config, new_model
 from tests.unit.rollout.models import manifest_of, random_model
@@ -63,7 +64,7 @@ def save(folder: Path, family: str, tied: bool, architecture: str) -> int:
 
 
 def plans(
-    num_ranks: int, folders: list[Path], rendezvous: Path, num_stages: int = 1
+    num_ranks: int, folders: list[Path], rendezvous: Path, num_stages: int = 1, num_groups: int = 1
 ) -> list[list[dict[str, Any]]]:
     """Return the results of each rank."""
     command = [*fork_server.PYTHON, "--sglang", str(PROGRAM)]
@@ -74,6 +75,7 @@ def plans(
                 str(rank),
                 str(num_ranks),
                 str(num_stages),
+                str(num_groups),
                 f"file://{rendezvous}",
                 *map(str, folders),
             ],
@@ -199,6 +201,38 @@ def test_each_stage_has_the_tensors_that_the_forecast_expects(forked_processes: 
             assert results[number]["held"] == sorted(expected[rank]), folder.name
             assert results[number]["unreached"] == []
             assert results[number]["not_followed"] == {}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [(2, ["deepseek_v3", "glm_moe_dsa", "qwen3_moe", "glm4_moe"]), (4, ["deepseek_v3", "qwen3_moe"])],
+    ids=["2", "4"],
+)
+def test_groups_with_an_attention_of_their_own_need_what_the_forecast_expects(
+    forked_processes: None, tmp_path: Path, num_ranks: int, names: list[str]
+) -> None:
+    """Each of two groups has all heads and the input embedding; all ranks share experts and output layer."""
+    folders = [tmp_path / name for name in names]
+    for folder, name in zip(folders, names, strict=True):
+        save(folder, *MODELS[name])
+
+    rollout = RolloutConfig(
+        tensor_parallel_size=num_ranks,
+        expert_parallel_size=2,
+        sglang=SGLangConfig(server_args={"attn_dp_size": 2}),
+    )
+    of_ranks = plans(num_ranks, folders, tmp_path / "rendezvous", num_groups=2)
+    for number, folder in enumerate(folders):
+        expected = rollout_slices(read_architecture(str(folder)), rollout)
+        for rank, results in enumerate(of_ranks):
+            result = results[number]
+            assert result["not_followed"] == {}
+            assert result["stale"] == result["stale_by_value"] == [], result
+            found = {name: parts for name, parts in result["slices"].items() if parts}
+            assert found == {
+                name: sorted([*part.starts, *part.stops] for part in parts)
+                for name, parts in expected[rank].items()
+            }, (folder.name, rank)
 
 
 def sglang_source(file: str) -> str:

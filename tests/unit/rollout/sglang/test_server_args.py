@@ -244,8 +244,33 @@ def test_engines_in_fp8_have_the_fields_of_a_folder_in_fp8(tmp_path: Path) -> No
     assert arguments["fp8_gemm_runner_backend"] == "triton"
     assert arguments["dtype"] == "bfloat16"
     assert "fp8_gemm_runner_backend" not in build_server_args(spec(tmp_path, dtype=EngineDType.fp8))
+    chosen = SGLangConfig(server_args={"fp8_gemm_runner_backend": "deep_gemm"})
+    asked = spec(tmp_path, Device.cuda, dtype=EngineDType.fp8, sglang=chosen)
+    assert build_server_args(asked)["fp8_gemm_runner_backend"] == "deep_gemm"
     with pytest.raises(ConfigError, match=r"quantization is set by megarl; set rollout\.dtype"):
         refuse_unknown_server_args({"quantization": "fp8"})
+
+
+@pytest.mark.parametrize("value", ["auto", "cutlass", "flashinfer_deepgemm", 1])
+def test_products_in_fp8_that_may_rearrange_weights_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"may rearrange weights, .* use triton or deep_gemm"):
+        refuse_unknown_server_args({"fp8_gemm_runner_backend": value})
+    refuse_unknown_server_args({"fp8_gemm_runner_backend": "deep_gemm", "attn_dp_size": 8})
+    refuse_unknown_server_args({"fp8_gemm_runner_backend": None})
+
+
+def test_sglang_converts_scales_for_deep_gemm_on_blackwell_only_and_marks_them() -> None:
+    """On Hopper they stay as they are sent."""
+    choice = sglang_text("layers", "deep_gemm_wrapper", "configurer.py")
+    condition = choice[choice.index("DEEPGEMM_SCALE_UE8M0 = ENABLE_JIT_DEEPGEMM and (") :][:120]
+    assert "get_platform().is_sm100 or get_device_sm() in (120, 121)" in condition
+    loading = sglang_text("model_loader", "utils.py")
+    assert (
+        "and deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0" in loading[loading.index("def should_deepgemm") :][:900]
+    )
+    converting = sglang_text("layers", "quantization", "fp8_utils.py")
+    converting = converting[converting.index("def requant_block_scale_ue8m0_for_deepgemm(") :][:1600]
+    assert "weight_scale.format_ue8m0 = True" in converting
 
 
 def test_the_format_of_the_folder_is_not_that_of_the_engine(tmp_path: Path) -> None:
@@ -339,6 +364,7 @@ def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(forked_
 
 PASSED_ON = {  # names that resemble an unsupported feature, but are supported
     *SPECULATIVE_ARGUMENTS,
+    "attn_dp_size",
     "enable_quant_communications",
     "kv_cache_dtype",
     "mm_enable_dp_encoder",
@@ -361,8 +387,11 @@ PASSED_ON = {  # names that resemble an unsupported feature, but are supported
         ("cpu_offload_gb", "weights come only from the trainer"),
         ("elastic_ep_backend", "experts must stay"),
         ("use_ray", "megarl starts"),
-        ("attn_dp_size", "other parts of the weights"),
-        ("enable_dp_attention", "other parts of the weights"),
+        ("attn_cp_size", "other parts of the weights"),
+        ("enable_dp_lm_head", "other parts of the weights"),
+        ("enable_dp_attention", r"groups with an attention of their own attn_dp_size"),
+        ("dp_size", r"engines are rollout\.num_replicas"),
+        ("data_parallel_size", r"engines are rollout\.num_replicas"),
         ("moe_dense_tp_size", "other parts of the weights"),
         ("dcp_size", "other parts of the weights"),
     ],
