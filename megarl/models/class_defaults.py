@@ -378,4 +378,40 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
         "use_sliding_window": False,
     },
+    "glm4_moe_lite": {
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 20,
+        "rope_interleave": True,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+        "routed_scaling_factor": 1.8,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+    },
+    "minimax_m2": {
+        "head_dim": 128,
+        "intermediate_size": 1536,
+        "num_key_value_heads": 8,
+        "rope_parameters": {
+            "rope_theta": 5000000.0,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v2": {
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_key_value_heads": None,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+    },
 }

@@ -152,26 +152,43 @@ def _has_shared_expert(architecture: Architecture, layer: int | None) -> bool:
 
 def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     """Read the experts of DeepSeek-V3's design: sigmoid scores, a selection bias and shared experts."""
+    experts = _read_experts_after_dense(reader, num_hidden_layers)
+    chosen = experts.num_experts_per_tok
+
+    check_router_gradient(reader, chosen, experts.norm_topk_prob)
+    if not experts.norm_topk_prob and chosen > 1:
+        reader.refuse("norm_topk_prob", "only true is supported with sigmoid scores")
+
+    return replace(
+        experts,
+        score=RouterScore.sigmoid,
+        has_selection_bias=True,
+        groups=_read_groups(reader, experts.num_experts, chosen),
+    )
+
+
+def read_unnormalized_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    """Read the experts of DeepSeek-V2's design: weights of a softmax over all experts, and shared experts."""
+    experts = _read_experts_after_dense(reader, num_hidden_layers)
+    if experts.norm_topk_prob:
+        reader.refuse("norm_topk_prob", "only false is supported")
+    return experts
+
+
+def _read_experts_after_dense(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    """Read experts with the fields of DeepSeek's designs, as those of a softmax router without groups."""
     num_experts = reader.number("n_routed_experts", int)
     chosen = reader.number("num_experts_per_tok", int)
-    norm_topk_prob = reader.flag("norm_topk_prob")
     intermediate_size = reader.number("moe_intermediate_size", int)
-
     _check_num_chosen(reader, chosen, "n_routed_experts", num_experts)
-    check_router_gradient(reader, chosen, norm_topk_prob)
-    if not norm_topk_prob and chosen > 1:
-        reader.refuse("norm_topk_prob", "only true is supported with sigmoid scores")
 
     return Experts(
         num_experts=num_experts,
         num_experts_per_tok=chosen,
         intermediate_size=intermediate_size,
         shared_intermediate_size=reader.count("n_shared_experts", OF_CLASS) * intermediate_size,
-        norm_topk_prob=norm_topk_prob,
+        norm_topk_prob=reader.flag("norm_topk_prob"),
         layers=_layers_after_dense(reader, num_hidden_layers),
-        score=RouterScore.sigmoid,
-        has_selection_bias=True,
-        groups=_read_groups(reader, num_experts, chosen),
         scaling_factor=reader.number("routed_scaling_factor", float, OF_CLASS),
     )
 

@@ -10,12 +10,13 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
-from megarl.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA
+from megarl.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA
 from megarl.models.family import Family, SGLangStages
 from megarl.models.gemma import GEMMA3_TEXT
 from megarl.models.glm import GLM4_MOE
 from megarl.models.gpt_oss import GPT_OSS
 from megarl.models.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SMOLLM3
+from megarl.models.minimax import MINIMAX_M2
 from megarl.models.olmo import OLMO2, OLMO3
 from megarl.models.quantization import check_quantization
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -49,6 +50,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": GEMMA3_TEXT,
     "ministral": MINISTRAL,
     "smollm3": SMOLLM3,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "minimax_m2": MINIMAX_M2,
+    "deepseek_v2": DEEPSEEK_V2,
 }
 
 # Names under which models of a family are published with their own, equivalent code.

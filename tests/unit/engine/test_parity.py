@@ -130,6 +130,7 @@ VARIANT_CASES: list[Comparison] = [
 NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5, "qwen3_next": 5}
 NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5, "qwen3_vl_moe": 5, "glm_moe_dsa": 1}
 NUM_EXPERT_LAYOUTS |= dict.fromkeys(RENAMED_FAMILIES, 1)
+NUM_EXPERT_LAYOUTS |= dict.fromkeys(("glm4_moe_lite", "minimax_m2", "deepseek_v2"), 7)
 EXPERT_CASES: list[Comparison] = [
     (family, layout)
     for family in EXPERT_FAMILIES
