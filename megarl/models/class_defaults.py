@@ -414,4 +414,26 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "tie_word_embeddings": False,
     },
+    "hy_v3": {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "num_shared_experts": 1,
+        "rope_parameters": {
+            "rope_theta": 11158840.0,
+            "rope_type": "default",
+        },
+        "router_scaling_factor": 2.826,
+        "tie_word_embeddings": False,
+    },
+    "seed_oss": {
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+    },
 }

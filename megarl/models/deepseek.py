@@ -16,14 +16,17 @@ from megarl.models.architecture import Architecture, YarnScaling
 from megarl.models.config_reader import ConfigReader
 from megarl.models.experts import (
     SELECTION_BIAS_ROW,
+    check_feed_forwards,
     expert_rows,
+    num_dense_layers,
     read_sigmoid_experts,
     read_unnormalized_experts,
     shared_expert_rows,
+    with_one_dense_layer,
 )
 from megarl.models.family import Family, SGLangStages
 from megarl.models.latent import LATENT_ROWS, read_latent
-from megarl.models.mapping import HF_LAYER, is_sparse
+from megarl.models.mapping import HF_LAYER
 from megarl.models.trunk import EXAMPLE, read_trunk, trunk_rows
 
 _MODEL_TYPE = "deepseek_v3"
@@ -67,18 +70,9 @@ def _read_v2(reader: ConfigReader) -> Architecture:
 
 
 def _read_lite(reader: ConfigReader) -> Architecture:
-    """Read GLM-4.7-Flash.
-
-    transformers has the types of feed-forwards, by default one dense layer before those with experts. SGLang
-    and published folders have the number of dense layers.
-    """
-    kinds = reader.fields.get("mlp_layer_types")
-    num_dense = kinds.count("dense") if isinstance(kinds, list) else 1
-    missing = {"first_k_dense_replace": num_dense, "num_nextn_predict_layers": 0}
-    architecture = _read_layers(replace(reader, fields=missing | reader.fields))
-    if kinds is None:
-        reader.require("first_k_dense_replace", 1, "without 'mlp_layer_types', only 1 is supported")
-    _check_types_of_layers(reader, architecture)
+    """Read GLM-4.7-Flash."""
+    architecture = _read_layers(with_one_dense_layer(reader))
+    check_feed_forwards(reader, architecture, has_one_dense=True)
     return architecture
 
 
@@ -118,15 +112,7 @@ def _check_types_of_layers(reader: ConfigReader, architecture: Architecture) -> 
             "num_hidden_layers",
         )
 
-    feed_forwards = reader.take("mlp_layer_types")
-    expected = ["sparse" if is_sparse(architecture, layer) else "dense" for layer in layers]
-    if feed_forwards is not None and feed_forwards != expected:
-        reader.conflict(
-            f"field 'mlp_layer_types' is {feed_forwards!r}; must be dense in the first "
-            "'first_k_dense_replace' layers, and sparse after them",
-            "num_hidden_layers",
-            "first_k_dense_replace",
-        )
+    check_feed_forwards(reader, architecture)
 
 
 # The example is a tiny model with YaRN, and experts in two groups, of which a token selects one.
@@ -223,9 +209,7 @@ GLM4_MOE_LITE = replace(
     },
     sglang_stages=SGLangStages.head_on_every,
     sglang_fields={},
-    sglang_derived=lambda architecture: {
-        "first_k_dense_replace": architecture.num_hidden_layers - len(architecture.sparse_layers)
-    },
+    sglang_derived=num_dense_layers,
     models="GLM-4.7-Flash",
 )
 DEEPSEEK_V32 = replace(

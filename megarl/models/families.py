@@ -15,6 +15,7 @@ from megarl.models.family import Family, SGLangStages
 from megarl.models.gemma import GEMMA3_TEXT
 from megarl.models.glm import GLM4_MOE
 from megarl.models.gpt_oss import GPT_OSS
+from megarl.models.hunyuan import HY_V3
 from megarl.models.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SMOLLM3
 from megarl.models.minimax import MINIMAX_M2
 from megarl.models.olmo import OLMO2, OLMO3
@@ -22,6 +23,7 @@ from megarl.models.quantization import check_quantization
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.models.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
+from megarl.models.seed_oss import SEED_OSS
 from megarl.models.unsupported import UNSUPPORTED
 
 FAMILIES: dict[str, Family] = {
@@ -53,6 +55,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": GLM4_MOE_LITE,
     "minimax_m2": MINIMAX_M2,
     "deepseek_v2": DEEPSEEK_V2,
+    "hy_v3": HY_V3,
+    "seed_oss": SEED_OSS,
 }
 
 # Names under which models of a family are published with their own, equivalent code.
