@@ -436,4 +436,14 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "exaone4": {
+        "num_key_value_heads": 32,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "tie_word_embeddings": False,
+    },
 }

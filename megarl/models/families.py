@@ -11,6 +11,7 @@ from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA
+from megarl.models.exaone import EXAONE4
 from megarl.models.family import Family, SGLangStages
 from megarl.models.gemma import GEMMA3_TEXT
 from megarl.models.glm import GLM4_MOE
@@ -57,6 +58,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
     "hy_v3": HY_V3,
     "seed_oss": SEED_OSS,
+    "exaone4": EXAONE4,
 }
 
 # Names under which models of a family are published with their own, equivalent code.

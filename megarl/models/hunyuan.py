@@ -85,7 +85,7 @@ HY_V3 = Family(
         "rms_norm_eps": 1e-5,
         "num_experts": 8,
         "num_shared_experts": 1,
-        "num_experts_per_tok": 3,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
         "router_scaling_factor": 2.8,

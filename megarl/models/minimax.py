@@ -88,5 +88,7 @@ MINIMAX_M2 = Family(
     sglang_fields=_FIXED,
     sglang_derived=lambda architecture: {"rotary_dim": architecture.rotary_dim},
     sglang_differences={"a tied embedding": lambda architecture: architecture.tie_word_embeddings},
+    cpu_engine_lacks="norms over all heads, which SGLang's class computes on GPUs only",
+    limits=("SGLang on GPUs only",),
     models="MiniMax-M2, M2.1, M2.5 and M2.7",
 )

@@ -121,8 +121,8 @@ FAMILY_CASES: list[Comparison] = [
     for layout in (LAYOUTS if family in IN_EVERY_LAYOUT else OF_FAMILY.get(family, IN_TWO_LAYOUTS))
 ]
 # Windows, two rotary embeddings and recurrent states also concern ranks that share rows.
-FAMILY_CASES += [("seed_oss-tied", layout) for layout in ("TP2", "CP2", "TP2xPP2")]
 FAMILY_CASES += [("olmo3-tied", "CP2"), ("gemma3_text-tied", "CP2"), ("qwen3_5-tied", "CP2")]
+FAMILY_CASES += [("exaone4-tied", layout) for layout in ("CP2", "TP2", "TP2xPP2")]
 REPLICA_CASES: list[Comparison] = [("qwen3-tied", layout) for layout in (*MIXED_LAYOUTS, *CONTEXT_LAYOUTS)]
 VARIANT_CASES: list[Comparison] = [
     (variant, layout) for variant in VARIANTS for layout in ("TP1", "TP2+SP", "CP2")
@@ -131,7 +131,7 @@ VARIANT_CASES: list[Comparison] = [
 NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5, "qwen3_next": 5}
 NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5, "qwen3_vl_moe": 5, "glm_moe_dsa": 1}
 NUM_EXPERT_LAYOUTS |= dict.fromkeys(RENAMED_FAMILIES, 1)
-NUM_EXPERT_LAYOUTS |= dict.fromkeys(("glm4_moe_lite", "minimax_m2", "deepseek_v2", "hy_v3"), 7)
+NUM_EXPERT_LAYOUTS |= {"minimax_m2": 5}
 EXPERT_CASES: list[Comparison] = [
     (family, layout)
     for family in EXPERT_FAMILIES
