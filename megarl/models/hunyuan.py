@@ -68,6 +68,7 @@ def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     )
 
 
+# Experts would hardly matter with the small weights that transformers' class starts from.
 HY_V3 = Family(
     model_type="hy_v3",
     class_prefix="HYV3",
@@ -83,6 +84,7 @@ HY_V3 = Family(
     | {
         "head_dim": 32,
         "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02,
         "num_experts": 8,
         "num_shared_experts": 1,
         "num_experts_per_tok": 2,

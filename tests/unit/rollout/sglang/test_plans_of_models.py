@@ -147,7 +147,10 @@ IN_FP8 = {
     "deepseek_v3": {"q_lora_rank": 128},
     "minimax_m2": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
 }
-WITH_CACHE_SCALES = {"deepseek_v3"}  # SGLang gives the quantization to the attention of these only
+WITH_CACHE_SCALES = {
+    "deepseek_v3",
+    "minimax_m2",
+}  # SGLang gives the quantization to the attention of these only
 
 
 def save_in_fp8(folder: Path, family: str) -> int:
