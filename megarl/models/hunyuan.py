@@ -25,7 +25,7 @@ from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 _FIXED = dict.fromkeys(
     ("moe_router_enable_expert_bias", "moe_router_use_sigmoid", "qk_norm", "route_norm"), True
 )
-# Which sums and products are in float32, an implementation of products, and the id of a token.
+# These fields concern rounding, kernels and the id of a token.
 _HARMLESS = (
     "enable_attention_fp32_softmax",
     "enable_lm_head_fp32",
