@@ -378,4 +378,72 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
         "use_sliding_window": False,
     },
+    "glm4_moe_lite": {
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_key_value_heads": 20,
+        "rope_interleave": True,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+        "routed_scaling_factor": 1.8,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+    },
+    "minimax_m2": {
+        "head_dim": 128,
+        "intermediate_size": 1536,
+        "num_key_value_heads": 8,
+        "rope_parameters": {
+            "rope_theta": 5000000.0,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v2": {
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_key_value_heads": None,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+    },
+    "hy_v3": {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "num_shared_experts": 1,
+        "rope_parameters": {
+            "rope_theta": 11158840.0,
+            "rope_type": "default",
+        },
+        "router_scaling_factor": 2.826,
+        "tie_word_embeddings": False,
+    },
+    "seed_oss": {
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+    },
+    "exaone4": {
+        "num_key_value_heads": 32,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+        },
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "tie_word_embeddings": False,
+    },
 }

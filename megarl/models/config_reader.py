@@ -209,7 +209,7 @@ BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_bloc
 
 # The fields that change how stored values are read, with the supported values; None: the field is missing.
 _FIXED_QUANTIZATION: Mapping[str, tuple[object, ...]] = {
-    "fmt": ("e4m3", None),
+    "fmt": ("e4m3", "float8_e4m3fn", None),
     "activation_scheme": ("dynamic", None),
     # the values of scales, whose dtype the files contain
     "scale_fmt": ("ue8m0", "float", None),

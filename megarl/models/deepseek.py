@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1 and V3.1, models published as that class (Kimi-K2 and Moonlight), DeepSeek-V3.2, and GLM.
+"""DeepSeek-V2 to V3.2, models published as the class of V3 (Kimi-K2 and Moonlight), GLM-4.5 to 4.7 and GLM-5.
 
 GLM-4.5, 4.6 and 4.7 have grouped-query attention, and experts as in DeepSeek-V3. DeepSeek-V3.2 and GLM-5 have
 sparse attention: an indexer selects `index_topk` keys for each token. In a row of at most that many tokens it
@@ -8,32 +8,68 @@ selects all of them, so that the layers are those of DeepSeek-V3, and megarl tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from megarl.models.architecture import Architecture, YarnScaling
 from megarl.models.config_reader import ConfigReader
-from megarl.models.experts import SELECTION_BIAS_ROW, expert_rows, read_sigmoid_experts, shared_expert_rows
+from megarl.models.experts import (
+    SELECTION_BIAS_ROW,
+    check_feed_forwards,
+    expert_rows,
+    num_dense_layers,
+    read_sigmoid_experts,
+    read_unnormalized_experts,
+    shared_expert_rows,
+    with_one_dense_layer,
+)
 from megarl.models.family import Family, SGLangStages
 from megarl.models.latent import LATENT_ROWS, read_latent
-from megarl.models.mapping import HF_LAYER, is_sparse
+from megarl.models.mapping import HF_LAYER
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, trunk_rows
 
 _MODEL_TYPE = "deepseek_v3"
 
-# Fields of the published model code that select variants, with the one that this family computes.
+# Fields of the published model code that select variants, with the one that a family computes.
 _FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_FIXED_IN_V2 = {"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"}
+# Fields that DeepSeek-V2 has not, or that have another meaning there.
+_NOT_IN_V2 = ("rope_interleave", "n_group", "topk_group", "num_nextn_predict_layers")
 _LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # transformers' names, newer and older
 
 
 def _read_layers(reader: ConfigReader) -> Architecture:
     """Read a model with the layers of DeepSeek-V3."""
-    for name, supported in _FIXED.items():
+    _read_variant(reader, _FIXED)
+    return read_trunk(reader, read_experts=read_sigmoid_experts, read_latent=read_latent, may_have_mtp=True)
+
+
+def _read_variant(reader: ConfigReader, fixed: Mapping[str, Any]) -> None:
+    for name, supported in fixed.items():
         reader.require(name, supported, f"only {supported!r} is supported")
     # Fields of DeepSeek's own training and serving.
     for name in ("aux_loss_alpha", "ep_size", "seq_aux"):
         reader.take(name)
 
-    return read_trunk(reader, read_experts=read_sigmoid_experts, read_latent=read_latent, may_have_mtp=True)
+
+def _read_v2(reader: ConfigReader) -> Architecture:
+    """Read DeepSeek-V2, whose rotation of attention has no field in transformers.
+
+    Routers with the method `greedy` have no groups, whatever the fields of groups are.
+    """
+    _read_variant(reader, _FIXED_IN_V2)
+    for name in ("n_group", "topk_group"):
+        reader.take(name)
+    inner = replace(reader, fields={"rope_interleave": True, **reader.fields})
+    return read_trunk(inner, read_experts=read_unnormalized_experts, read_latent=read_latent)
+
+
+def _read_lite(reader: ConfigReader) -> Architecture:
+    """Read GLM-4.7-Flash."""
+    architecture = _read_layers(with_one_dense_layer(reader))
+    check_feed_forwards(reader, architecture, has_one_dense=True)
+    return architecture
 
 
 def _read_sparse(reader: ConfigReader) -> Architecture:
@@ -73,15 +109,7 @@ def _check_types_of_layers(reader: ConfigReader, architecture: Architecture) -> 
             "num_hidden_layers",
         )
 
-    feed_forwards = reader.take("mlp_layer_types")
-    expected = ["sparse" if is_sparse(architecture, layer) else "dense" for layer in layers]
-    if feed_forwards is not None and feed_forwards != expected:
-        reader.conflict(
-            f"field 'mlp_layer_types' is {feed_forwards!r}; must be dense in the first "
-            "'first_k_dense_replace' layers, and sparse after them",
-            "num_hidden_layers",
-            "first_k_dense_replace",
-        )
+    check_feed_forwards(reader, architecture)
 
 
 # The example is a tiny model with YaRN, and experts in two groups, of which a token selects one.
@@ -139,6 +167,47 @@ DEEPSEEK_V3 = Family(
         "layers that predict further tokens are not trained, but "
         "[kept](large_models.md#multi-token-prediction)",
     ),
+)
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    class_prefix="DeepseekV2",
+    read=_read_v2,
+    rows=tuple(row for row in DEEPSEEK_V3.rows if row is not SELECTION_BIAS_ROW),
+    # DeepSeek-V2-Lite projects queries directly.
+    example_fields={
+        name: value for name, value in DEEPSEEK_V3.example_fields.items() if name not in _NOT_IN_V2
+    }
+    | {"q_lora_rank": None, "norm_topk_prob": False, "topk_method": "greedy"},
+    sglang_fields=_FIXED_IN_V2,
+    # SGLang reads groups with every method.
+    sglang_replaced=lambda fields: {"n_group": 1, "topk_group": 1},
+    models="DeepSeek-V2-Lite and DeepSeek-Coder-V2-Lite",
+    limits=(
+        "routers that select groups of experts, as those of DeepSeek-V2 with 236 B parameters, are refused",
+    ),
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    class_prefix="Glm4MoeLite",
+    read=_read_lite,
+    # The value of a head is as large as its key.
+    example_fields=DEEPSEEK_V3.example_fields
+    | {
+        "rope_theta": 1e6,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-5,
+        "v_head_dim": 24,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.8,
+    },
+    sglang_stages=SGLangStages.head_on_every,
+    sglang_fields={},
+    sglang_derived=num_dense_layers,
+    models="GLM-4.7-Flash",
 )
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,

@@ -160,31 +160,86 @@ def _has_shared_expert(architecture: Architecture, layer: int | None) -> bool:
 
 def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     """Read the experts of DeepSeek-V3's design: sigmoid scores, a selection bias and shared experts."""
+    experts = _read_experts_after_dense(reader, num_hidden_layers)
+    chosen = experts.num_experts_per_tok
+
+    check_router_gradient(reader, chosen, experts.norm_topk_prob)
+    if not experts.norm_topk_prob and chosen > 1:
+        reader.refuse("norm_topk_prob", "only true is supported with sigmoid scores")
+
+    return replace(
+        experts,
+        score=RouterScore.sigmoid,
+        has_selection_bias=True,
+        groups=_read_groups(reader, experts.num_experts, chosen),
+    )
+
+
+def read_unnormalized_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    """Read the experts of DeepSeek-V2's design: weights of a softmax over all experts, and shared experts."""
+    experts = _read_experts_after_dense(reader, num_hidden_layers)
+    if experts.norm_topk_prob:
+        reader.refuse("norm_topk_prob", "only false is supported")
+    return experts
+
+
+def _read_experts_after_dense(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    """Read experts with the fields of DeepSeek's designs, as those of a softmax router without groups."""
     num_experts = reader.number("n_routed_experts", int)
     chosen = reader.number("num_experts_per_tok", int)
-    norm_topk_prob = reader.flag("norm_topk_prob")
     intermediate_size = reader.number("moe_intermediate_size", int)
-
     _check_num_chosen(reader, chosen, "n_routed_experts", num_experts)
-    check_router_gradient(reader, chosen, norm_topk_prob)
-    if not norm_topk_prob and chosen > 1:
-        reader.refuse("norm_topk_prob", "only true is supported with sigmoid scores")
 
     return Experts(
         num_experts=num_experts,
         num_experts_per_tok=chosen,
         intermediate_size=intermediate_size,
         shared_intermediate_size=reader.count("n_shared_experts", OF_CLASS) * intermediate_size,
-        norm_topk_prob=norm_topk_prob,
-        layers=_layers_after_dense(reader, num_hidden_layers),
-        score=RouterScore.sigmoid,
-        has_selection_bias=True,
-        groups=_read_groups(reader, num_experts, chosen),
+        norm_topk_prob=reader.flag("norm_topk_prob"),
+        layers=layers_after_dense(reader, num_hidden_layers),
         scaling_factor=reader.number("routed_scaling_factor", float, OF_CLASS),
     )
 
 
-def _layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
+def with_one_dense_layer(reader: ConfigReader) -> ConfigReader:
+    """Return a reader with the fields of DeepSeek's designs that transformers' class of a family lacks.
+
+    The class has `mlp_layer_types` instead, by default one dense layer before those with experts.
+    """
+    kinds = reader.fields.get("mlp_layer_types")
+    num_dense = kinds.count("dense") if isinstance(kinds, list) else 1
+    missing = {"first_k_dense_replace": num_dense, "num_nextn_predict_layers": 0}
+    return replace(reader, fields=missing | reader.fields)
+
+
+def check_feed_forwards(
+    reader: ConfigReader, architecture: Architecture, *, has_one_dense: bool = False
+) -> None:
+    """Refuse types of feed-forwards that contradict the number of dense layers, which SGLang reads.
+
+    Args:
+        has_one_dense: Whether one layer is dense in transformers if the types are missing.
+    """
+    layers = range(architecture.num_hidden_layers)
+    kinds = reader.take("mlp_layer_types")
+    meant = ["sparse" if layer else "dense" for layer in layers] if has_one_dense and kinds is None else kinds
+    expected = ["sparse" if is_sparse(architecture, layer) else "dense" for layer in layers]
+
+    if meant is not None and meant != expected:
+        reader.conflict(
+            f"field 'mlp_layer_types' is {kinds!r}; must be dense in the first "
+            "'first_k_dense_replace' layers, and sparse after them",
+            "num_hidden_layers",
+            "first_k_dense_replace",
+        )
+
+
+def num_dense_layers(architecture: Architecture) -> Mapping[str, int]:
+    """Return the field of the number of dense layers."""
+    return {"first_k_dense_replace": architecture.num_hidden_layers - len(architecture.sparse_layers)}
+
+
+def layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
     """Return the layers with experts: all but the first `first_k_dense_replace`."""
     num_dense = reader.count("first_k_dense_replace", OF_CLASS)
     if num_dense >= num_hidden_layers:

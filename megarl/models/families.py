@@ -17,11 +17,21 @@ from megarl.machine.files import read_json_object
 from megarl.machine.folder_kinds import instead_of_model
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import QUANTIZATION, ConfigReader, check_quantization
-from megarl.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE, GLM_MOE_DSA
+from megarl.models.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+)
+from megarl.models.exaone import EXAONE4
 from megarl.models.family import Family, SGLangStages
 from megarl.models.gemma import GEMMA3_TEXT
 from megarl.models.gpt_oss import GPT_OSS
+from megarl.models.hunyuan import HY_V3
 from megarl.models.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SMOLLM3
+from megarl.models.minimax import MINIMAX_M2
 from megarl.models.olmo import OLMO2, OLMO3
 from megarl.models.qwen import (
     QWEN2,
@@ -35,6 +45,7 @@ from megarl.models.qwen import (
     QWEN3_NEXT,
 )
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
+from megarl.models.seed_oss import SEED_OSS
 from megarl.models.unsupported import UNSUPPORTED
 
 FAMILIES: dict[str, Family] = {
@@ -63,6 +74,12 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": GEMMA3_TEXT,
     "ministral": MINISTRAL,
     "smollm3": SMOLLM3,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "minimax_m2": MINIMAX_M2,
+    "deepseek_v2": DEEPSEEK_V2,
+    "hy_v3": HY_V3,
+    "seed_oss": SEED_OSS,
+    "exaone4": EXAONE4,
 }
 
 # Names under which models of a family are published with their own, equivalent code.

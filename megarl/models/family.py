@@ -60,6 +60,8 @@ class Family:
         sglang_policy_class: The class with which SGLang serves a policy; None: the one that the folder names.
         sglang_differences: What SGLang's class of the family would compute differently, each with the
             condition on the architecture.
+        cpu_engine_lacks: What SGLang's class of the family cannot compute on a CPU, in words, although it
+            computes the kinds of its layers there; empty if it computes everything.
         models: The names of the family's models, for docs/models.md.
         limits: What the family does not support, for docs/models.md. The code that refuses it says why.
     """
@@ -80,6 +82,7 @@ class Family:
     sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     sglang_policy_class: str | None = None
     sglang_differences: Mapping[str, Callable[[Architecture], bool]] = field(default_factory=dict)
+    cpu_engine_lacks: str = ""
     models: str = ""
     limits: tuple[str, ...] = ()
 

@@ -21,7 +21,7 @@ from megarl.models.tensor_table import Weight, weights_of
 SCALE_SUFFIX = "_scale_inv"
 SCALE_BYTES = 4
 # The layers that SGLang quantizes. Its router, norms, embeddings and output layer keep their dtype.
-_QUANTIZED = ("_proj.weight", ".kv_a_proj_with_mqa.weight")
+_QUANTIZED = ("_proj.weight", ".kv_a_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 # Elements of a GPU's weights that a trainer rank converts at a time, and the bytes of temporary memory that
 # each of them takes: the elements, three float32 numbers and the result.

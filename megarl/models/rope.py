@@ -29,7 +29,9 @@ _REFUSED_TYPES = {
 }
 
 
-def read_rope(reader: ConfigReader, max_position_embeddings: int) -> tuple[float, RopeScaling | None, float]:
+def read_rope(
+    reader: ConfigReader, max_position_embeddings: int, *, rotates_parts: bool = False
+) -> tuple[float, RopeScaling | None, float]:
     """Read the rotary embedding: the base frequency, the scaling, and the rotated fraction of a head.
 
     transformers v5 keeps all of it in `rope_parameters`. v4 has `rope_theta` and `partial_rotary_factor` at
@@ -38,8 +40,12 @@ def read_rope(reader: ConfigReader, max_position_embeddings: int) -> tuple[float
 
     Args:
         max_position_embeddings: The original context length of a scaling that does not name one.
+        rotates_parts: Whether heads may be rotated in part although transformers' class has no default of
+            the fraction.
     """
     of_class = reader.defaults.get("rope_parameters", {})
+    if rotates_parts:
+        of_class = {"partial_rotary_factor": 1.0} | of_class
     for name in _OUTER_FIELDS:
         reader.take(name)
     outer = {name: reader.fields[name] for name in _OUTER_FIELDS if name in reader.fields}

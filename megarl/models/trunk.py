@@ -257,6 +257,7 @@ def read_trunk(
     may_have_mtp: bool = False,
     read_windows: Callable[[ConfigReader, int], tuple[int, ...]] | None = None,
     local_theta_field: str | None = None,
+    rotates_parts: bool = False,
 ) -> Architecture:
     """Read what the families share.
 
@@ -268,6 +269,7 @@ def read_trunk(
         read_windows: Reads the window of each layer; None: windows are refused.
         local_theta_field: The field of transformers v4 that has the base frequency of layers with a window;
             None if it had none.
+        rotates_parts: As in `read_rope`.
     """
     hidden_size = reader.number("hidden_size", int)
     latent = read_latent(reader) if read_latent else None
@@ -281,7 +283,7 @@ def read_trunk(
     if has_rope_by_layer_type(reader):
         rope, rope_of_windows = read_ropes_by_layer_type(reader, max_position_embeddings, local_theta_field)
     else:
-        rope = read_rope(reader, max_position_embeddings)
+        rope = read_rope(reader, max_position_embeddings, rotates_parts=rotates_parts)
     theta, scaling, partial_rotary_factor = rope
 
     num_hidden_layers = reader.number("num_hidden_layers", int)

@@ -50,12 +50,10 @@ MISSING_PARTS: Mapping[str, tuple[str, ...]] = {
         "helium",
     ),
     "norms of queries and keys after the rotary embedding": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
-    "norms of queries and keys over all heads in a model with experts": ("flex_olmo", "minimax_m2", "olmoe"),
-    "layers with a norm after and none before attention, and without rotary embeddings": (
-        "exaone4",
-        "exaone_moe",
+    "norms after blocks with experts": ("flex_olmo",),
+    "norms of queries and keys over all heads, which SGLang's class does not distribute over ranks": (
+        "olmoe",
     ),
-    "group-limited softmax routers": ("deepseek_v2",),
     "experts that compute nothing, and two attentions in a layer": ("longcat_flash",),
     "a norm after the experts of a layer with latent attention": ("axk1",),
     "capped logits of attention and of the output layer": ("gemma2", "vaultgemma"),
@@ -89,7 +87,7 @@ MISSING_PARTS: Mapping[str, tuple[str, ...]] = {
     "weights of three values": ("bitnet",),
     "the activation of Gemma 1, which its folders name in two ways": ("gemma",),
     "MLPs without a gate": ("apertus", "arcee"),
-    "fused projections in the folder, and longrope": ("phi3",),
+    "queries, keys and values in one tensor of the folder, and longrope": ("phi3",),
     # LayerNorm has a bias, or none but a mean, where the supported families have RMSNorm.
     "layers with LayerNorm": (
         "codegen",
@@ -132,10 +130,8 @@ MISSING_PARTS: Mapping[str, tuple[str, ...]] = {
         "aria_text",
         "cwm",
         "dots1",
-        "glm4_moe_lite",
-        "hy_v3",
+        "exaone_moe",
         "mellum",
-        "seed_oss",
         "solar_open",
         "youtu",
     ),

@@ -212,7 +212,7 @@ _TEST_AND_PUSH = """
 import sys
 import pytest
 
-if pytest.main(["-q", "-p", "no:cacheprovider", "-k", "seed_oss", *sys.argv[2:]]):
+if pytest.main(["-q", "-p", "no:cacheprovider", "-k", "cwm", *sys.argv[2:]]):
     sys.exit(1)
 
 import torch
@@ -220,7 +220,7 @@ from pathlib import Path
 from megarl.rollout.interface import SamplingParameters
 from tests.unit.rollout.models import engine_for, push, random_model
 
-model = random_model("seed_oss")
+model = random_model("cwm")
 engine = engine_for(model, Path(sys.argv[1]))
 push(model, engine)
 [sample] = engine.generate([[5, 6, 7]], SamplingParameters(max_new_tokens=6, seed=0, temperature=0.0))
@@ -245,4 +245,4 @@ def test_the_family_that_the_page_adds_is_tested_by_its_registration(
         text=True,
     )
     assert used.returncode == 0, used.stdout + used.stderr
-    assert "seed_oss" not in FAMILIES
+    assert "cwm" not in FAMILIES

@@ -167,8 +167,8 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
 
     kinds = kinds_of(policy)
     sizes = dimension_sizes(policy)
-    for lack in (kind.cpu_engine_lacks for kind in kinds if kind.cpu_engine_lacks):
-        if config.device is Device.cpu:
+    for lack in (*(kind.cpu_engine_lacks for kind in kinds), family.cpu_engine_lacks):
+        if lack and config.device is Device.cpu:
             yield Finding(
                 ("device", "rollout.engine"),
                 f"is cpu, but {path} ({policy.model_type}) has {lack}; use device=cuda",

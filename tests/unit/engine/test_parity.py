@@ -122,6 +122,7 @@ FAMILY_CASES: list[Comparison] = [
 ]
 # Windows, two rotary embeddings and recurrent states also concern ranks that share rows.
 FAMILY_CASES += [("olmo3-tied", "CP2"), ("gemma3_text-tied", "CP2"), ("qwen3_5-tied", "CP2")]
+FAMILY_CASES += [("exaone4-tied", "CP2")]
 REPLICA_CASES: list[Comparison] = [("qwen3-tied", layout) for layout in (*MIXED_LAYOUTS, *CONTEXT_LAYOUTS)]
 VARIANT_CASES: list[Comparison] = [
     (variant, layout) for variant in VARIANTS for layout in ("TP1", "TP2+SP", "CP2")
@@ -130,6 +131,7 @@ VARIANT_CASES: list[Comparison] = [
 NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5, "qwen3_next": 5}
 NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5, "qwen3_vl_moe": 5, "glm_moe_dsa": 1}
 NUM_EXPERT_LAYOUTS |= dict.fromkeys(RENAMED_FAMILIES, 1)
+NUM_EXPERT_LAYOUTS |= {"minimax_m2": 5}
 EXPERT_CASES: list[Comparison] = [
     (family, layout)
     for family in EXPERT_FAMILIES
@@ -384,7 +386,11 @@ def compare(reference: Reference, layout: str, rank_pool: RankPool) -> None:
         assert weights.keys() == gradients.keys()  # and copies are bitwise identical
         if "frozen" in name:
             stored = load_file(Path(reference.folders[CASES[name].folder]) / "model.safetensors")
-            routers = [key for key in weights if key.endswith((*ROUTERS, ".block_sparse_moe.gate.weight"))]
+            routers = [
+                key
+                for key in weights
+                if key.endswith((*ROUTERS, ".block_sparse_moe.gate.weight", ".router.gate.weight"))
+            ]
             assert routers
             assert all(torch.equal(weights[key], stored[key]) for key in routers)
             (norm,) = (

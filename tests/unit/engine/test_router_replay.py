@@ -27,6 +27,8 @@ from megarl.config.schema import (
     RecomputeModule,
     RoutingReplay,
 )
+from megarl.models.architecture import Experts
+from megarl.models.families import read_architecture
 from tests.families import RENAMED_FAMILIES, SPARSE_FAMILIES, example_architecture
 from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same, max_difference
@@ -95,12 +97,14 @@ def weighted_batch(*, has_images: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def watched_routers(model: PreTrainedModel, disturbed_place: int | None) -> Iterator[list[list[Tensor]]]:
+def watched_routers(
+    model: PreTrainedModel, experts_of_model: Experts, disturbed_place: int | None
+) -> Iterator[list[list[Tensor]]]:
     """Return the experts of each layer, (tokens, K), for each row; row ROW is disturbed at a place."""
     rows: list[list[Tensor]] = []
     routers = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
 
-    def watch(router: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def watch(router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, scores, experts = outputs
         if router is routers[0]:
             rows.append([])
@@ -109,14 +113,14 @@ def watched_routers(model: PreTrainedModel, disturbed_place: int | None) -> Iter
             experts = experts.clone()
             scores = scores.clone()
             # Select the next best experts. A selection bias belongs to routers with sigmoid scores.
-            bias = getattr(router, "e_score_correction_bias", None)
+            bias = inputs[1] if len(inputs) > 1 else getattr(router, "e_score_correction_bias", None)
             logit = logits[disturbed_place]
             own = logit.softmax(-1) if bias is None else logit.sigmoid()
             chosen = own if bias is None else own + bias
             experts[disturbed_place] = chosen.topk(2 * experts.shape[1]).indices[experts.shape[1] :]
             own = own[experts[disturbed_place]]
-            own = own / own.sum() if getattr(router, "norm_topk_prob", True) else own
-            scores[disturbed_place] = own * getattr(router, "routed_scaling_factor", 1.0)
+            own = own / own.sum() if experts_of_model.norm_topk_prob else own
+            scores[disturbed_place] = own * experts_of_model.scaling_factor
 
         rows[-1].append(experts)
         return logits, scores, experts
@@ -131,9 +135,11 @@ def watched_routers(model: PreTrainedModel, disturbed_place: int | None) -> Iter
 
 def run_reference(folder: Path, batch: dict[str, Any], disturbed: bool) -> Routed:
     model = load_lm(folder)
+    experts = read_architecture(str(folder)).experts
+    assert experts is not None
     prompt = batch["attention_mask"][ROW, : -batch["response_mask"].shape[1]]
     place = int(prompt.sum()) if disturbed else None
-    with watched_routers(model, place) as rows:
+    with watched_routers(model, experts, place) as rows:
         log_probs = scores_of(reference_logits(model, batch), batch)["log_probs"]
     (log_probs * batch["weight/log_probs"]).sum().backward()
     routes = [torch.stack(layers, dim=1)[:-1].flatten().to(route_dtype(8)) for layers in rows]
@@ -279,10 +285,13 @@ def test_routes_are_replayed(
         routes=setting.disturbed.routes,
         recomputation=recomputation,
     )
+    experts = read_architecture(setting.folder).experts
+    assert experts is not None
+    of_token = (-1, experts.num_experts_per_tok)
     for rank in ranks:
         for row, routes in enumerate(setting.plain.routes):
             assert torch.equal(
-                rank.routes[row].view(-1, 2).sort().values, routes.view(-1, 2).sort().values
+                rank.routes[row].view(of_token).sort().values, routes.view(of_token).sort().values
             ), row
         assert torch.equal(rank.again["log_probs"], rank.own["log_probs"])
         assert max_difference(rank.given["log_probs"], setting.disturbed.log_probs) <= 1e-5

@@ -28,7 +28,10 @@ from tests.unit.engine import models as parity_models
 from tests.unit.rollout.sglang import test_plans_of_models
 
 # Fields of an example that no architecture depends on.
-BOOKKEEPING = {"architectures", "bos_token_id", "eos_token_id", "hidden_act", "model_type", "pad_token_id"}
+BOOKKEEPING = {
+    *("architectures", "bos_token_id", "eos_token_id", "hidden_act", "initializer_range", "model_type"),
+    "pad_token_id",
+}
 
 
 def written(folder: Path, fields: dict[str, Any]) -> str:

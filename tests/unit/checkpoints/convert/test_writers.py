@@ -110,7 +110,13 @@ def test_conversion_to_megatron_and_back_is_bitwise_identical(
     loaded, info = kind.from_pretrained(back, output_loading_info=True, dtype="auto")
     assert all(is_kept(name, model.config) for name in info.pop("missing_keys"))
     assert not any(info.values())
-    assert same(trained(loaded.state_dict(), model), trained(model.state_dict(), model))
+    # transformers rounds the selection biases of some classes when it loads them.
+    state = loaded.state_dict()
+    wanted = {
+        name: value.to(state[name].dtype) if name.endswith("correction_bias") else value
+        for name, value in model.state_dict().items()
+    }
+    assert same(trained(state, model), trained(wanted, model))
 
 
 def test_a_published_configuration_with_experts_at_reduced_width(tmp_path: Path) -> None:

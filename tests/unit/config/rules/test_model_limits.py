@@ -45,6 +45,21 @@ def test_a_factor_of_yarn_that_sglang_does_not_read(tmp_path: Path) -> None:
     assert "a YaRN attention_factor of 1.5, for which it uses 1.13863" in said
 
 
+def test_a_class_of_sglang_that_needs_a_gpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["minimax_m2"].example()))
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+    lack = (
+        "(minimax_m2) has norms over all heads, which SGLang's class computes on GPUs only; use device=cuda"
+    )
+
+    def found(device: str) -> list[str]:
+        given = violations(run, ENGINE, f"model.path={tmp_path}", f"device={device}")
+        return [each for each in given if lack in each]
+
+    assert len(found("cpu")) == 1
+    assert found("cuda") == []
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "olmo3", "qwen3"])
 def test_windows_and_sinks_have_no_float32_kernels_on_cuda(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family].example()))

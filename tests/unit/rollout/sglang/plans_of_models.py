@@ -52,8 +52,12 @@ class CountedModel:
         self._model.load_weights(iter(tensors))
 
 
+# The classes that refuse torch's attention.
+WITH_TRITON = ("exaone4", "gpt_oss")
+
+
 def is_gpt_oss(folder: Path) -> bool:
-    """Return whether the class refuses torch's attention, and cannot load a part of the experts."""
+    """Return whether the class cannot load a part of the experts."""
     return bool(json.loads((folder / "config.json").read_text())["model_type"] == "gpt_oss")
 
 
@@ -84,7 +88,7 @@ def build_model(
         pp_size=num_stages,
         attn_dp_size=num_groups,
         ep_size=1 if is_gpt_oss(folder) else num_groups if num_groups > 1 else num_ranks // num_stages,
-        attention_backend="triton" if is_gpt_oss(folder) else "torch_native",
+        attention_backend="triton" if fields["model_type"] in WITH_TRITON else "torch_native",
         sampling_backend="pytorch",
         disable_cuda_graph=True,
         disable_radix_cache=True,

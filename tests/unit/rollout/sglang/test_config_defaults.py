@@ -34,8 +34,12 @@ print(json.dumps(read, default=str))
 """
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _NESTED = ("text_config", "vision_config")
-# Their classes leave out windows that `use_sliding_window` does not enable. Heads are required by megarl.
-_LEFT_OUT = ("sliding_window", "max_window_layers", "num_key_value_heads", "rope_parameters")
+# Their classes leave out windows that `use_sliding_window` does not enable. Heads are required by megarl. The
+# pattern of windows is a number for transformers, and letters for SGLang.
+_LEFT_OUT = (
+    *("sliding_window", "sliding_window_pattern", "max_window_layers", "num_key_value_heads"),
+    "rope_parameters",
+)
 
 
 def without_defaults(fields: dict[str, Any], defaults: Any) -> dict[str, Any]:

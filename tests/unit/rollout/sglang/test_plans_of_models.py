@@ -48,7 +48,9 @@ DERIVED = {
         ("qwen3_next", "qwen3_5-tied", "qwen3_5_text-tied", "qwen3_5_moe", "qwen3_5_moe_text"),
         {"gemma_weight"},
     ),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), {"w_kc", "w_vc"}),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), {"w_kc", "w_vc"}
+    ),
 }
 
 
@@ -145,8 +147,12 @@ IN_FP8 = {
     "qwen3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
     "qwen3_moe": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
     "deepseek_v3": {"q_lora_rank": 128},
+    "minimax_m2": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
 }
-WITH_CACHE_SCALES = {"deepseek_v3"}  # SGLang gives the quantization to the attention of these only
+WITH_CACHE_SCALES = {
+    "deepseek_v3",
+    "minimax_m2",
+}  # SGLang gives the quantization to the attention of these only
 
 
 def save_in_fp8(folder: Path, family: str) -> int:
@@ -241,8 +247,9 @@ def sglang_source(file: str) -> str:
 
 
 def test_families_without_stages_have_none_in_sglang() -> None:
-    """Others without stages have gated delta nets or images, for which megarl has no test in stages."""
-    for module in ("olmo2.py", "gemma3_causal.py"):
+    """Others without stages have gated delta nets or images, for which megarl has no test in stages, or the
+    embedding on every stage."""
+    for module in ("olmo2.py", "gemma3_causal.py", "hunyuan_v3.py"):
         assert "pp_proxy_tensors" not in sglang_source(f"models/{module}")
     only_stage = "assert self.pp_group.is_first_rank and self.pp_group.is_last_rank"
     assert only_stage in sglang_source("models/qwen3_next.py")
