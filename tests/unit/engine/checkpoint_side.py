@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl.batch.metrics import Metric
 from megarl.checkpoints.role_folder import Description, Layout, write_manifest
+from megarl.checkpoints.snapshot_file import open_snapshot
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.schema import Decay, ExpertsConfig, OptimConfig, ParallelConfig
 from megarl.models.architecture import LoRA
@@ -55,6 +56,12 @@ def open_engine(settings: Settings) -> MegatronEngine:
     names = ("head", "dtype", "routers", "lora", "lora_path", "runs_base")
     options = {name: getattr(settings, name) for name in names}
     return build(start(settings.parallel), settings.folder, optim=OPTIM, total_optimizer_steps=8, **options)
+
+
+def contents(path: str) -> list[bytes]:
+    """Return the tensors of a snapshot, and the random state at the end."""
+    snapshot = open_snapshot(path)
+    return [snapshot.memory[each.position : each.position + each.nbytes] for each in snapshot.index]
 
 
 def _loss(outputs: Any, rows: Any) -> Any:
