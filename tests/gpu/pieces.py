@@ -39,7 +39,7 @@ _ON_ONE_DEVICE = "tests/unit/engine/test_one_device.py"
 _DELTA_ON_A_CPU = "tests/unit/engine/test_one_device_delta_nets.py"
 _KERNELS_ON_A_CPU = "tests/unit/engine/test_one_device_kernels.py"
 _SGLANG_ON_A_CPU = "tests/soak/test_rehearsed_gpu_sglang.py"
-_RANKS_ON_A_CPU = "tests/unit/engine/test_ranks_on_one_host.py"
+_RANKS_ON_A_CPU = "tests/soak/test_rehearsed_gpu_ranks.py"
 
 PIECES: Mapping[str, Piece] = {
     "fused": Piece(
@@ -192,7 +192,7 @@ PIECES: Mapping[str, Piece] = {
         [_RANKS_ON_A_CPU],
         "NCCL, whose place gloo takes, and NVLink",
         files=["test_ranks.py"],
-        only=["-2]"],
+        only=["-2-"],
         num_gpus=2,
     ),
     "experts_8": Piece(
@@ -201,7 +201,7 @@ PIECES: Mapping[str, Piece] = {
         [_RANKS_ON_A_CPU],
         "eight ranks: two run on a CPU",
         files=["test_ranks.py"],
-        only=["-8]"],
+        only=["-8-"],
         num_gpus=8,
     ),
 }

@@ -130,7 +130,9 @@ def show(records: Mapping[tuple[str, str], Record], names: Iterable[str] = PIECE
 def _details(whole: Record, tests: Sequence[Record]) -> Iterator[str]:
     yield from whole.numbers
     for test in tests:
-        yield from test.numbers
+        # The case of a test, such as its model.
+        case = test.test.partition("[")[2].rstrip("]")
+        yield from (f"{case}  {number}".lstrip() for number in test.numbers)
     for test in tests:
         if test.outcome == FAILED:
             yield f"FAILED {_short(test.test)}: {' '.join(test.said.split())}"

@@ -84,7 +84,8 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
             if "loss" in metrics and groups.tensor_rank == groups.context_rank == 0
             else 0.0
         )
-        loss = torch.tensor(share, dtype=torch.float64)
+        device = next(iter(engine.parameters().values())).device
+        loss = torch.tensor(share, dtype=torch.float64, device=device)
         dist.all_reduce(loss)
         step = engine.step()
         losses.append(float(loss))
