@@ -61,11 +61,16 @@ def read_records(path: Path) -> dict[tuple[str, str], Record]:
 
 
 def forget(path: Path, pieces: Sequence[str]) -> None:
-    """Remove the records of these pieces, and a line that was cut off."""
+    """Remove the records of these pieces, and a line that was cut off, which no other may follow."""
     kept = [record for record in read_records(path).values() if record.piece not in pieces]
-    path.unlink(missing_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
     for record in kept:
-        write_record(path, record)
+        write_record(partial, record)
+    if kept:
+        partial.replace(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # ---- the plugin of pytest

@@ -108,7 +108,7 @@ def _status(
     return int(ended.returncode)
 
 
-def show(records: Mapping[tuple[str, str], Record], names: Iterable[str] = PIECES) -> str:
+def show(records: Mapping[tuple[str, str], Record], names: Iterable[str]) -> str:
     """Return a line for each piece, followed by its numbers, its failures and what was left out."""
     width = max(len(name) for name in PIECES)
     lines = [f"{'':<{width}}  passed  failed  skipped  seconds"]
@@ -200,7 +200,7 @@ def main(options: Sequence[str] | None = None) -> int:
     if not given.show:
         _run(given)
     records = read_records(given.record)
-    print(f"\n{given.record}\n\n{show(records)}")
+    print(f"\n{given.record}\n\n{show(records, PIECES)}")
     return int(has_failed(records, given.pieces))
 
 
@@ -217,8 +217,7 @@ def _run(given: argparse.Namespace) -> None:
     # A piece whose process failed is not complete either.
     ended = {name for name, test in known if not test and known[name, ""].outcome in (PASSED, SKIPPED)}
     pieces = [name for name in given.pieces if name not in ended]
-    if not given.resume:
-        forget(given.record, pieces)
+    forget(given.record, [] if given.resume else pieces)
 
     for name in pieces:
         lacking = NO_GPU if not num_gpus else missing_for(PIECES[name], num_gpus)
