@@ -130,6 +130,12 @@ def test_each_piece_can_be_rehearsed_and_is_short() -> None:
         assert 0 < each.minutes * 60 <= table.LIMIT_S, name
 
 
+def test_the_page_lists_the_pieces() -> None:
+    page = (table.ROOT / "docs" / "gpu_run.md").read_text()
+    rows = [f"| `{name}` | {each.minutes:g} | {each.doubt} |" for name, each in PIECES.items()]
+    assert "\n".join(rows) + "\n\n" in page
+
+
 @pytest.mark.parametrize(
     ("test", "expected"),
     [
