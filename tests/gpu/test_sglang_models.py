@@ -212,12 +212,11 @@ def test_samples_in_fp8_have_the_log_probs_of_dequantized_weights(
         quantized = quantized_tensors(read_architecture(str(tmp_path / "policy")))
         weights: dict[str, Tensor] = {}
         for name, tensor in weights_of(model).items():
-            weights[name] = tensor.cpu()
+            weights[name] = tensor
             if name in quantized:
-                weights[name], weights[scale_name(name)] = quantized_by_hand(tensor.float().cpu())
-        engine.begin_weight_update(plain_trainer.manifest_of(weights))
-        plain_trainer.load_folder(engine, weights)
-        engine.end_weight_update(1)
+                parts = quantized_by_hand(tensor.float().cpu())
+                weights[name], weights[scale_name(name)] = (part.to(device) for part in parts)
+        plain_trainer.push(engine, weights, version=1)
         if device.type == "cuda":
             engine.wake_cache()
         exact = {name: dequantized_by_hand(weights[name], weights[scale_name(name)]) for name in quantized}
@@ -231,6 +230,10 @@ def with_weights(model: PreTrainedModel, weights: dict[str, Tensor], folder: Pat
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     assert weights.keys() <= tensors.keys()
-    save_file(tensors | weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {name: tensor.cpu() for name, tensor in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     kind = model_class(model.config)
     return kind.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
