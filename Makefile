@@ -81,9 +81,10 @@ test-quick: $(READY)
 test-all: $(READY) static
 	$(BIN)/python -m pytest tests --ignore tests/gpu $(ARGS)
 
-# Runs tests/gpu and benchmarks/gpu on a machine with a GPU and prints one table. SGLang tests are skipped without SGLang's packages.
+# Runs tests/gpu and benchmarks/gpu on a machine with a GPU, in pieces of at most four minutes, and prints one table. make gpu ARGS=--list
+# prints the pieces, and make gpu ARGS=latent runs one of them. What a piece needs and the machine lacks is left out.
 gpu: $(READY)
-	$(BIN)/python -m tests.gpu.table
+	$(BIN)/python -m tests.gpu.table $(ARGS)
 
 # Tests the wheel in new environments, with the newest and with the oldest allowed versions. Each takes minutes and gigabytes.
 # make test-wheel ARGS="--resolution newest"

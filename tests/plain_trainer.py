@@ -18,6 +18,7 @@ from megarl.config.schema import Transport
 from megarl.models.adapters import is_adapter
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.checkpoint_index import INDEX_FILE
+from megarl.weights.message_words import slices_in_words
 from megarl.weights.plan import RankLocation, plan_repeated, plan_transfer, whole_slices
 from megarl.weights.tensors import Manifest, Part, TensorMeta
 from megarl.weights.transfer import Transfer
@@ -42,13 +43,13 @@ class PlainShards:
     are_computed = False
 
     def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+        self.tensors = weights
         first = next(iter(weights.values()))
         self.dtype = first.dtype
         self.device = first.device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
-        yield self._weights[part.name][part.tensor_slice.index]
+        yield self.tensors[part.name][part.tensor_slice.index]
 
 
 class PlainTrainer:
@@ -60,8 +61,10 @@ class PlainTrainer:
     ) -> None:
         self._engine = engine
         self.manifest = manifest_of(weights)
-        needed = engine.needed_slices(self.manifest)
-        shapes = {name: meta.shape for name, meta in self.manifest.items()}
+        self._words = self._words_of(weights)
+        needed = [slices_in_words(slices, self._words) for slices in engine.needed_slices(self.manifest)]
+        shards = self._shards(weights)
+        shapes = {name: tuple(tensor.shape) for name, tensor in shards.tensors.items()}
         source = (RankLocation("node", "device"), whole_slices(shapes))
         targets = [(RankLocation("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)]
         adapters = {name for name in shapes if is_adapter(name)}
@@ -70,12 +73,12 @@ class PlainTrainer:
         else:
             self.plan = plan_transfer(shapes, [source], targets, message_numel)
         self.first_adapter_round = self.plan.first_repeated_round
-        shards = PlainShards(weights)
         self._dtype = shards.dtype
         self._device = shards.device
         self.ends: list[Sender] = []
         self.links: list[EngineLink] = []
-        self._join(EngineLink(Transport(transport), "plain", self._dtype, LIMIT_S), len(targets))
+        link = EngineLink(Transport(transport), "plain", self._dtype, LIMIT_S, words=self._words)
+        self._join(link, len(targets))
         self._pending: list[Transfer] = []
 
     def _join(self, link: EngineLink, num_targets: int) -> None:
@@ -99,9 +102,21 @@ class PlainTrainer:
             if joining is not None:
                 joining.result(LIMIT_S)
 
+    def _words_of(self, weights: Weights) -> dict[str, int]:
+        """Return the bytes of wide elements if tensors have several dtypes, which are sent as bytes."""
+        if len({tensor.dtype for tensor in weights.values()}) == 1:
+            return {}
+        sizes = {name: tensor.dtype.itemsize for name, tensor in weights.items()}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    def _shards(self, weights: Weights) -> PlainShards:
+        if not self._words:
+            return PlainShards(weights)
+        return PlainShards({name: tensor.view(torch.uint8) for name, tensor in weights.items()})
+
     def begin(self, weights: Weights, first_round: int = 0) -> None:
         """Begin to send these weights by calls of `go_on`."""
-        shards: Any = PlainShards(weights)
+        shards: Any = self._shards(weights)
         self._pending = [end.open(shards, [0], first_round) for end in self.ends]
 
     def go_on(self) -> bool:

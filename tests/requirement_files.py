@@ -15,9 +15,9 @@ _ENTRY = re.compile(
 )
 
 
-def locked() -> dict[str, str]:
-    """Return the version of each distribution in the lock. Each entry has hashes, or this fails."""
-    text = (FOLDER / "lock.txt").read_text()
+def locked(lock: Path = FOLDER / "lock.txt") -> dict[str, str]:
+    """Return the version of each distribution in a lock. Each entry has hashes, or this fails."""
+    text = lock.read_text()
     found = {canonicalize_name(entry["name"]): entry["version"] for entry in _ENTRY.finditer(text)}
     assert len(found) == text.count("=="), "each entry must be an exact version with hashes"
     return found

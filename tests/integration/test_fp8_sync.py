@@ -29,7 +29,7 @@ from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
-from megarl.models.fp8 import BLOCK, quantized_tensors, scale_name
+from megarl.models.fp8 import quantized_tensors, scale_name
 from megarl.rollout.driver.replicas import ReplicaPlace, Replicas
 from megarl.rollout.engines import build_engine
 from megarl.rollout.interface import RolloutEngineSpec
@@ -47,7 +47,7 @@ from tests.integration.weight_matrix import (
 )
 from tests.rollout_replicas import sync_of
 from tests.unit.roles.groups import model_spec, started
-from tests.unit.weights.test_quantized_shards import quantized_by_hand
+from tests.unit.weights.test_quantized_shards import dequantized_by_hand, quantized_by_hand
 
 TP2 = ParallelConfig(tensor_parallel_size=2)
 EP2 = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2)
@@ -111,9 +111,7 @@ def dequantized_copy(folder: Path, copy: Path) -> dict[str, int]:
             continue
         values, scales = quantized_by_hand(tensor)
         sums |= {name: checksum(values), scale_name(name): checksum(scales)}
-        rows, columns = values.shape
-        wide = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-        tensors[name] = values.float() * wide
+        tensors[name] = dequantized_by_hand(values, scales)
     assert quantized.keys() <= tensors.keys()
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return sums

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +99,26 @@ def printed(image: ChrootImage, command: str) -> str:
     ended = image.type(command)
     assert ended.returncode == 0, f"{command}\n{ended.stdout[-6000:]}"
     return ended.stdout
+
+
+def test_the_lock_resolves_for_the_images_debian(tmp_path: Path) -> None:
+    """Debian 12 has glibc 2.36."""
+    lists = [str(ROOT / "requirements" / name) for name in ("run.txt", "gpu.txt", "gpu_source.txt")]
+    resolved = tmp_path / "resolved.txt"
+    options = ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_36", "--generate-hashes"]
+    options += [
+        "--prerelease",
+        "if-necessary-or-explicit",
+        "--constraint",
+        str(ROOT / "requirements/lock.txt"),
+    ]
+    uv = Path(sys.executable).with_name("uv")
+    command = [uv, "pip", "compile", "--quiet", "--no-annotate", "--no-header", *options, *lists]
+    subprocess.run([*command, "--output-file", resolved], check=True)
+    found = locked(resolved)
+    lock = locked()
+    assert len(found) > 200
+    assert {name: lock.get(name) for name in found} == found
 
 
 def test_what_is_installed_is_in_the_lock(image: ChrootImage) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import hugging_face_peer
-from benchmarks.gpu import engine, weights
+from benchmarks.gpu import copies, engine, weights
 from benchmarks.gpu.engine import SHAPES, Result, Settings, Work
 from benchmarks.hugging_face_peer import HuggingFace, prompt_tokens
 from megarl.config.schema import Device, DType
@@ -170,8 +170,25 @@ def test_the_weights_benchmark_rehearses_on_the_cpu(
     assert re.search(r"push .* GB/s, memcpy .* GB/s, ratio to two copies .* not enforced: a dry run", last)
 
 
+def copied(nbytes: int, count: int) -> str:
+    """In a rank."""
+    platform.activate(Device.cpu)
+    return copies.measured(torch.device("cpu"), nbytes, count)
+
+
+def test_the_benchmark_of_copies_rehearses_on_the_cpu(rank_pool: RankPool) -> None:
+    (printed,) = rank_pool.run(copied, world_size=1, nbytes=70_000_000, count=20)
+    *large, small = printed.splitlines()
+    assert [line.partition(":")[0] for line in large] == [
+        "0.07 GB into pinned memory",
+        "0.07 GB into a mapped file",
+        "0.07 GB into a mapped file, through two pinned buffers",
+    ]
+    assert re.fullmatch(r"20 copies of 256 KiB: \S+ us each, \S+ us in one call, \S+ us as one copy", small)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("benchmark", [engine, weights])
+@pytest.mark.parametrize("benchmark", [copies, engine, weights])
 def test_without_a_gpu_a_benchmark_names_the_rehearsal(
     benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl.batch.metrics import Metric
 from megarl.checkpoints.role_folder import Description, Layout, write_manifest
+from megarl.checkpoints.snapshot_file import open_snapshot
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.schema import Decay, ExpertsConfig, OptimConfig, ParallelConfig
 from megarl.models.architecture import LoRA
@@ -57,6 +58,12 @@ def open_engine(settings: Settings) -> MegatronEngine:
     return build(start(settings.parallel), settings.folder, optim=OPTIM, total_optimizer_steps=8, **options)
 
 
+def contents(path: str) -> list[bytes]:
+    """Return the tensors of a snapshot, and the random state at the end."""
+    snapshot = open_snapshot(path)
+    return [snapshot.memory[each.position : each.position + each.nbytes] for each in snapshot.index]
+
+
 def _loss(outputs: Any, rows: Any) -> Any:
     value = (outputs["values"] - 1).square().sum() if "values" in outputs else -outputs["log_probs"].sum()
     return value / 40, {"loss": Metric.sum(value / 40)}
@@ -77,7 +84,8 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
             if "loss" in metrics and groups.tensor_rank == groups.context_rank == 0
             else 0.0
         )
-        loss = torch.tensor(share, dtype=torch.float64)
+        device = next(iter(engine.parameters().values())).device
+        loss = torch.tensor(share, dtype=torch.float64, device=device)
         dist.all_reduce(loss)
         step = engine.step()
         losses.append(float(loss))

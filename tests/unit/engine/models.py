@@ -67,6 +67,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_po
 # Dense models with a part that no family's example has.
 VARIANTS: dict[str, PretrainedConfig] = {"yarn": example_config("qwen2", **_HEADS, tie_word_embeddings=True)}
 VARIANTS["yarn"].rope_parameters = YARN
+# MoE models in which every token goes to all experts, so that rounding selects no others: with groups of products,
+# sinks and windows, gated delta nets, latent attention.
+EVERY_EXPERT: dict[str, PretrainedConfig] = {
+    f"{family}-all": example_config(family, **_HEADS, num_experts_per_tok=8, topk_group=2)
+    for family in ("qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3")
+}
 IDLE_EXPERT = 3
 SELECTION_BIAS = "e_score_correction_bias"
 ROUTER_WEIGHTS = ("mlp.gate.weight", "mlp.router.weight")
@@ -79,7 +85,7 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
     the others, so that it is rarely selected.
     """
     torch.manual_seed(seed)
-    config = {**FAMILIES, **EXPERT_FAMILIES, **VARIANTS}[family]
+    config = {**FAMILIES, **EXPERT_FAMILIES, **VARIANTS, **EVERY_EXPERT}[family]
     model = new_model(config)
 
     with torch.no_grad():

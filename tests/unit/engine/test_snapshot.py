@@ -22,6 +22,7 @@ from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import (
     Settings,
     Steps,
+    contents,
     draws,
     open_engine,
     same,
@@ -223,11 +224,6 @@ class Copied(NamedTuple):
     moved: list[bytes]
     num_direct: int
     num_tensors: int
-
-
-def contents(path: str) -> list[bytes]:
-    snapshot = open_snapshot(path)
-    return [snapshot.memory[each.position : each.position + each.nbytes] for each in snapshot.index]
 
 
 def copy_three_times(settings: Settings, folder: Path) -> Copied:

@@ -70,6 +70,12 @@ def quantized_by_hand(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return values, scales
 
 
+def dequantized_by_hand(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    rows, columns = values.shape
+    wide = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return values.float() * wide
+
+
 @cache
 def expected(case: str) -> Tensors:
     found: Tensors = {}
