@@ -159,11 +159,12 @@ def policy_loss(config: PPOConfig) -> Findings:
     updates = trainer.updates_per_step * trainer.epochs_per_batch
     needs = loss.kind.needs
 
-    if needs.aggregation is not None and needs.aggregation is not loss.aggregation:
+    if needs.aggregations and loss.aggregation not in needs.aggregations:
+        of_paper = " or ".join(each.name for each in needs.aggregations)
         yield Finding(
             (_KIND, _AGGREGATION),
-            f"{loss.kind.name} requires the aggregation of its paper, {needs.aggregation.name}, but it is "
-            f"{loss.aggregation.name}; use aggregation={needs.aggregation.name}, or another kind",
+            f"{loss.kind.name} requires the aggregation of its paper, {of_paper}, but it is "
+            f"{loss.aggregation.name}; use aggregation={needs.aggregations[0].name}, or another kind",
         )
 
     if not needs.ratio and updates > 1:

@@ -50,6 +50,7 @@ from megarl.config.schema.algorithm import (
     RolloutCorrectionConfig,
     SAPOConfig,
     ValueLossConfig,
+    VESPOConfig,
 )
 from megarl.config.schema.data import (
     ChatColumnsConfig,

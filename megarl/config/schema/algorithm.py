@@ -78,7 +78,15 @@ def _of_losses(*kinds: PolicyLossKind) -> tuple[Reader, Reader]:
 _CLIPPED = tuple(
     kind
     for kind in PolicyLossKind
-    if kind not in (PolicyLossKind.sapo, PolicyLossKind.gpg, PolicyLossKind.kl_cov)
+    if kind
+    not in (
+        PolicyLossKind.sapo,
+        PolicyLossKind.vespo,
+        PolicyLossKind.topr,
+        PolicyLossKind.dro,
+        PolicyLossKind.gpg,
+        PolicyLossKind.kl_cov,
+    )
 )
 _WITH_CRITIC = Reader(
     "algorithm.advantage.estimator", tuple(each for each in AdvantageEstimator if each.needs.critic)
@@ -144,6 +152,19 @@ class SAPOConfig:
     temperature_negative: float = ranged(1.05, above=0)  # temperature for all other tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class VESPOConfig:
+    """The weight w^power exp(rate (1 - w)) of a response with the ratio w (Shen et al. 2026).
+
+    By default a ratio above 1 weighs less if the advantage is positive, and one below 1 if it is negative.
+    """
+
+    power_positive: float = ranged(2.0, above=0)  # exponent of the ratio for advantages of 0 or more
+    rate_positive: float = ranged(3.0, above=0)  # decay with the ratio for advantages of 0 or more
+    power_negative: float = ranged(3.0, above=0)  # exponent of the ratio for negative advantages
+    rate_negative: float = ranged(2.0, above=0)  # decay with the ratio for negative advantages
+
+
 _LOSS_FUNCTION = Reader("algorithm.policy_loss.function", example="FILE.py:NAME")
 _OF_CLIP_COV = Reader("algorithm.policy_loss.kind", (PolicyLossKind.clip_cov,)), _LOSS_FUNCTION
 
@@ -182,7 +203,14 @@ class PolicyLossConfig:
     aggregation: Aggregation = Aggregation.token_mean  # how token losses are reduced to one number
     # constant that divides each row's sum
     norm_tokens: int | None = only_with(ranged(None, at_least=1), _IN_RESPONSE_SUMS, is_refused=True)
+    # responses of negative advantage lose their loss if their tokens' mean log-prob has fallen by more than
+    # this, in nats, since they were sampled (DeepSeek-V3.2: off-policy sequence masking); null: none do
+    off_policy_limit: float | None = ranged(None, above=0)
     sapo: SAPOConfig = only_with(field(default_factory=SAPOConfig), *_of_losses(PolicyLossKind.sapo))
+    vespo: VESPOConfig = only_with(field(default_factory=VESPOConfig), *_of_losses(PolicyLossKind.vespo))
+    dro_beta: float = only_with(
+        ranged(0.1, above=0), *_of_losses(PolicyLossKind.dro)
+    )  # weight of the quadratic penalty
     covariance: CovarianceConfig = only_with(
         field(default_factory=CovarianceConfig), *_of_losses(PolicyLossKind.clip_cov, PolicyLossKind.kl_cov)
     )

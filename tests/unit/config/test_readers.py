@@ -38,7 +38,7 @@ ALWAYS_READ = {
     *(f"data.columns.{name}" for name in ("chosen", "rejected", "margin")),
     *("algorithm.advantage.estimator", "algorithm.advantage.function"),
     *("algorithm.policy_loss.kind", "algorithm.policy_loss.function", "algorithm.policy_loss.aggregation"),
-    "algorithm.kl.where",
+    *("algorithm.policy_loss.off_policy_limit", "algorithm.kl.where"),
     *("algorithm.rollout_correction.level", "algorithm.rollout_correction.bypass"),
     "algorithm.rollout_correction.rejection.estimator",
     *("algorithm.overlong.buffer_share", "algorithm.dynamic_sampling.enabled"),
