@@ -149,6 +149,40 @@ class PolicyLossKind(Kind):
     dppo_kl = "dppo_kl", PolicyLossNeeds(aggregations=(), dual_clip=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairLossNeeds:
+    """The inputs of the loss of a pair of answers.
+
+    Attributes:
+        reference: It compares the policy with a reference, whose log-probs are computed before training.
+        per_token: It reads means over the tokens of an answer instead of sums.
+        sft: It adds the negative log-likelihood of the preferred answer.
+    """
+
+    reference: bool
+    per_token: bool
+    sft: bool = False
+
+
+class DPOLossKind(Kind):
+    """The losses of a pair. The names are TRL's; r is the log-ratio of policy and reference of an answer."""
+
+    needs: PairLossNeeds
+
+    # -log sigmoid(beta * difference of r) (Rafailov et al. 2023)
+    sigmoid = "sigmoid", PairLossNeeds(reference=True, per_token=False)
+    # (difference of the mean r - 1 / (2 beta))^2 (Azar et al. 2023)
+    ipo = "ipo", PairLossNeeds(reference=True, per_token=True)
+    # -log sigmoid(beta * difference of the mean r), which does not favor long answers (Lambert et al. 2024)
+    sigmoid_norm = "sigmoid_norm", PairLossNeeds(reference=True, per_token=True)
+    # -log sigmoid(beta * difference of the mean log-probs - margin), without a reference (Meng et al. 2024)
+    simpo = "simpo", PairLossNeeds(reference=False, per_token=True)
+    # -log sigmoid(beta * difference of the log-probs), without a reference, and SFT (Xu et al. 2024)
+    cpo = "cpo", PairLossNeeds(reference=False, per_token=False, sft=True)
+    # -beta log sigmoid(difference of the log-odds), without a reference, and SFT (Hong et al. 2024)
+    orpo = "orpo", PairLossNeeds(reference=False, per_token=True, sft=True)
+
+
 # Switches of SGLang with which samples are not those of the weights. Workers get all SGLANG_ variables.
 WRONG_SAMPLES = {
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "permutes the weights of experts after loading, but not in a sync",

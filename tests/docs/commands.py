@@ -194,6 +194,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"{_GRPO} algorithm.kl.estimator=k3_straight_through algorithm.kl.coefficient=0.01": SAME_FILES,
     f"{_GRPO} algorithm.dynamic_sampling.enabled=true algorithm.overlong.buffer_share=0.2": SAME_FILES,
     f"{_GRPO} algorithm.rollout_correction.level=token": SAME_FILES,
+    "megarl check configs/quickstart_dpo.yaml loss.kind=simpo loss.beta=2": Executed("--fast"),
     f"{_GRPO} algorithm.rollout_correction=icepop": SAME_FILES,
     f"{_GRPO} algorithm.policy_loss.off_policy_limit=0.05": SAME_FILES,
     "megarl check configs/quickstart.yaml device=cuda --dry-run --ranks all --json outputs/rehearsal.json": Executed(),

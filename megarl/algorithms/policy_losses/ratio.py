@@ -170,8 +170,8 @@ def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     """
     new = inputs.log_probs.detach()
     old = inputs.old_log_probs
-    others = _log_of_others(old)
-    distance = old.exp() * (old - new) + others.exp() * (others - _log_of_others(new))
+    others = log_of_others(old)
+    distance = old.exp() * (old - new) + others.exp() * (others - log_of_others(new))
 
     return _dppo(inputs, config, distance)
 
@@ -190,7 +190,7 @@ def off_policy(
     return mask & (advantages < 0) & (mean > limit)
 
 
-def _log_of_others(log_probs: Tensor) -> Tensor:
+def log_of_others(log_probs: Tensor) -> Tensor:
     """Return log(1 - p), finite also for p = 1."""
     rest = -torch.expm1(log_probs)
     return rest.clamp(min=torch.finfo(log_probs.dtype).tiny).log()

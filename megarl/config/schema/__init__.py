@@ -13,6 +13,7 @@ from __future__ import annotations
 from megarl.config.kinds import (
     AdvantageEstimator,
     Aggregation,
+    DPOLossKind,
     LoggerKind,
     PolicyLossKind,
     RolloutEngineKind,
@@ -34,7 +35,6 @@ from megarl.config.schema.algorithm import (
     DistillationConfig,
     DistillationKL,
     DPOLossConfig,
-    DPOLossKind,
     DynamicSamplingConfig,
     KLConfig,
     KLControllerConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.kinds import AdvantageEstimator, Aggregation, PolicyLossKind
+from megarl.config.kinds import AdvantageEstimator, Aggregation, DPOLossKind, PolicyLossKind
 from megarl.config.schema.keys import PathKind, Reader, names, only_with, ranged
 
 
@@ -360,22 +360,20 @@ class AlgorithmConfig:
         return self.advantage.estimator.needs.old_log_probs and self.teacher_top_k is None
 
 
-class DPOLossKind(str, Enum):
-    """The loss of a pair. The names are TRL's."""
-
-    sigmoid = "sigmoid"  # -log sigmoid(beta * difference of the log-ratios) (Rafailov et al. 2023)
-    # (difference of the mean log-ratios per token - 1 / (2 beta))^2 (Azar et al. 2023)
-    ipo = "ipo"
-    # -log sigmoid(beta * difference of the mean log-ratios per token), which does not favor long answers
-    # (Lambert et al. 2024)
-    sigmoid_norm = "sigmoid_norm"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DPOLossConfig:
     kind: DPOLossKind = DPOLossKind.sigmoid  # loss of a pair; see Preferences
-    # how strongly the policy is held to the reference; with sigmoid_norm, use values such as 5
+    # weight of the difference of the answers, and so how strongly the policy is held to the reference; with
+    # sigmoid_norm, use values such as 5, with simpo 2. orpo: weight of the odds
     beta: float = ranged(0.1, above=0)
+    # the difference that beta times the mean log-probs should have
+    margin: float = only_with(ranged(0.5, at_least=0), Reader(".kind", (DPOLossKind.simpo,)), is_refused=True)
+    # weight of the negative log-likelihood of the preferred answer, the mean over its tokens
+    sft_coefficient: float = only_with(
+        ranged(1.0, at_least=0),
+        Reader(".kind", tuple(each for each in DPOLossKind if each.needs.sft)),
+        is_refused=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
