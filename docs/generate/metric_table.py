@@ -359,7 +359,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "share",
             "Weights that the correction truncates or sets to 0.",
         ),
-        MetricRow("rollout_correction/fraction_rejected", "share", "Responses that the correction rejects."),
+        MetricRow(
+            "rollout_correction/fraction_rejected",
+            "share",
+            "Responses or tokens that the correction rejects.",
+        ),
     ),
     "Validation": (
         MetricRow(

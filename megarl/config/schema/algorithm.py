@@ -56,6 +56,7 @@ class RejectionEstimator(str, Enum):
 class RejectionLevel(str, Enum):
     sequence = "sequence"  # the sum over a response
     geometric = "geometric"  # the mean over a response's tokens
+    token = "token"  # each token by itself, so that only tokens are rejected
 
 
 class DistillationKL(str, Enum):
@@ -271,7 +272,7 @@ _WEIGHTING = Reader(".level", tuple(each for each in CorrectionLevel if each is 
 
 @dataclass(frozen=True, kw_only=True)
 class RejectionConfig:
-    """Responses whose estimated KL(rollout || trainer), in nats, is outside [low, high] are rejected."""
+    """Responses, or tokens, are rejected if their KL(rollout || trainer), in nats, is outside [low, high]."""
 
     estimator: RejectionEstimator = RejectionEstimator.none  # estimator of the divergence
     # unit over which the estimate is computed
