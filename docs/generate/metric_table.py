@@ -143,6 +143,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "share",
             "Tokens that are clipped by the dual clip (`algorithm.policy_loss.clip_dual`).",
         ),
+        MetricRow(
+            "actor/off_policy_fraction",
+            "share",
+            "Tokens of responses without a loss because of `algorithm.policy_loss.off_policy_limit`.",
+        ),
         MetricRow("actor/approx_kl", "nats", "Mean of log p_old - log p_new, an estimate of KL(old, new)."),
         MetricRow(
             "actor/{ratio_max,ratio_min}",
@@ -354,7 +359,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "share",
             "Weights that the correction truncates or sets to 0.",
         ),
-        MetricRow("rollout_correction/fraction_rejected", "share", "Responses that the correction rejects."),
+        MetricRow(
+            "rollout_correction/fraction_rejected",
+            "share",
+            "Responses or tokens that the correction rejects.",
+        ),
     ),
     "Validation": (
         MetricRow(

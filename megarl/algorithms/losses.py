@@ -29,7 +29,7 @@ from torch import Tensor
 from megarl.algorithms.advantages.token_level import top_k_kl
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.masked import aggregate, denominator, masked
-from megarl.algorithms.policy_losses import SELECTED_TOKENS, PolicyInputs, TokenLosses
+from megarl.algorithms.policy_losses import SELECTED_TOKENS, PolicyInputs, TokenLosses, off_policy
 from megarl.algorithms.rollout_correction import correction_weights
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.branches import EPISODE_TOKENS
@@ -39,6 +39,7 @@ from megarl.batch.token_rows import TEACHER_TOP_LOG_PROBS
 from megarl.config.schema import (
     Aggregation,
     AlgorithmConfig,
+    CorrectionLevel,
     PolicyLossConfig,
     ValueLossConfig,
 )
@@ -114,8 +115,9 @@ class ActorLoss:
     - `advantages`, `response_mask`, `ref_log_prob` for the KL term, and TEACHER_TOP_LOG_PROBS for a teacher.
     - `old_log_probs`, if present. Without it, the old log-probs are the current ones, as for one update per
       batch: every ratio is exactly 1.
-    - `rollout_weights`, if present: factors of the per-token policy loss. Otherwise, if `rollout_log_probs`
-      is present, the factors are computed from it and the old log-probs.
+    - `rollout_weights`, if present: factors of the per-token policy loss. Otherwise, if the correction has a
+      level and `rollout_log_probs` is present, the factors are computed from it and the old log-probs.
+    - `rollout_log_probs`, if `off_policy_limit` is set.
     - EPISODE_TOKENS, if episodes of several rows are averaged by their tokens.
     - The columns that `PolicyLoss.prepare` of the loss kind has added.
 
@@ -124,6 +126,7 @@ class ActorLoss:
     - `actor/pg_loss`: the policy loss, aggregated as configured.
     - `actor/pg_clipfrac`: fraction of tokens that the loss's own limit bounds (`TokenLosses.bounded`).
     - `actor/pg_clipfrac_dual`: fraction of tokens that the dual clip bounds.
+    - `actor/off_policy_fraction`: fraction of tokens without a loss because of `off_policy_limit`.
     - `actor/approx_kl`: mean over tokens of old - new log-prob.
     - `actor/ratio_max`, `actor/ratio_min`: over tokens, of the ratio of new to old probabilities.
     - `actor/entropy`: mean over tokens, if computed.
@@ -162,15 +165,23 @@ class ActorLoss:
         per_token = policy.loss
 
         # Correction weights come with the batch, or are computed here from the old log-probs.
+        correction = self.algorithm.rollout_correction
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)
-        elif "rollout_log_probs" in rows:
+        elif correction.level is not CorrectionLevel.none and "rollout_log_probs" in rows:
             per_token = per_token * correction_weights(
-                inputs.old_log_probs, rows["rollout_log_probs"], mask, self.algorithm.rollout_correction
+                inputs.old_log_probs, rows["rollout_log_probs"], mask, correction
             )
 
+        limit = self.algorithm.policy_loss.off_policy_limit
+        metrics = self._policy_metrics(inputs, policy)
+        if limit is not None:
+            excluded = off_policy(inputs.log_probs, rows["rollout_log_probs"], inputs.advantages, mask, limit)
+            per_token = torch.where(excluded, 0.0, per_token)
+            metrics["actor/off_policy_fraction"] = self.counts.token_mean(excluded.to(per_token.dtype), mask)
+
         loss = self._aggregate(per_token, rows)
-        metrics = {"actor/pg_loss": Metric.sum(loss)} | self._policy_metrics(inputs, policy)
+        metrics["actor/pg_loss"] = Metric.sum(loss)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
         # The entropy is a bonus, so it reduces the loss.

@@ -1,7 +1,7 @@
 """Per-token policy losses, with their inputs and outputs. The dictionary lists all of them.
 
 Most are based on the ratio of new to old probability, which is clipped per token, averaged over a response,
-or limited in another way. The loss gpg has no ratio. Others treat tokens with a high covariance of log-prob
+or limited in another way. The loss dro penalizes its logarithm, and gpg has none. Others treat tokens with a high covariance of log-prob
 and advantage separately, which reduce the policy's entropy the most (Cui et al. 2025, arXiv 2505.22617).
 """
 
@@ -211,6 +211,55 @@ def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     return TokenLosses(-gate * inputs.advantages, torch.zeros_like(inputs.mask))
 
 
+def vespo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """VESPO: -sg[w^k exp(lambda (1 - w))] A log p, with the ratio w of the response (Shen et al. 2026).
+
+    arXiv 2602.10693. w is the product of the ratios of the response's tokens, without normalization by their
+    number, and sg is stop-gradient. k and lambda are those of `vespo` for the sign of A.
+
+    The weight is 1 at w = 1 and falls smoothly on both sides of its maximum, k / lambda. No token is
+    `bounded`.
+    """
+    log_ratio = _of_response(inputs)
+    is_negative = inputs.advantages < 0
+    power = torch.where(is_negative, config.vespo.power_negative, config.vespo.power_positive)
+    rate = torch.where(is_negative, config.vespo.rate_negative, config.vespo.rate_positive)
+    # One exponential, because w^k alone may be large where the weight is not.
+    weight = (power * log_ratio + rate * (1.0 - log_ratio.exp())).exp()
+
+    return TokenLosses(-weight * inputs.advantages * inputs.log_probs, torch.zeros_like(inputs.mask))
+
+
+def topr(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """TOPR: -A log p if A >= 0, else -sg[min(w, 1)] A log p (Le Roux et al. 2025, arXiv 2503.14286).
+
+    w is the ratio of the response, the product of those of its tokens, and sg is stop-gradient. A response
+    that the policy has already made unlikely is not pushed down further. `bounded` marks tokens whose weight
+    is cut to 1.
+    """
+    ratio = _of_response(inputs).exp()
+    is_negative = inputs.advantages < 0
+    weight = torch.where(is_negative, ratio.clamp(max=1.0), 1.0)
+
+    return TokenLosses(-weight * inputs.advantages * inputs.log_probs, is_negative & (ratio > 1.0))
+
+
+def _of_response(inputs: PolicyInputs) -> Tensor:
+    """Return the log-ratio of each response, the sum over its tokens, (b, 1), clamped and detached."""
+    total = inputs.log_ratio.detach().sum(dim=1, keepdim=True)
+    return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def dro(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
+    """DRO: -A log p + dro_beta / 2 (new - old)^2 (Richemond et al. 2024, arXiv 2405.19107).
+
+    The policy's samples replace the paper's offline data, the advantage its reward minus value, and the
+    policy that generated the samples its reference. Here it is per token. No token is `bounded`.
+    """
+    penalty = 0.5 * config.dro_beta * inputs.log_ratio.square()
+    return TokenLosses(-inputs.advantages * inputs.log_probs + penalty, torch.zeros_like(inputs.mask))
+
+
 def dppo_tv(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     """DPPO with the total variation |p_new - p_old| as the distance, see `_dppo`.
 
@@ -226,13 +275,27 @@ def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     """
     new = inputs.log_probs.detach()
     old = inputs.old_log_probs
-    others = _log_of_others(old)
-    distance = old.exp() * (old - new) + others.exp() * (others - _log_of_others(new))
+    others = log_of_others(old)
+    distance = old.exp() * (old - new) + others.exp() * (others - log_of_others(new))
 
     return _dppo(inputs, config, distance)
 
 
-def _log_of_others(log_probs: Tensor) -> Tensor:
+def off_policy(
+    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, mask: Tensor, limit: float
+) -> Tensor:
+    """Return the tokens without a loss, (b, R) bool: the off-policy sequence mask of DeepSeek-V3.2.
+
+    arXiv 2512.02556. They have a negative advantage and belong to a response that the policy has made
+    unlikely: the mean over its tokens of the log-prob with which it was sampled, minus the policy's, is above
+    `limit`. Arguments are (b, R).
+    """
+    difference = masked(rollout_log_probs - log_probs.detach(), mask)
+    mean = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return mask & (advantages < 0) & (mean > limit)
+
+
+def log_of_others(log_probs: Tensor) -> Tensor:
     """Return log(1 - p), finite also for p = 1."""
     rest = -torch.expm1(log_probs)
     return rest.clamp(min=torch.finfo(log_probs.dtype).tiny).log()
@@ -368,6 +431,9 @@ POLICY_LOSSES: dict[PolicyLossKind, PolicyLoss] = {
     PolicyLossKind.gmpo: PolicyLoss(gmpo),
     PolicyLossKind.cispo: PolicyLoss(cispo),
     PolicyLossKind.sapo: PolicyLoss(sapo),
+    PolicyLossKind.vespo: PolicyLoss(vespo),
+    PolicyLossKind.topr: PolicyLoss(topr),
+    PolicyLossKind.dro: PolicyLoss(dro),
     PolicyLossKind.dppo_tv: PolicyLoss(dppo_tv),
     PolicyLossKind.dppo_kl: PolicyLoss(dppo_kl),
     PolicyLossKind.gpg: PolicyLoss(gpg),

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from megarl.algorithms.losses import LossShare
 from megarl.algorithms.masked import masked
+from megarl.algorithms.policy_losses import log_of_others
 from megarl.batch.metrics import Metric
 from megarl.batch.token_rows import MARGINS, REFERENCE_LOG_PROBS
 from megarl.config.schema import (
@@ -39,17 +40,19 @@ def _difference(pairs: Tensor) -> Tensor:
     return pairs[:, 0] - pairs[:, 1]
 
 
-def dpo_losses(log_ratios: Tensor, kind: DPOLossKind, beta: float) -> Tensor:
-    """Return the loss of each pair, (n,).
+def dpo_losses(values: Tensor, config: DPOLossConfig) -> Tensor:
+    """Return the loss of each pair without its SFT term, (n,).
 
     Args:
-        log_ratios: (n, 2), log policy - log reference of each answer: the sum over its tokens for `sigmoid`,
-            the mean for the other kinds. The preferred answer comes first.
-        beta: Its coefficient.
+        values: (n, 2), the preferred answer first: log policy - log reference of each answer, or log policy
+            if the loss has no reference. The sum over its tokens, or the mean if the loss is per token.
     """
-    if kind is DPOLossKind.ipo:
-        return (_difference(log_ratios) - 1 / (2 * beta)).square()
-    return -logsigmoid(beta * _difference(log_ratios))
+    if config.kind is DPOLossKind.ipo:
+        return (_difference(values) - 1 / (2 * config.beta)).square()
+    if config.kind is DPOLossKind.orpo:
+        return -config.beta * logsigmoid(_difference(values - log_of_others(values)))
+    margin = config.margin if config.kind is DPOLossKind.simpo else 0.0
+    return -logsigmoid(config.beta * _difference(values) - margin)
 
 
 def bradley_terry_losses(scores: Tensor, margins: Tensor, center_coefficient: float) -> Tensor:
@@ -85,8 +88,9 @@ def _share(name: str, values: Mapping[str, Tensor], mask: Tensor, num_pairs: int
 class DPOLoss:
     """The configured loss of direct preference optimization, averaged over the pairs of a mini-batch.
 
-    Outputs that the loss reads: `log_probs`. Rows: `response_mask` and `ref_log_prob`. An answer's reward is
-    beta times the sum of its log-ratios, whatever the loss.
+    Outputs that the loss reads: `log_probs`. Rows: `response_mask`, and `ref_log_prob` if the loss has a
+    reference. An answer's reward is beta times the sum of its log-ratios, whatever the loss. Without a
+    reference it is beta times what the loss compares, the sum or the mean of its log-probs.
 
     Metrics, all means over pairs:
 
@@ -97,29 +101,35 @@ class DPOLoss:
     - `dpo/chosen_log_prob`, `dpo/rejected_log_prob`: the policy's log-probs of the answers.
 
     Attributes:
-        columns: The columns that it reads in addition to the model's.
         num_pairs: The number of pairs of the whole mini-batch.
     """
 
     name: ClassVar[str] = "dpo"
     extras = ()
-    columns: ClassVar[tuple[str, ...]] = (REFERENCE_LOG_PROBS,)
     config: DPOLossConfig
     num_pairs: int
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it reads in addition to the model's."""
+        return (REFERENCE_LOG_PROBS,) if self.config.kind.needs.reference else ()
+
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
+        needs = self.config.kind.needs
+        num_tokens = mask.sum(dim=1).clamp(min=1)
         log_probs = masked(outputs["log_probs"], mask).sum(dim=1)
-        log_ratios = masked(outputs["log_probs"] - rows[REFERENCE_LOG_PROBS], mask).sum(dim=1)
+        compared = log_probs
+        if needs.reference:
+            compared = masked(outputs["log_probs"] - rows[REFERENCE_LOG_PROBS], mask).sum(dim=1)
+        of_loss = compared / num_tokens if needs.per_token else compared
 
-        # Some losses read the mean over an answer's tokens, so that long answers have no advantage.
-        of_loss = log_ratios
-        if self.config.kind is not DPOLossKind.sigmoid:
-            of_loss = log_ratios / mask.sum(dim=1).clamp(min=1)
-        losses = dpo_losses(of_pairs(of_loss), self.config.kind, self.config.beta)
+        losses = dpo_losses(of_pairs(of_loss), self.config)
+        if needs.sft:
+            losses = losses - self.config.sft_coefficient * of_pairs(log_probs / num_tokens)[:, 0]
 
         # The implicit reward of DPO is beta times the log-ratio.
-        rewards = of_pairs(self.config.beta * log_ratios.detach())
+        rewards = of_pairs(self.config.beta * (compared if needs.reference else of_loss).detach())
         of_policy = of_pairs(log_probs.detach())
         values = {
             "loss": losses,

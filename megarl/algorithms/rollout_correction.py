@@ -22,7 +22,6 @@ from megarl.algorithms.masked import (
     empty_like,
     masked,
     of_form,
-    on_every_token,
     row_lengths,
     token_blocks,
 )
@@ -41,12 +40,12 @@ class Correction(NamedTuple):
     """The correction of a batch.
 
     A token with weight 0 still counts in the loss's denominator, as importance sampling requires; a rejected
-    row does not.
+    one does not.
 
     Attributes:
         weights: Factors of the per-token policy loss (the batch key `rollout_weights`), without a gradient, 0
             in masked slots. None if `level` is none.
-        mask: The response mask without the rejected rows.
+        mask: The response mask without the rejected rows or tokens.
     """
 
     weights: Column | None  # (B, R)
@@ -72,8 +71,8 @@ def correct(
     - truncate: weights are at most `high` (truncated importance sampling, Ionides 2008).
     - mask: weights outside [low, high] become 0; others are unchanged (masked importance sampling).
 
-    Rejection: see RejectionConfig. The estimators k1 to k3 of kl.py are summed over the response (sequence)
-    or averaged over its tokens (geometric).
+    Rejection: see RejectionConfig. The estimators k1 to k3 of kl.py are summed over the response (sequence),
+    averaged over its tokens (geometric), or read at each token.
 
     Metrics, in addition to those of `diagnostics`, over tokens at token level and over responses otherwise:
 
@@ -81,7 +80,7 @@ def correct(
     - `rollout_correction/effective_sample_size`: (sum w)^2 / (n sum w^2), in [1/n, 1].
     - `rollout_correction/fraction_truncated`, `rollout_correction/fraction_masked`: fraction of weights that
       were limited, or set to 0.
-    - `rollout_correction/fraction_rejected`: fraction of responses that were rejected.
+    - `rollout_correction/fraction_rejected`: fraction of responses, or of tokens, that were rejected.
 
     Raises:
         ValueError: A log-prob of a valid token is NaN or infinite.
@@ -89,19 +88,14 @@ def correct(
     metrics = diagnostics(old_log_probs, rollout_log_probs, mask)
     weights = None
     kept = mask
-    has_tokens = row_lengths(mask) > 0
 
     if config.level is not CorrectionLevel.none:
         weights, totals = _weights(old_log_probs, rollout_log_probs, mask, config)
         metrics |= _weight_metrics(totals, config.kind)
 
-    # A rejected response loses all its tokens, not only those with the largest differences.
     if config.rejection.estimator is not RejectionEstimator.none:
-        accepted = _accepted(old_log_probs, rollout_log_probs, mask, config.rejection)
-        kept = on_every_token(accepted, mask)
-        metrics["rollout_correction/fraction_rejected"] = int((has_tokens & ~accepted).sum()) / max(
-            int(has_tokens.sum()), 1
-        )
+        kept, rejected = _kept(old_log_probs, rollout_log_probs, mask, config.rejection)
+        metrics["rollout_correction/fraction_rejected"] = rejected
 
     return Correction(weights, kept, metrics)
 
@@ -286,21 +280,37 @@ def _limited(raw: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     return torch.where((raw >= config.low) & (raw <= config.high), raw, 0.0)
 
 
-def _accepted(
+def _kept(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RejectionConfig
-) -> Tensor:
-    """Return which responses are within the limits, (B,) bool."""
+) -> tuple[Column, float]:
+    """Return the mask (B, R) without what is rejected, and the fraction of responses or tokens rejected."""
     # Schulman's estimators of KL(rollout || old), with x = log old - log rollout.
     value = {
         RejectionEstimator.k1: torch.neg,
         RejectionEstimator.k2: lambda x: 0.5 * x.square(),
         RejectionEstimator.k3: lambda x: torch.expm1(x) - x,
     }[config.estimator]
-    estimate = torch.empty(len(mask), dtype=old_log_probs.dtype)
-    for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
-        estimate[block.rows] = block.row_sums(value(log_ratio))
-    if config.level is RejectionLevel.geometric:
-        estimate = estimate / row_lengths(mask).clamp(min=1)
-    accepted = estimate <= config.high
+    low = -math.inf if config.low is None else config.low
+    kept = empty_like(mask, torch.bool)
+    num_tokens = row_lengths(mask)
+    num_accepted = num_counted = 0
 
-    return accepted if config.low is None else accepted & (estimate >= config.low)
+    for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
+        estimate = value(log_ratio)
+        if config.level is RejectionLevel.token:
+            of_tokens = (estimate >= low) & (estimate <= config.high)
+            accepted = block.valid(of_tokens)
+        else:
+            counts = num_tokens[block.rows]
+            estimate = block.row_sums(estimate)
+            if config.level is RejectionLevel.geometric:
+                estimate = estimate / counts.clamp(min=1)
+            accepted = (estimate >= low) & (estimate <= config.high)
+            # A rejected response loses all its tokens, not only those with the largest differences.
+            of_tokens = accepted.repeat_interleave(block.lengths)
+            accepted = accepted[counts > 0]
+        kept.values[block.tokens] = block.only_valid(of_tokens)
+        num_accepted += int(accepted.sum())
+        num_counted += len(accepted)
+
+    return of_form(kept, mask), (num_counted - num_accepted) / max(num_counted, 1)

@@ -68,7 +68,8 @@ def _run(kind: RunKind) -> Schema:
     # A schema of one kind accepts no other value of `kind`.
     properties["kind"] = {"const": kind.value, "description": properties["kind"]["description"]}
 
-    for key, folder in GROUPS.items():
+    # Sections inside others first, because a section with presets is no plain mapping.
+    for key, folder in reversed(GROUPS.items()):
         *outer, name = key.split(".")
         inside = properties
         for section_name in outer:

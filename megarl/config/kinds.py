@@ -68,6 +68,7 @@ class AdvantageEstimator(Kind):
     gae = "gae", EstimatorNeeds(compares_samples=False, critic=True)
     # the group's mean as baseline, scaled by its standard deviation
     grpo = "grpo", EstimatorNeeds(compares_samples=True)
+    maxrl = "maxrl", EstimatorNeeds(compares_samples=True)  # the group's mean as baseline and as divisor
     # the best sample of the group against the second best
     grpo_pass_k = "grpo_pass_k", EstimatorNeeds(compares_samples=True)
     rloo = "rloo", EstimatorNeeds(compares_samples=True)  # leave-one-out mean of the group as baseline
@@ -106,40 +107,80 @@ class PolicyLossNeeds:
     """The requirements of a policy loss on other settings.
 
     Attributes:
-        aggregation: The only aggregation under which it is the loss of its paper; None: any.
-        ratio: It weights by new / old probability. A loss without a ratio is valid only for the policy that
+        aggregations: The aggregations under which it is the loss of a paper; empty: any.
+        ratio: It depends on new / old probability. A loss without a ratio is valid only for the policy that
             generated the samples, so for one update per batch.
         dual_clip: It reads `clip_dual`.
         whole_mini_batch: It reads `old_log_probs` of a whole mini-batch before it is split, so they are
             computed before the update.
     """
 
-    aggregation: Aggregation | None
+    aggregations: tuple[Aggregation, ...]
     ratio: bool = True
     dual_clip: bool = False
     whole_mini_batch: bool = False
 
 
-_OF_RESPONSES = Aggregation.sequence_mean_token_mean
+_OF_RESPONSES = (Aggregation.sequence_mean_token_mean,)
 
 
 class PolicyLossKind(Kind):
     needs: PolicyLossNeeds
 
-    ppo_clip = "ppo_clip", PolicyLossNeeds(aggregation=None, dual_clip=True)  # clipped ratio per token
-    gspo = "gspo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # one clipped ratio per response
-    gmpo = "gmpo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # geometric mean of clipped ratios
-    cispo = "cispo", PolicyLossNeeds(aggregation=None)  # clips the weight and keeps every token's gradient
-    sapo = "sapo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # a soft gate instead of a clip
-    gpg = "gpg", PolicyLossNeeds(aggregation=None, ratio=False)  # policy gradient with log-probs, no ratio
+    ppo_clip = "ppo_clip", PolicyLossNeeds(aggregations=(), dual_clip=True)  # clipped ratio per token
+    # one clipped ratio per response; the sum over its tokens is LUSPO's loss
+    gspo = "gspo", PolicyLossNeeds(aggregations=(*_OF_RESPONSES, Aggregation.sequence_mean_token_sum))
+    gmpo = "gmpo", PolicyLossNeeds(aggregations=_OF_RESPONSES)  # geometric mean of clipped ratios
+    cispo = "cispo", PolicyLossNeeds(aggregations=())  # clips the weight and keeps every token's gradient
+    sapo = "sapo", PolicyLossNeeds(aggregations=_OF_RESPONSES)  # a soft gate instead of a clip
+    vespo = "vespo", PolicyLossNeeds(aggregations=())  # a smooth weight of the response's ratio
+    # the response's ratio, at most 1, for negative advantages alone
+    topr = "topr", PolicyLossNeeds(aggregations=())
+    # log-probs with a quadratic penalty of the log-ratio
+    dro = "dro", PolicyLossNeeds(aggregations=())
+    gpg = "gpg", PolicyLossNeeds(aggregations=(), ratio=False)  # policy gradient with log-probs, no ratio
     # ppo_clip without a fraction of the tokens with high covariance
-    clip_cov = "clip_cov", PolicyLossNeeds(aggregation=None, dual_clip=True, whole_mini_batch=True)
+    clip_cov = "clip_cov", PolicyLossNeeds(aggregations=(), dual_clip=True, whole_mini_batch=True)
     # KL penalty on the tokens with the highest covariance
-    kl_cov = "kl_cov", PolicyLossNeeds(aggregation=None, whole_mini_batch=True)
+    kl_cov = "kl_cov", PolicyLossNeeds(aggregations=(), whole_mini_batch=True)
     # no update of tokens beyond a total variation distance
-    dppo_tv = "dppo_tv", PolicyLossNeeds(aggregation=None, dual_clip=True)
+    dppo_tv = "dppo_tv", PolicyLossNeeds(aggregations=(), dual_clip=True)
     # no update of tokens beyond a KL divergence
-    dppo_kl = "dppo_kl", PolicyLossNeeds(aggregation=None, dual_clip=True)
+    dppo_kl = "dppo_kl", PolicyLossNeeds(aggregations=(), dual_clip=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLossNeeds:
+    """The inputs of the loss of a pair of answers.
+
+    Attributes:
+        reference: It compares the policy with a reference, whose log-probs are computed before training.
+        per_token: It reads means over the tokens of an answer instead of sums.
+        sft: It adds the negative log-likelihood of the preferred answer.
+    """
+
+    reference: bool
+    per_token: bool
+    sft: bool = False
+
+
+class DPOLossKind(Kind):
+    """The losses of a pair. The names are TRL's; r is the log-ratio of policy and reference of an answer."""
+
+    needs: PairLossNeeds
+
+    # -log sigmoid(beta * difference of r) (Rafailov et al. 2023)
+    sigmoid = "sigmoid", PairLossNeeds(reference=True, per_token=False)
+    # (difference of the mean r - 1 / (2 beta))^2 (Azar et al. 2023)
+    ipo = "ipo", PairLossNeeds(reference=True, per_token=True)
+    # -log sigmoid(beta * difference of the mean r), which does not favor long answers (Lambert et al. 2024)
+    sigmoid_norm = "sigmoid_norm", PairLossNeeds(reference=True, per_token=True)
+    # -log sigmoid(beta * difference of the mean log-probs - margin), without a reference (Meng et al. 2024)
+    simpo = "simpo", PairLossNeeds(reference=False, per_token=True)
+    # -log sigmoid(beta * difference of the log-probs), without a reference, and SFT (Xu et al. 2024)
+    cpo = "cpo", PairLossNeeds(reference=False, per_token=False, sft=True)
+    # -beta log sigmoid(difference of the log-odds), without a reference, and SFT (Hong et al. 2024)
+    orpo = "orpo", PairLossNeeds(reference=False, per_token=True, sft=True)
 
 
 # Switches of SGLang with which samples are not those of the weights. Workers get all SGLANG_ variables.

@@ -39,6 +39,7 @@ PATH = "path"  # the key of a section that a text instead of the section gives
 # Sections that have presets, and the folder of their files in `configs/`.
 GROUPS = {
     "algorithm": "algorithm",
+    "algorithm.rollout_correction": "rollout_correction",
     "actor.megatron": "megatron",
     "critic.megatron": "megatron",
     "actor.lora": "lora",

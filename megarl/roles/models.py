@@ -396,11 +396,12 @@ def actor_rows(
     if ROUTED_EXPERTS in columns:
         keys.append(ROUTED_EXPERTS)
 
-    # Importance weights are in the batch, or are computed from the engine's log-probs.
+    # Importance weights are in the batch, or are computed from the engine's log-probs in the update's pass.
+    weighs = algorithm.rollout_correction.level is not CorrectionLevel.none
     if "rollout_weights" in columns:
         keys.append("rollout_weights")
-    elif algorithm.rollout_correction.level is not CorrectionLevel.none:
-        keys.append("rollout_log_probs")  # the weights are computed from them in the pass that scores
+    if (weighs and "rollout_weights" not in columns) or algorithm.policy_loss.off_policy_limit is not None:
+        keys.append("rollout_log_probs")
         refuse_unusable_log_probs(columns["response_mask"], columns["rollout_log_probs"])
 
     rows = {key: columns[key] for key in keys}

@@ -88,7 +88,10 @@ _70B_ON_192 = (
 )
 _LENGTHS = "--lengths 600,4096 --training-s 60 --tokens-per-s 40"
 _PRESET_GRADIENTS = "tests/integration/test_preset_gradients.py::test_every_case_has_a_gradient_of_its_own"
-_PRESETS = ("ppo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo")
+_PRESETS = (
+    *("ppo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo"),
+    *("maxrl", "luspo", "topr", "vespo"),
+)
 _GRPO = "megarl check configs/quickstart.yaml algorithm=grpo"
 # The files of the run, its tokenizer, data, weights and reward, are those of the same check without these keys, which
 # is executed as a whole.
@@ -191,6 +194,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"{_GRPO} algorithm.kl.estimator=k3_straight_through algorithm.kl.coefficient=0.01": SAME_FILES,
     f"{_GRPO} algorithm.dynamic_sampling.enabled=true algorithm.overlong.buffer_share=0.2": SAME_FILES,
     f"{_GRPO} algorithm.rollout_correction.level=token": SAME_FILES,
+    "megarl check configs/quickstart_dpo.yaml loss.kind=simpo loss.beta=2": Executed("--fast"),
+    f"{_GRPO} algorithm.rollout_correction=icepop": SAME_FILES,
+    f"{_GRPO} algorithm.policy_loss.off_policy_limit=0.05": SAME_FILES,
     "megarl check configs/quickstart.yaml device=cuda --dry-run --ranks all --json outputs/rehearsal.json": Executed(),
     _TUNE_32B: InTest(_TUNE, ("--top", "--output", "data.max_prompt_length")),
     _TUNE_SIZES: InTest(_TUNE_CLUSTERS, ("algorithm=async_grpo", "--devices", "--max-staleness", "--plot")),

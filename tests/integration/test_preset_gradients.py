@@ -92,6 +92,9 @@ def corrections() -> dict[str, AlgorithmConfig]:
     decoupled = RolloutCorrectionConfig(level=CorrectionLevel.token, rejection=rejection)
     return {
         "decoupled": replace(presets()["grpo"], rollout_correction=decoupled),
+        "off-policy limit": replace(
+            presets()["grpo"], policy_loss=replace(presets()["grpo"].policy_loss, off_policy_limit=0.001)
+        ),
         "bypass": replace(presets()["grpo"], rollout_correction=RolloutCorrectionConfig(bypass=True)),
     }
 

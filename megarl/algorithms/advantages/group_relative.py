@@ -34,6 +34,20 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     return inputs.on_every_token(advantages)
 
 
+def maxrl(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+    """MaxRL: (outcome - mean) / mean over the group (Tajwar et al. 2026, arXiv 2602.02710).
+
+    For outcomes 0 and 1, its expectation is the gradient of the log-likelihood of success, truncated at the
+    order of the group's size: prompts that are seldom solved weigh more.
+
+    Outcomes must not be negative on average: a group whose mean is 0 or less gets zero advantage, as do
+    groups of size 1 and groups with identical outcomes.
+    """
+    mean = inputs.groups.mean(inputs.outcomes)
+    relative = inputs.groups.deviation(inputs.outcomes) / mean
+    return inputs.on_every_token(torch.where(mean > 0, relative, 0.0))
+
+
 def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """Leave-one-out baseline of the max@k objective (Tang et al. 2025, arXiv 2503.19595).
 
@@ -164,6 +178,7 @@ def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     AdvantageEstimator.grpo: grpo,
+    AdvantageEstimator.maxrl: maxrl,
     AdvantageEstimator.grpo_pass_k: grpo_pass_k,
     AdvantageEstimator.rloo: rloo,
     AdvantageEstimator.opo: opo,

@@ -325,7 +325,7 @@ def _start_on_pairs(
         step: The last step that the run has made.
     """
     reference = None
-    if isinstance(config, DPOConfig):
+    if isinstance(config, DPOConfig) and config.loss.kind.needs.reference:
         numbers = loader.upcoming((config.trainer.total_steps - step) * config.prompts_per_step)
         reference = _Reference(config, session, data_sets, numbers)
         # A reference with a model of its own leaves the devices before the policy starts.

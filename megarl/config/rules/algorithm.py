@@ -163,15 +163,16 @@ def policy_loss(config: PPOConfig) -> Findings:
     # Beginning with the second update, the policy differs from the one that generated the samples.
     updates = trainer.updates_per_step * trainer.epochs_per_batch
     needs = loss.kind.needs
-    aggregation = needs.aggregation or loss.aggregation
+    # Empty for a loss that is its paper's under any aggregation.
+    of_paper = [each.name for each in needs.aggregations]
     covariance = loss.covariance
 
     yield from refusals(
         (
             (_KIND, "algorithm.policy_loss.aggregation"),
-            aggregation is not loss.aggregation,
-            f"{loss.kind.name} requires the aggregation of its paper, {aggregation.name}, but it is "
-            f"{loss.aggregation.name}; use aggregation={aggregation.name}, or another kind",
+            bool(of_paper) and loss.aggregation.name not in of_paper,
+            f"{loss.kind.name} requires the aggregation of its paper, {' or '.join(of_paper)}, but it is "
+            f"{loss.aggregation.name}; use aggregation={''.join(of_paper[:1])}, or another kind",
         ),
         (
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),

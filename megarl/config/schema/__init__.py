@@ -13,6 +13,7 @@ from __future__ import annotations
 from megarl.config.kinds import (
     AdvantageEstimator,
     Aggregation,
+    DPOLossKind,
     LoggerKind,
     PolicyLossKind,
     RolloutEngineKind,
@@ -34,7 +35,6 @@ from megarl.config.schema.algorithm import (
     DistillationConfig,
     DistillationKL,
     DPOLossConfig,
-    DPOLossKind,
     DynamicSamplingConfig,
     KLConfig,
     KLControllerConfig,
@@ -50,6 +50,7 @@ from megarl.config.schema.algorithm import (
     RolloutCorrectionConfig,
     SAPOConfig,
     ValueLossConfig,
+    VESPOConfig,
 )
 from megarl.config.schema.data import (
     ChatColumnsConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.kinds import AdvantageEstimator, Aggregation, PolicyLossKind
+from megarl.config.kinds import AdvantageEstimator, Aggregation, DPOLossKind, PolicyLossKind
 from megarl.config.schema.keys import PathKind, Reader, names, only_with, ranged
 
 
@@ -56,6 +56,7 @@ class RejectionEstimator(str, Enum):
 class RejectionLevel(str, Enum):
     sequence = "sequence"  # the sum over a response
     geometric = "geometric"  # the mean over a response's tokens
+    token = "token"  # each token by itself, so that only tokens are rejected
 
 
 class DistillationKL(str, Enum):
@@ -78,7 +79,15 @@ def _of_losses(*kinds: PolicyLossKind) -> tuple[Reader, Reader]:
 _CLIPPED = tuple(
     kind
     for kind in PolicyLossKind
-    if kind not in (PolicyLossKind.sapo, PolicyLossKind.gpg, PolicyLossKind.kl_cov)
+    if kind
+    not in (
+        PolicyLossKind.sapo,
+        PolicyLossKind.vespo,
+        PolicyLossKind.topr,
+        PolicyLossKind.dro,
+        PolicyLossKind.gpg,
+        PolicyLossKind.kl_cov,
+    )
 )
 WITH_CRITIC = Reader(
     "algorithm.advantage.estimator", tuple(each for each in AdvantageEstimator if each.needs.critic)
@@ -144,6 +153,19 @@ class SAPOConfig:
     temperature_negative: float = ranged(1.05, above=0)  # temperature for all other tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class VESPOConfig:
+    """The weight w^power exp(rate (1 - w)) of a response with the ratio w (Shen et al. 2026).
+
+    By default a ratio above 1 weighs less if the advantage is positive, and one below 1 if it is negative.
+    """
+
+    power_positive: float = ranged(2.0, above=0)  # exponent of the ratio for advantages of 0 or more
+    rate_positive: float = ranged(3.0, above=0)  # decay with the ratio for advantages of 0 or more
+    power_negative: float = ranged(3.0, above=0)  # exponent of the ratio for negative advantages
+    rate_negative: float = ranged(2.0, above=0)  # decay with the ratio for negative advantages
+
+
 _LOSS_FUNCTION = Reader("algorithm.policy_loss.function", example="FILE.py:NAME")
 _OF_CLIP_COV = Reader("algorithm.policy_loss.kind", (PolicyLossKind.clip_cov,)), _LOSS_FUNCTION
 
@@ -182,7 +204,14 @@ class PolicyLossConfig:
     aggregation: Aggregation = Aggregation.token_mean  # how token losses are reduced to one number
     # constant that divides each row's sum
     norm_tokens: int | None = only_with(ranged(None, at_least=1), _IN_RESPONSE_SUMS, is_refused=True)
+    # responses of negative advantage lose their loss if their tokens' mean log-prob has fallen by more than
+    # this, in nats, since they were sampled (DeepSeek-V3.2: off-policy sequence masking); null: none do
+    off_policy_limit: float | None = ranged(None, above=0)
     sapo: SAPOConfig = only_with(field(default_factory=SAPOConfig), *_of_losses(PolicyLossKind.sapo))
+    vespo: VESPOConfig = only_with(field(default_factory=VESPOConfig), *_of_losses(PolicyLossKind.vespo))
+    dro_beta: float = only_with(
+        ranged(0.1, above=0), *_of_losses(PolicyLossKind.dro)
+    )  # weight of the quadratic penalty
     covariance: CovarianceConfig = only_with(
         field(default_factory=CovarianceConfig), *_of_losses(PolicyLossKind.clip_cov, PolicyLossKind.kl_cov)
     )
@@ -243,7 +272,7 @@ _WEIGHTING = Reader(".level", tuple(each for each in CorrectionLevel if each is 
 
 @dataclass(frozen=True, kw_only=True)
 class RejectionConfig:
-    """Responses whose estimated KL(rollout || trainer), in nats, is outside [low, high] are rejected."""
+    """Responses, or tokens, are rejected if their KL(rollout || trainer), in nats, is outside [low, high]."""
 
     estimator: RejectionEstimator = RejectionEstimator.none  # estimator of the divergence
     # unit over which the estimate is computed
@@ -332,22 +361,20 @@ class AlgorithmConfig:
         return self.advantage.estimator.needs.old_log_probs and self.teacher_top_k is None
 
 
-class DPOLossKind(str, Enum):
-    """The loss of a pair. The names are TRL's."""
-
-    sigmoid = "sigmoid"  # -log sigmoid(beta * difference of the log-ratios) (Rafailov et al. 2023)
-    # (difference of the mean log-ratios per token - 1 / (2 beta))^2 (Azar et al. 2023)
-    ipo = "ipo"
-    # -log sigmoid(beta * difference of the mean log-ratios per token), which does not favor long answers
-    # (Lambert et al. 2024)
-    sigmoid_norm = "sigmoid_norm"
-
-
 @dataclass(frozen=True, kw_only=True)
 class DPOLossConfig:
     kind: DPOLossKind = DPOLossKind.sigmoid  # loss of a pair; see Preferences
-    # how strongly the policy is held to the reference; with sigmoid_norm, use values such as 5
+    # weight of the difference of the answers, and so how strongly the policy is held to the reference; with
+    # sigmoid_norm, use values such as 5, with simpo 2. orpo: weight of the odds
     beta: float = ranged(0.1, above=0)
+    # the difference that beta times the mean log-probs should have
+    margin: float = only_with(ranged(0.5, at_least=0), Reader(".kind", (DPOLossKind.simpo,)), is_refused=True)
+    # weight of the negative log-likelihood of the preferred answer, the mean over its tokens
+    sft_coefficient: float = only_with(
+        ranged(1.0, at_least=0),
+        Reader(".kind", tuple(each for each in DPOLossKind if each.needs.sft)),
+        is_refused=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

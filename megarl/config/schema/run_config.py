@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 from megarl.config.dotted import value_at
-from megarl.config.kinds import AdvantageEstimator, RolloutEngineKind
+from megarl.config.kinds import AdvantageEstimator, DPOLossKind, RolloutEngineKind
 from megarl.config.schema.agent import AgentConfig
 from megarl.config.schema.algorithm import (
     WITH_CRITIC,
@@ -277,7 +277,11 @@ class DPOConfig(PreferenceConfig):
     kind: RunKind = RunKind.dpo  # required
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     loss: DPOLossConfig = field(default_factory=DPOLossConfig)
-    reference: PairReferenceConfig = field(default_factory=PairReferenceConfig)
+    reference: PairReferenceConfig = only_with(
+        field(default_factory=PairReferenceConfig),
+        Reader("loss.kind", tuple(each for each in DPOLossKind if each.needs.reference)),
+        is_refused=True,
+    )
     trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
 
 

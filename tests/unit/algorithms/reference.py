@@ -90,6 +90,11 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
         elif kind == "sapo":
             tau = config.sapo.temperature_positive if advantage > 0 else config.sapo.temperature_negative
             losses[t] = -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+        elif kind in ("vespo", "topr"):
+            whole = math.exp(sum(at[u] - old[u] for u in valid))
+            losses[t] = -response_weight(kind, whole, advantage, config) * advantage * new[t]
+        elif kind == "dro":
+            losses[t] = -advantage * new[t] + config.dro_beta / 2 * (new[t] - old[t]) ** 2
         elif kind == "gpg":
             losses[t] = -advantage * new[t]
         elif kind == "clip_cov":
@@ -103,6 +108,17 @@ def policy_row(kind, new, at, old, advantages, mask, selected, config):
             losses[t] = dppo_token(kind, new[t], at[t], old[t], advantage, config)
 
     return losses
+
+
+def response_weight(kind, ratio, advantage, config):
+    if kind == "topr":
+        return min(ratio, 1.0) if advantage < 0 else 1.0
+    power, rate = (
+        (config.vespo.power_negative, config.vespo.rate_negative)
+        if advantage < 0
+        else (config.vespo.power_positive, config.vespo.rate_positive)
+    )
+    return math.exp(rate) * ratio**power * math.exp(-rate * ratio)
 
 
 def dppo_token(kind, new, at, old, advantage, config):

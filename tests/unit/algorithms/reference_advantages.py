@@ -57,6 +57,7 @@ def advantages(kind, batch, config):
 
     per_row_of = {
         "grpo": lambda: [normalized(scores, group[i], i, config.normalize_by_std) for i in rows],
+        "maxrl": lambda: [relative_to_the_mean(scores, group[i], i) for i in rows],
         "grpo_pass_k": lambda: [pass_k(scores, group[i], i, config.normalize_by_std) for i in rows],
         "rloo": lambda: [leave_one_out(scores, group[i], i) for i in rows],
         "reinforce_plus_plus_baseline": lambda: [normalized(scores, group[i], i, False) for i in rows],
@@ -72,6 +73,13 @@ def advantages(kind, batch, config):
     spread = whitened(spread, mask) if kind == "reinforce_plus_plus_baseline" else spread
 
     return spread, spread
+
+
+def relative_to_the_mean(scores, group, i):
+    mean = sum(scores[j] for j in group) / len(group)
+    if mean <= 0 or len({scores[j] for j in group}) == 1:
+        return 0.0
+    return (scores[i] - mean) / mean
 
 
 def whitened(rows, mask):

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -181,6 +182,33 @@ def test_rollout_weights_multiply_the_policy_loss_alone():
     )
     assert values_of(metrics)["actor/pg_loss"] == pytest.approx((-0.5 + 6.0) / 2)
     assert float(loss) == pytest.approx((-0.5 + 6.0) / 2 + 0.1 * 0.25)
+
+
+def test_bad_responses_of_old_weights_have_no_loss():
+    """Row 0 has fallen by 0.5 per token and row 1 by 0.1; row 2 has fallen too, but is a good one. All rows count
+    in the denominator, and the engine's log-probs alone give no weights."""
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    rows = {
+        "response_mask": mask,
+        "advantages": torch.tensor([[-1.0, -1.0], [-2.0, 7.0], [3.0, 3.0]]),
+        "rollout_log_probs": torch.tensor([[-0.5, -0.5], [-0.9, float("nan")], [0.0, 0.0]]) + 1.0,
+    }
+    log_probs = torch.zeros(3, 2).requires_grad_()
+    section = replace(algorithm(entropy_coefficient=0.0), kl=KLConfig(where=KLWhere.none))
+    limited = replace(section, policy_loss=replace(section.policy_loss, off_policy_limit=0.2))
+    loss, metrics = ActorLoss(algorithm=limited, counts=MiniBatchCounts.of(mask))(
+        {"log_probs": log_probs}, rows
+    )
+    assert float(loss) == pytest.approx((2.0 - 3.0 - 3.0) / 5)
+    assert values_of(metrics)["actor/off_policy_fraction"] == pytest.approx(2 / 5)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    assert gradient[0].tolist() == [0.0, 0.0]
+
+    loss, metrics = ActorLoss(algorithm=section, counts=MiniBatchCounts.of(mask))(
+        {"log_probs": log_probs}, rows
+    )
+    assert float(loss) == pytest.approx((1.0 + 1.0 + 2.0 - 3.0 - 3.0) / 5)
+    assert "actor/off_policy_fraction" not in values_of(metrics)
 
 
 def test_without_old_log_probs_the_loss_is_that_of_equal_ones():

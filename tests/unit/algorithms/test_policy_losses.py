@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.policy_losses import POLICY_LOSSES, SELECTED_TOKENS, PolicyInputs, token_covariance
+from megarl.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    SELECTED_TOKENS,
+    PolicyInputs,
+    off_policy,
+    token_covariance,
+)
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import CovarianceConfig, PolicyLossConfig, PolicyLossKind, SAPOConfig
 from tests.unit.algorithms.reference import policy_row
@@ -60,7 +66,7 @@ def test_a_loss_declares_its_dual_clip_and_its_ratio(kind):
     assert kind.needs.dual_clip == (not torch.equal(plain, dual))
     near, far = (
         losses_of(config_of(kind), [[new / old]], [[-1.0]], [[old]]).loss
-        for new, old in ((0.2, 0.2), (0.2, 0.1))
+        for new, old in ((0.1, 0.1), (0.1, 0.2))
     )
     assert kind.needs.ratio == (not torch.equal(near, far))
 
@@ -111,6 +117,69 @@ def test_sapo_by_hand():
     config = PolicyLossConfig(kind=PolicyLossKind.sapo, sapo=sapo)
     result = losses_of(config, [[1.0, 1.0, 1 + math.log(3), 1 + math.log(3) / 2]], [[1.0, -1.0, 1.0, -1.0]])
     torch.testing.assert_close(result.loss, torch.tensor([[-2.0, 1.0, -3.0, 1.5]]))
+
+
+def test_vespo_by_hand():
+    # the response's ratio is 2 x 1 = 2: 2^2 e^(3 (1 - 2)) for A > 0, 2^3 e^(2 (1 - 2)) for A < 0
+    config = PolicyLossConfig(kind=PolicyLossKind.vespo)
+    result = losses_of(config, [[2.0, 1.0], [2.0, 1.0]], [[1.0, 1.0], [-1.0, -1.0]])
+    good, bad = 4 * math.exp(-3), 8 * math.exp(-2)
+    logs = [math.log(0.2), math.log(0.1)]
+    torch.testing.assert_close(
+        result.loss, torch.tensor([[-good * log for log in logs], [bad * log for log in logs]])
+    )
+
+
+def test_topr_by_hand():
+    # ratios of the responses: 4 for A > 0, which counts in full; 1/4 and 4 for A < 0, the latter cut to 1
+    config = PolicyLossConfig(kind=PolicyLossKind.topr)
+    ratios = [[2.0, 2.0], [0.5, 0.5], [2.0, 2.0]]
+    result = losses_of(config, ratios, [[2.0, 2.0], [-1.0, -1.0], [-1.0, -1.0]])
+    high, low = math.log(0.2), math.log(0.05)
+    torch.testing.assert_close(result.loss, torch.tensor([[-2 * high] * 2, [0.25 * low] * 2, [high] * 2]))
+    assert result.bounded.tolist() == [[False] * 2, [False] * 2, [True] * 2]
+
+
+def test_dro_by_hand():
+    config = PolicyLossConfig(kind=PolicyLossKind.dro, dro_beta=0.5)
+    result = losses_of(config, [[2.0, 1.0]], [[3.0, -1.0]])
+    expected = [-3 * math.log(0.2) + 0.25 * math.log(2) ** 2, math.log(0.1)]
+    torch.testing.assert_close(result.loss, torch.tensor([expected]))
+
+
+def test_a_response_that_became_unlikely_is_off_policy_by_hand():
+    """Mean falls of (0.4 + 0.2) / 2 and 0.1 over the valid tokens; the last row has grown likelier."""
+    rollout = torch.tensor([[-1.0, -1.0, NAN], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    new = torch.tensor([[-1.4, -1.2, INF], [-1.3, -0.9, -1.1], [-0.1, -0.1, -0.1]])
+    mask = torch.tensor([[True, True, False], [True, True, True], [True, True, True]])
+    for advantage, limit, expected in (
+        (-1.0, 0.2, [True, False, False]),
+        (-1.0, 0.05, [True, True, False]),
+        (-1.0, 0.31, [False, False, False]),
+        (1.0, 0.05, [False, False, False]),
+    ):
+        excluded = off_policy(new, rollout, torch.full((3, 3), advantage), mask, limit)
+        assert torch.equal(excluded, mask & torch.tensor(expected)[:, None])
+
+
+def test_luspo_is_gspo_summed_over_the_tokens():
+    """LUSPO's loss is GSPO's times the length: the sum of the same token losses, in value and gradient."""
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    new, old = (normal(mask, seed) for seed in range(2))
+    leaf = new.clone().requires_grad_()
+    advantages = torch.tensor([[1.5], [-0.5]], dtype=torch.float64).expand(2, 3)
+    config = config_of(PolicyLossKind.gspo)
+    losses = POLICY_LOSSES[config.kind].per_token(PolicyInputs.of(leaf, old, advantages, mask), config).loss
+    (losses * mask).sum().backward()
+
+    again = new.clone().requires_grad_()
+    lengths = mask.sum(dim=1)
+    ratio = ((again - old) * mask).sum(dim=1).div(lengths).exp()
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    paper = lengths * -torch.minimum(ratio * advantages[:, 0], clipped * advantages[:, 0])
+    paper.sum().backward()
+    torch.testing.assert_close((losses * mask).sum(dim=1), paper)
+    torch.testing.assert_close(leaf.grad, again.grad)
 
 
 def test_gpg_by_hand():
@@ -190,7 +259,8 @@ def test_value_and_gradient_match_the_reference(kind, clip_dual, mask, seed):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind.name not in ("gspo", "cispo", "dppo_tv", "dppo_kl")]
+    "kind",
+    [kind for kind in KINDS if kind.name not in ("gspo", "cispo", "vespo", "topr", "dppo_tv", "dppo_kl")],
 )
 def test_gradcheck(kind):
     """This covers losses without stop-gradient parts; the others are compared with the reference."""

@@ -26,6 +26,12 @@ def softplus(value: float) -> float:
     return log(1 + exp(value))
 
 
+def odds(chosen: float, rejected: float) -> float:
+    """Return the difference of the log-odds of two probabilities, which are given by their logarithms."""
+    first, second = (log(exp(each) / (1 - exp(each))) for each in (chosen, rejected))
+    return first - second
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -49,6 +55,42 @@ def test_dpo_by_hand(kind: DPOLossKind, expected: float) -> None:
             "dpo/rejected_log_prob": -3.5,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected", "rewards"),
+    [
+        # sums of the log-probs: -3 and -4, -3 and -3; means: -1.5 and -4, -3 and -1
+        (
+            DPOLossKind.simpo,
+            {"margin": 0.75},
+            (softplus(0.75 - BETA * 2.5) + softplus(0.75 + BETA * 2.0)) / 2,
+            (-1.5, -4.0, -3.0, -1.0),
+        ),
+        (
+            DPOLossKind.cpo,
+            {"sft_coefficient": 2.0},
+            (softplus(-BETA * 1.0) + softplus(0.0)) / 2 + 2.0 * (1.5 + 3.0) / 2,
+            (-3.0, -4.0, -3.0, -3.0),
+        ),
+        (
+            DPOLossKind.orpo,
+            {},
+            (BETA * softplus(-odds(-1.5, -4.0)) + BETA * softplus(-odds(-3.0, -1.0)) + 1.5 + 3.0) / 2,
+            (-1.5, -4.0, -3.0, -1.0),
+        ),
+    ],
+)
+def test_losses_without_a_reference_by_hand(
+    kind: DPOLossKind, settings: dict[str, float], expected: float, rewards: tuple[float, ...]
+) -> None:
+    loss = DPOLoss(config=DPOLossConfig(kind=kind, beta=BETA, **settings), num_pairs=2)
+    assert loss.columns == ()
+    value, metrics = loss({"log_probs": LOG_PROBS}, {"response_mask": MASK})
+    assert float(value) == pytest.approx(expected)
+    values = values_of(metrics)
+    assert values["dpo/chosen_reward"] == pytest.approx(BETA * (rewards[0] + rewards[2]) / 2)
+    assert values["dpo/rejected_reward"] == pytest.approx(BETA * (rewards[1] + rewards[3]) / 2)
 
 
 def test_bradley_terry_by_hand() -> None:

@@ -82,7 +82,7 @@ ESTIMATES = {
 
 
 @pytest.mark.parametrize("estimator", list(ESTIMATES))
-@pytest.mark.parametrize("level", list(RejectionLevel))
+@pytest.mark.parametrize("level", [RejectionLevel.sequence, RejectionLevel.geometric])
 def test_rejection_by_hand(estimator, level):
     first, second = ESTIMATES[estimator]
     first /= 2 if level is RejectionLevel.geometric else 1
@@ -92,6 +92,26 @@ def test_rejection_by_hand(estimator, level):
         kept = [first <= high, second <= high]
         assert result.mask.tolist() == [[kept[0], kept[0]], [kept[1], False], [False, False]]
         assert result.metrics["rollout_correction/fraction_rejected"] == (2 - sum(kept)) / 2
+
+
+@pytest.mark.parametrize(
+    ("estimator", "low", "high", "expected"),
+    [
+        # -x: -ln 2, 2 ln 2 and -2 ln 2
+        (RejectionEstimator.k1, None, 1.0, [[True, False], [True, False], [False, False]]),
+        (RejectionEstimator.k1, -1.0, 1.0, [[True, False], [False, False], [False, False]]),
+        # x^2 / 2: 0.24, 0.96 and 0.96
+        (RejectionEstimator.k2, None, 0.5, [[True, False], [False, False], [False, False]]),
+        # e^x - 1 - x: 0.31, 0.64 and 1.61
+        (RejectionEstimator.k3, None, 1.0, [[True, True], [False, False], [False, False]]),
+    ],
+)
+def test_tokens_are_rejected_by_themselves(estimator, low, high, expected):
+    rejection = RejectionConfig(estimator=estimator, level=RejectionLevel.token, low=low, high=high)
+    result = correction(rejection=rejection)
+    assert result.mask.tolist() == expected
+    kept = sum(map(sum, expected))
+    assert result.metrics["rollout_correction/fraction_rejected"] == pytest.approx((3 - kept) / 3)
 
 
 def test_rejection_has_two_sides():

@@ -65,5 +65,5 @@ def test_a_member_without_a_declaration_is_an_error_at_import() -> None:
 
 @pytest.mark.parametrize("needs", [EstimatorNeeds, PolicyLossNeeds])
 def test_needs_without_a_safe_default_are_required(needs: type) -> None:
-    with pytest.raises(TypeError, match="required keyword-only argument: '(compares_samples|aggregation)'"):
+    with pytest.raises(TypeError, match="required keyword-only argument: '(compares_samples|aggregations)'"):
         needs()

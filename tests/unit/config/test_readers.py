@@ -38,12 +38,12 @@ ALWAYS_READ = {
     *(f"data.columns.{name}" for name in ("chosen", "rejected", "margin")),
     *("algorithm.advantage.estimator", "algorithm.advantage.function"),
     *("algorithm.policy_loss.kind", "algorithm.policy_loss.function", "algorithm.policy_loss.aggregation"),
-    "algorithm.kl.where",
+    *("algorithm.policy_loss.off_policy_limit", "algorithm.kl.where"),
     *("algorithm.rollout_correction.level", "algorithm.rollout_correction.bypass"),
     "algorithm.rollout_correction.rejection.estimator",
     *("algorithm.overlong.buffer_share", "algorithm.dynamic_sampling.enabled"),
     *("actor.parallel", "actor.optim", "actor.micro_batch", "actor.recompute", "actor.megatron"),
-    *("actor.lora.rank", "reference.path", "loss"),
+    *("actor.lora.rank", "loss"),
     *("reward.functions", "reward.judges", "reward.model.path", "reward.pass_score", "reward.max_error_rate"),
     *("agent.tools", "agent.environment", "agent.harness.command", "agent.harness.function"),
     "agent.harness.external",
@@ -125,7 +125,7 @@ def test_readers_are_keys_with_values_that_they_can_have(kind: RunKind) -> None:
         for reader in (reader for needed in needs for reader in needed.readers):
             if reader.key.startswith(".") or reader.architecture or not reader.values:
                 continue
-            found = list(values_at(base(), reader.key))
+            found = list(values_at(base(kind), reader.key))
             kinds = {type(value) for value in reader.values}
             assert {type(value) for value in found} == kinds or reader.key == "device", key
 

@@ -59,6 +59,7 @@ FAMILY = "qwen3-tied"
 EXPERT_FAMILY = "qwen3_moe"
 NUM_PAIRS = 5  # odd, so that one of two replicas has a filler
 BETA = 0.3
+MARGIN = 0.5  # the default, as TRL's simpo_gamma
 CENTER_COEFFICIENT = 0.05
 LOSSES: dict[str, PairLoss] = {
     **{
@@ -71,7 +72,8 @@ LOSSES: dict[str, PairLoss] = {
 }
 
 
-DPO_KINDS = tuple(kind.value for kind in DPOLossKind)
+# In every layout: each form of a loss with a reference, and one without, which has an SFT term too.
+DPO_KINDS = (*(kind.value for kind in DPOLossKind if kind.needs.reference), "orpo")
 REWARD = ("reward model",)
 ROUTER_LOSSES = ExpertsConfig(aux_loss_coefficient=3.0, z_loss_coefficient=0.5)
 
@@ -194,7 +196,11 @@ def _ids(batch: Tensors, row: int) -> tuple[Tensor, int]:
 
 
 def trl_dpo_loss(model: torch.nn.Module, batch: Tensors, kind: str) -> tuple[Tensor, dict[str, float]]:
-    """Compute the loss of TRL's DPOTrainer with loss_type `kind`, and its rewards and accuracy."""
+    """Compute the loss of TRL's DPOTrainer with loss_type `kind`, and its rewards and accuracy.
+
+    Those without a reference are of TRL's CPOTrainer and ORPOTrainer. Their SFT term is the mean over the tokens
+    of each preferred answer, then over pairs, where TRL's is the mean over all tokens.
+    """
     log_probs, references, lengths = [], [], []
     for row in range(2 * NUM_PAIRS):
         ids, count = _ids(batch, row)
@@ -204,11 +210,24 @@ def trl_dpo_loss(model: torch.nn.Module, batch: Tensors, kind: str) -> tuple[Ten
         lengths.append(count)
 
     ratios = torch.stack(log_probs) - torch.stack(references)
-    scores = ratios / torch.tensor(lengths) if kind in ("ipo", "sigmoid_norm") else ratios
+    counts = torch.tensor(lengths)
+    means = torch.stack(log_probs) / counts
+    compared = {"cpo": torch.stack(log_probs), "simpo": means, "orpo": means}.get(kind, ratios)
+    scores = ratios / counts if kind in ("ipo", "sigmoid_norm") else compared
     delta = scores[0::2] - scores[1::2]
-    losses = (delta - 1 / (2 * BETA)) ** 2 if kind == "ipo" else -F.logsigmoid(BETA * delta)
+    if kind == "ipo":
+        losses = (delta - 1 / (2 * BETA)) ** 2
+    elif kind == "simpo":
+        losses = -F.logsigmoid(BETA * (delta - MARGIN / BETA))
+    elif kind == "orpo":
+        odds = delta - (torch.log1p(-means[0::2].exp()) - torch.log1p(-means[1::2].exp()))
+        losses = -means[0::2] - BETA * F.logsigmoid(odds)
+    else:
+        losses = -F.logsigmoid(BETA * delta)
+    if kind == "cpo":
+        losses = losses - means[0::2]
 
-    rewards = BETA * ratios.detach()
+    rewards = BETA * compared.detach()
     metrics = {
         "dpo/accuracy": float((rewards[0::2] > rewards[1::2]).double().mean()),
         "dpo/margin": float((rewards[0::2] - rewards[1::2]).mean()),
@@ -303,6 +322,15 @@ def compare(ranks: list[list[Result]], expected: list[Result], tolerance: float)
 @pytest.fixture(scope="module")
 def expected_of_experts(expert_cases: list[Case]) -> list[Result]:
     return expected_results(expert_cases)
+
+
+def test_the_other_losses_and_gradients_are_trls(rank_pool: RankPool, cases: list[Case]) -> None:
+    others = tuple(kind.value for kind in DPOLossKind if kind.value not in DPO_KINDS)
+    case = cases[0]._replace(losses=others)
+    ranks = rank_pool.run(
+        run_engine, world_size=2, parallel=ALL_LAYOUTS["DP2"], cases=[case], batch=pair_batch()
+    )
+    compare(ranks, expected_results([case]), TOLERANCE)
 
 
 CASES = [(layout, {}) for layout in ALL_LAYOUTS] + [("TP1", {"packing": False}), ("DP2", {"packing": False})]

@@ -287,17 +287,18 @@ def test_what_a_correction_left_out_is_no_response_to_the_loss() -> None:
 
 def test_log_probs_of_an_engine_that_are_no_numbers_are_refused_before_the_update() -> None:
     """Applies if the update itself computes weights from them; it must not wait to inspect them."""
-    algorithm = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(level=CorrectionLevel.token))
-    log_probs = torch.full(batch_to_update().tensors["response_mask"].shape, -1.0)
-    assert (
-        "rollout_log_probs"
-        in actor_rows(
-            batch_to_update(rollout_log_probs=log_probs), algorithm, one_update=True, seed=0
-        ).tensors
-    )
-    log_probs[2, 0] = -torch.inf
-    with pytest.raises(ValueError, match=r"rows \[2\] \(of 4\) are not finite"):
-        actor_rows(batch_to_update(rollout_log_probs=log_probs), algorithm, one_update=True, seed=0)
+    shape = batch_to_update().tensors["response_mask"].shape
+    for algorithm in (
+        AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(level=CorrectionLevel.token)),
+        AlgorithmConfig(policy_loss=PolicyLossConfig(off_policy_limit=0.1)),
+    ):
+        batch = batch_to_update(rollout_log_probs=torch.full(shape, -1.0))
+        assert "rollout_log_probs" in actor_rows(batch, algorithm, one_update=True, seed=0).tensors
+        unusable = torch.full(shape, -1.0)
+        unusable[2, 0] = -torch.inf
+        batch = batch_to_update(rollout_log_probs=unusable)
+        with pytest.raises(ValueError, match=r"rows \[2\] \(of 4\) are not finite"):
+            actor_rows(batch, algorithm, one_update=True, seed=0)
 
 
 def test_tokens_are_chosen_over_the_whole_mini_batch_and_drawn_by_the_seed() -> None:
