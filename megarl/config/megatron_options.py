@@ -39,7 +39,6 @@ _OPTIMIZER = (
 )
 _FSDP = "is for Megatron's FSDP, but megarl always shards the optimizer (ZeRO 1); use {role}.parallel"
 _SHARDS = "would lay weights out in a way that weight sync and checkpoints do not read; use {role}.parallel"
-_STAGES = "all pipeline stages have equally many layers; use {role}.parallel.pipeline_parallel_size"
 _SUM = "is fixed, because losses are sums with their own denominator; use algorithm.policy_loss.aggregation"
 _SHAPES = (
     "needs micro-batches with equal numbers of tokens, but packed ones differ; leave it out (no key "
@@ -83,7 +82,7 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("use engine.cp_comm_type", "cp_comm_type"),
         ("use {role}.experts.bias_update_rate", "moe_router_bias_update_rate"),
         (
-            _STAGES,
+            "use {role}.parallel.pipeline_layout",
             """num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
             pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
             account_for_loss_in_pipeline_split""",
