@@ -1,8 +1,9 @@
 """Per-token policy losses, with their inputs and outputs. The dictionary lists all of them.
 
 Most are based on the ratio of new to old probability, which is clipped per token, averaged over a response,
-or limited in another way. The loss dro penalizes its logarithm, and gpg has none. Others treat tokens with a high covariance of log-prob
-and advantage separately, which reduce the policy's entropy the most (Cui et al. 2025, arXiv 2505.22617).
+or limited in another way. The loss dro penalizes its logarithm, and gpg has none. Others treat tokens with a
+high covariance of log-prob and advantage separately, which reduce the policy's entropy the most (Cui et al.
+2025, arXiv 2505.22617).
 """
 
 from __future__ import annotations

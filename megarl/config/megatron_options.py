@@ -67,7 +67,7 @@ _OWNED: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("use engine.cp_comm_type", "cp_comm_type"),
         ("use {role}.experts.bias_update_rate", "moe_router_bias_update_rate"),
         (
-            "all pipeline stages have equally many layers; use {role}.parallel.pipeline_parallel_size",
+            "use {role}.parallel.pipeline_layout",
             """num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
             pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
             account_for_loss_in_pipeline_split""",

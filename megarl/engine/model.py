@@ -117,6 +117,7 @@ def _parallel_options(parallel: ParallelConfig, cp_comm_type: CPCommType) -> dic
         tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=virtual,
+        pipeline_model_parallel_layout=_pipeline_layout(parallel.pipeline_layout),
         sequence_parallel=parallel.sequence_parallel,
         context_parallel_size=parallel.context_parallel_size,
         cp_comm_type="all_gather" if cp_comm_type is CPCommType.all_gather else "p2p",
@@ -125,6 +126,16 @@ def _parallel_options(parallel: ParallelConfig, cp_comm_type: CPCommType) -> dic
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
     )
+
+
+def _pipeline_layout(counts: list[int] | None) -> list[list[str]] | None:
+    """Return Megatron's layout of virtual stages with these numbers of layers."""
+    if counts is None:
+        return None
+    stages = [["decoder"] * count for count in counts]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _fusion_options(architecture: Architecture, layers: Layers, on_cpu: bool) -> dict[str, Any]:

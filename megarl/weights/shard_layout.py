@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 from megarl.config.schema import ParallelConfig
@@ -83,38 +84,34 @@ def model_layouts(
     tensor_parallel_size: int,
     pipeline_parallel_size: int = 1,
     virtual_pipeline_parallel_size: int | None = None,
+    pipeline_layout: list[int] | None = None,
     padded_vocab_size: int,
 ) -> tuple[ShardLayout, ...]:
     """Return the layouts of all ranks of one replica, stage by stage, tensor-parallel rank fastest.
 
-    Experts are sharded by the tensor-parallel ranks like everything else. Layers are assigned to virtual
-    stages round-robin: with 8 layers, 2 stages and 2 virtual stages, stage 0 holds layers 0, 1, 4 and 5.
+    Experts are sharded by the tensor-parallel ranks like everything else.
 
     Raises:
-        ValueError: The layers do not divide evenly.
+        ValueError: The layers do not divide evenly, and there is no `pipeline_layout`.
     """
-    num_chunks = virtual_pipeline_parallel_size or 1
+    sizes = ParallelConfig(
+        pipeline_parallel_size=pipeline_parallel_size,
+        virtual_pipeline_parallel_size=virtual_pipeline_parallel_size,
+        pipeline_layout=pipeline_layout,
+    )
     num_layers = architecture.num_hidden_layers
-    stages = pipeline_parallel_size * num_chunks
-
-    if num_layers % stages:
+    if pipeline_layout is None and num_layers % sizes.num_virtual_stages:
         raise ValueError(
             f"num_hidden_layers {num_layers} is not a multiple of pipeline_parallel_size "
-            f"{pipeline_parallel_size} x virtual_pipeline_parallel_size {num_chunks}"
+            f"{pipeline_parallel_size} x virtual_pipeline_parallel_size {virtual_pipeline_parallel_size or 1}"
         )
 
-    # Every virtual stage has the same number of layers, and a rank holds one virtual stage per chunk.
-    per_stage = num_layers // stages
     expert_cut = tensor_parallel_size if routes_tokens(architecture) else 1
     return tuple(
         ShardLayout(
             tensor_parallel_size=tensor_parallel_size,
             tensor_parallel_rank=rank,
-            layers=tuple(
-                (chunk * pipeline_parallel_size + stage) * per_stage + index
-                for chunk in range(num_chunks)
-                for index in range(per_stage)
-            ),
+            layers=tuple(chain.from_iterable(sizes.chunks_of_stage(num_layers, stage))),
             holds_embedding=stage == 0,
             holds_output=stage == pipeline_parallel_size - 1,
             padded_vocab_size=padded_vocab_size,
@@ -146,6 +143,7 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
+        pipeline_layout=parallel.pipeline_layout,
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, parallel.tensor_parallel_size),
     )
     cut = parallel.expert_tensor_parallel_size

@@ -17,6 +17,7 @@ from megarl.config.schema import (
     Recompute,
     RunConfig,
 )
+from megarl.config.schema.models import balanced_layout
 from megarl.machine.errors import counted
 from megarl.machine.folder_kinds import model_called
 from megarl.models.architecture import Architecture, RowLimit
@@ -171,32 +172,47 @@ def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Fin
                 f"{either(nearest_divisors(letters[letter], ranks))} ranks",
             )
 
-    # Every (virtual) pipeline stage must have the same number of layers.
-    stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
-    layers = architecture.num_hidden_layers
+    yield from _layers_of_stages(role, architecture)
 
-    if layers % stages:
-        product = f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
-        if parallel.virtual_pipeline_parallel_size is not None:
-            product += (
-                f" x virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} = {stages}"
-            )
+
+def _layers_of_stages(role: ModelRole, architecture: Architecture) -> Findings:
+    """Check that the (virtual) pipeline stages have all layers, and recompute no more than they have."""
+    parallel = role.parallel
+    stages = parallel.num_virtual_stages
+    layers = architecture.num_hidden_layers
+    product = f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
+    if parallel.virtual_pipeline_parallel_size is not None:
+        product += f" x virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} = {stages}"
+    counts = parallel.pipeline_layout
+    # The example is one way to divide the layers.
+    example = f"pipeline_layout={balanced_layout(layers, stages)}" if layers >= stages else ""
+
+    if counts is None and layers % stages:
+        choice = f", or {example}" if example else ""
         yield Finding(
             (f"{role.parallel_key}.pipeline_parallel_size",),
             f"num_hidden_layers {layers} of {role.path} does not divide by {product}; use "
-            f"{either(nearest_divisors(layers, stages))} stages",
+            f"{either(nearest_divisors(layers, stages))} stages{choice}",
+        )
+        return
+    if counts is not None and (len(counts) != stages or sum(counts) != layers or min(counts) < 1):
+        yield Finding(
+            (f"{role.parallel_key}.pipeline_layout",),
+            f"is {counts}, but must have {counted(stages, 'number')} of at least 1 ({product}) whose sum is "
+            f"the {counted(layers, 'layer')} of {role.path}{f'; use {example}' if example else ''}",
         )
         return
 
+    most = max(counts) if counts else layers // stages
     recomputed = role.recomputation.num_layers
-    if recomputed is not None and recomputed > layers // stages:
+    if recomputed is not None and recomputed > most:
         yield Finding(
             (
                 f"{role.parallel_key.removesuffix('.parallel')}.recompute_num_layers",
                 f"{role.parallel_key}.pipeline_parallel_size",
             ),
-            f"recompute_num_layers {recomputed} is more than the {counted(layers // stages, 'layer')} of a "
-            "stage; use fewer, or null for all",
+            f"recompute_num_layers {recomputed} is more than the {counted(most, 'layer')} of a stage; use "
+            "fewer, or null for all",
         )
 
 

@@ -25,9 +25,9 @@ def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Fin
         )
 
     parallel = role.parallel
-    num_stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
+    num_stages = parallel.num_virtual_stages
     needed = architecture.num_image_layers
-    num_layers = architecture.num_hidden_layers // num_stages
+    num_layers = len(parallel.virtual_stages(architecture.num_hidden_layers)[0])
 
     if 0 < num_layers < needed:
         yield Finding(
@@ -35,8 +35,8 @@ def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Fin
                 f"{role.parallel_key}.pipeline_parallel_size",
                 f"{role.parallel_key}.virtual_pipeline_parallel_size",
             ),
-            f"{num_stages} (virtual) stages have {num_layers} of {role.path}'s layers each, but features of "
-            f"images are added to the first {counted(needed, 'layer')}, which the first stage must have; "
+            f"the first of {num_stages} (virtual) stages has {counted(num_layers, 'layer')} of {role.path}, "
+            f"but features of images are added to the first {counted(needed, 'layer')}, which it must have; "
             f"use at most {counted(architecture.num_hidden_layers // needed, 'stage')}",
         )
 

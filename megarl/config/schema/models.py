@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from megarl.config.kinds import OptimizerKind
@@ -96,6 +97,16 @@ class RankCoordinate(NamedTuple):
 _EXPERTS = Reader("model.path", architecture="experts")
 
 
+def balanced_layout(num_layers: int, stages: int) -> list[int]:
+    """Return the `pipeline_layout` whose stages differ by one layer at most.
+
+    The first and the last stage, which also have the embedding and the output layer, have the fewer layers.
+    """
+    each, more = divmod(num_layers, stages)
+    first = (stages - more + 1) // 2
+    return [each + (first <= stage < first + more) for stage in range(stages)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Megatron's parallel sizes of one role.
@@ -111,6 +122,14 @@ class ParallelConfig:
     # virtual stages per pipeline stage, which shrink the pipeline bubble
     virtual_pipeline_parallel_size: int | None = only_with(
         ranged(None, at_least=2),
+        Reader(".pipeline_parallel_size", above=1, example="2"),
+        is_refused=True,
+        why="it requires a pipeline",
+    )
+    # numbers of layers of the (virtual) stages, in the order of the layers, such as [15, 16, 16, 14]; null:
+    # all have equally many
+    pipeline_layout: list[int] | None = only_with(
+        None,
         Reader(".pipeline_parallel_size", above=1, example="2"),
         is_refused=True,
         why="it requires a pipeline",
@@ -135,9 +154,34 @@ class ParallelConfig:
         ranged(1, at_least=1, at_most=1024), _EXPERTS, is_refused=True
     )
 
+    def __hash__(self) -> int:
+        # The list of a layout has no hash. Equal sections have equal sizes.
+        return hash((self.world_size, self.replica_size, self.tensor_parallel_size))
+
     @property
     def world_size(self) -> int:
         return self.stage_size * self.pipeline_parallel_size
+
+    @property
+    def num_virtual_stages(self) -> int:
+        return self.pipeline_parallel_size * (self.virtual_pipeline_parallel_size or 1)
+
+    def virtual_stages(self, num_layers: int) -> tuple[range, ...]:
+        """Return the layers of each virtual stage, in the order of the layers.
+
+        Layers are assigned round-robin: with 8 layers, 2 stages and 2 virtual stages, stage 0 has the first
+        and the third virtual stage, so layers 0, 1, 4 and 5. A rest that does not divide, which no run has,
+        goes on round-robin.
+        """
+        counts = self.pipeline_layout
+        if counts is None:
+            size = max(1, num_layers // self.num_virtual_stages)
+            return tuple(range(first, min(first + size, num_layers)) for first in range(0, num_layers, size))
+        return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
+
+    def chunks_of_stage(self, num_layers: int, stage: int) -> tuple[range, ...]:
+        """Return the layers of each virtual stage of a pipeline stage."""
+        return self.virtual_stages(num_layers)[stage :: self.pipeline_parallel_size]
 
     @property
     def replica_size(self) -> int:

@@ -8,6 +8,7 @@ operations, the estimate is coarser.
 
 from __future__ import annotations
 
+from itertools import chain
 from math import ceil
 from typing import NamedTuple
 
@@ -33,7 +34,6 @@ from megarl.plan.placement.layer_sizes import (
     chunks_under_way,
     kernels_of,
     layer_kind,
-    layers_of_stage,
     placeholder_elements,
     workspace_bytes,
 )
@@ -156,9 +156,8 @@ class _Work:
         shards = parallel.tensor_parallel_size
         self._vocabulary = padded_vocab_size(architecture.vocab_size, shards) // shards  # this rank's rows
 
-        self._layers = architecture.num_hidden_layers // (
-            parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
-        )
+        chunks = parallel.chunks_of_stage(architecture.num_hidden_layers, stage)
+        self._layers = max(map(len, chunks))
 
         # Activations that are recomputed in the backward pass are not saved.
         how, modules, num_layers = role.recomputation
@@ -176,13 +175,12 @@ class _Work:
         kinds = [kind for kind in kinds_of(architecture) if kind in ACTIVATIONS]
         self._parts = {kind: ACTIVATIONS[kind](sizes) for kind in kinds}
 
-        # The mixer of each layer of the stage, by virtual stages.
+        # The mixer of each layer, by virtual stages. Other stages may have the mixers that this one lacks.
+        layers = layers_of(architecture)
         self._mixers = [
-            part.kind
-            for number in layers_of_stage(architecture, parallel, stage)
-            for part in layers_of(architecture)[number]
-            if part.kind.prefix == MIXER
-        ] or [kind for kind in kinds_of(architecture) if kind.of_pair]
+            [part.kind for number in chunk for part in layers[number] if part.kind.prefix == MIXER]
+            for chunk in chunks
+        ]
         self._routes_tokens = routes_tokens(architecture)
 
     @property
@@ -363,7 +361,7 @@ class _Work:
     @property
     def _kept_of_largest_layer(self) -> int:
         """Elements per token of the saved activations of the stage's layer that saves most."""
-        return max(map(self._kept_of_layer, set(self._mixers)))
+        return max(map(self._kept_of_layer, set(chain.from_iterable(self._mixers))))
 
     def _kept_of_layer(self, mixer: PartKind) -> int:
         """Return the elements per token of the saved activations of a layer with this mixer."""
@@ -407,11 +405,8 @@ class _Work:
         mlp_again = self._saved_by_mlp * self._mlp_is_computed_again
         # Megatron recomputes the first layers of a virtual stage. Of several, the fullest one counts.
         chunk = self._layers_again * self._sizes.part + max(
-            sum(
-                self._kept_of_layer(mixer) - mlp_again
-                for mixer in self._mixers[first + self._layers_again : first + self._layers]
-            )
-            for first in range(0, max(1, len(self._mixers)), max(1, self._layers))
+            sum(self._kept_of_layer(mixer) - mlp_again for mixer in chunk[self._layers_again :])
+            for chunk in self._mixers
         )
 
         if self.kernels is Kernels.cpu:

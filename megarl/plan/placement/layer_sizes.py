@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from itertools import chain
 
 from megarl.config.layers import trains_adapters
 from megarl.config.schema import CPCommType, Device, DType, Layers, ParallelConfig, RunConfig
@@ -30,12 +31,8 @@ def kernels_of(config: RunConfig) -> Kernels:
 
 
 def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
-    """Return a stage's global layer numbers. Layers are assigned to virtual stages round-robin."""
-    stages = parallel.pipeline_parallel_size
-    num_chunks = parallel.virtual_pipeline_parallel_size or 1
-    num_layers = architecture.num_hidden_layers
-    per_chunk = max(1, num_layers // (stages * num_chunks))
-    return tuple(layer for layer in range(num_layers) if layer // per_chunk % stages == stage)
+    """Return a stage's global layer numbers, in the order of its virtual stages."""
+    return tuple(chain.from_iterable(parallel.chunks_of_stage(architecture.num_hidden_layers, stage)))
 
 
 def chunks_under_way(parallel: ParallelConfig, stage: int) -> int:

@@ -10,7 +10,6 @@ from math import isqrt
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import (
-    ParallelConfig,
     PPOConfig,
     Recompute,
     RecomputeModule,
@@ -20,7 +19,6 @@ from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size, pairs_of_block, tower_matrices
 from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens, tower_of
-from megarl.plan.placement.layer_sizes import layers_of_stage
 from megarl.plan.step_time.counts import (
     IDLE,
     NOTHING,
@@ -36,14 +34,6 @@ from megarl.plan.step_time.counts import (
 )
 from megarl.plan.step_time.layer_work import layer_work
 from megarl.plan.step_time.packed_batch import PackedBatch
-
-
-@lru_cache(maxsize=256)
-def chunks_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[range, ...]:
-    """Return the layers of each virtual stage of a pipeline stage."""
-    layers = layers_of_stage(architecture, parallel, stage)
-    size = max(1, len(layers) // (parallel.virtual_pipeline_parallel_size or 1))
-    return tuple(range(layers[start], layers[start] + size) for start in range(0, len(layers), size))
 
 
 class StagePasses:
@@ -62,7 +52,7 @@ class StagePasses:
         self._architecture = architecture
         self._is_first = stage == 0
         self._is_last = stage == role.parallel.pipeline_parallel_size - 1
-        self._chunks = chunks_of_stage(architecture, role.parallel, stage)
+        self._chunks = role.parallel.chunks_of_stage(architecture.num_hidden_layers, stage)
         self._batch = batch
 
         dtype = dtype_of(config)

@@ -22,7 +22,6 @@ from megarl.models.counts import padded_vocab_size
 from megarl.models.mapping import EMBEDDING, Cut, MappingRow, StagePlacement
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, dimension_sizes, entry_size, rows_of
 from megarl.plan.step_time.counts import AXES, NOTHING, Counts, call, dtype_of, total
-from megarl.plan.step_time.stage_passes import chunks_of_stage
 
 # Replicated parameters whose gradients every tensor-parallel rank has whole.
 _WHOLE_GRADIENTS = ("output_layer.", "visual.", ".out_norm.")
@@ -195,7 +194,7 @@ def gradient_counts(config: RunConfig, role: ModelRole, architecture: Architectu
     """Return what a mini-batch costs besides its passes: sums of gradients and of router statistics."""
     parallel = role.parallel
     trained = _trained(role)
-    chunks = chunks_of_stage(architecture, parallel, stage)
+    chunks = parallel.chunks_of_stage(architecture.num_hidden_layers, stage)
     groups = _groups(architecture, parallel, trained, chunks, stage)
     held = [each for dense, _ in _chunks(architecture, parallel, trained, chunks) for each in dense]
     summed = sum(each.size for each in held if _is_summed(each, parallel))
@@ -214,7 +213,7 @@ def gradient_counts(config: RunConfig, role: ModelRole, architecture: Architectu
 def optimizer_counts(config: RunConfig, role: ModelRole, architecture: Architecture, stage: int) -> Counts:
     """Return the calls of an optimizer step: the norm of the gradients, and the gathering of parameters."""
     parallel = role.parallel
-    chunks = chunks_of_stage(architecture, parallel, stage)
+    chunks = parallel.chunks_of_stage(architecture.num_hidden_layers, stage)
     dtype = dtype_of(config)
     groups = _groups(architecture, parallel, _trained(role), chunks, stage)
     return total(

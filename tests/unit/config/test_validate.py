@@ -324,8 +324,15 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             ["critic.parallel.pipeline_parallel_size=3"],
             "critic.parallel.pipeline_parallel_size: num_hidden_layers 4 of {model} does not divide by "
             "pipeline_parallel_size 3; "
-            "use 2 or 4 stages",
+            "use 2 or 4 stages, or pipeline_layout=[1, 2, 1]",
         ),
+        (
+            ["critic.parallel.pipeline_layout=[1,2]"],
+            "critic.parallel.pipeline_layout: is [1, 2], but must have 2 numbers of at least 1 "
+            "(pipeline_parallel_size 2) whose sum is the 4 layers of {model}; use pipeline_layout=[2, 2]",
+        ),
+        (["critic.parallel.pipeline_layout=[4]"], "is [4], but must have 2 numbers of at least 1"),
+        (["critic.parallel.pipeline_layout=[4,0]"], "is [4, 0], but must have 2 numbers of at least 1"),
         (
             ["critic.parallel.virtual_pipeline_parallel_size=4"],
             "does not divide by pipeline_parallel_size 2 x virtual_pipeline_parallel_size 4 = 8; use 4 "

@@ -65,6 +65,11 @@ CONTEXT_LAYOUTS: dict[str, ParallelConfig] = {
     "CP2xPP2xVPP2": ParallelConfig(**_CP, **_PP, **_VPP),
 }
 ALL_LAYOUTS = {**LAYOUTS, **MIXED_LAYOUTS, **CONTEXT_LAYOUTS}
+# Of the four layers of each model, three are on one stage.
+UNEVEN_LAYOUTS = {
+    "PP2 3+1": ParallelConfig(**_PP, pipeline_layout=[3, 1]),
+    "PP2xTP2+SP 1+3": ParallelConfig(**_PP, **_TP, sequence_parallel=True, pipeline_layout=[1, 3]),
+}
 # For MoE models; the first two are used with every family.
 EXPERT_LAYOUTS: dict[str, ParallelConfig] = {
     "DP2xEP2": ParallelConfig(**_DP, **_EP),

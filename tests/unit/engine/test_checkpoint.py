@@ -130,7 +130,7 @@ RESHAPED = [
     ParallelConfig(pipeline_parallel_size=2),
     ParallelConfig(context_parallel_size=2),
     ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
-    ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
+    ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, pipeline_layout=[1, 3]),
 ]
 RESHAPED_EXPERTS = [
     ParallelConfig(data_parallel_size=4, expert_parallel_size=4),

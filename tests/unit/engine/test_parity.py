@@ -45,6 +45,7 @@ from tests.unit.engine.rank_side import (
     EXPERT_LAYOUTS,
     LAYOUTS,
     MIXED_LAYOUTS,
+    UNEVEN_LAYOUTS,
     Tensors,
     build,
     deal,
@@ -123,7 +124,9 @@ FAMILY_CASES: list[Comparison] = [
 # Windows, two rotary embeddings and recurrent states also concern ranks that share rows.
 FAMILY_CASES += [("olmo3-tied", "CP2"), ("gemma3_text-tied", "CP2"), ("qwen3_5-tied", "CP2")]
 FAMILY_CASES += [("exaone4-tied", "CP2")]
-REPLICA_CASES: list[Comparison] = [("qwen3-tied", layout) for layout in (*MIXED_LAYOUTS, *CONTEXT_LAYOUTS)]
+REPLICA_CASES: list[Comparison] = [
+    ("qwen3-tied", layout) for layout in (*MIXED_LAYOUTS, *CONTEXT_LAYOUTS, *UNEVEN_LAYOUTS)
+]
 VARIANT_CASES: list[Comparison] = [
     (variant, layout) for variant in VARIANTS for layout in ("TP1", "TP2+SP", "CP2")
 ]
@@ -357,7 +360,7 @@ def compare(reference: Reference, layout: str, rank_pool: RankPool) -> None:
 
     The norm requires that shards are distinguished from copies.
     """
-    parallel = {**ALL_LAYOUTS, **EXPERT_LAYOUTS}[layout]
+    parallel = {**ALL_LAYOUTS, **EXPERT_LAYOUTS, **UNEVEN_LAYOUTS}[layout]
     measured = []
     ranks = rank_pool.run(
         run_engine,

@@ -1,8 +1,10 @@
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from megarl.config.schema import ParallelConfig
+from megarl.config.schema.models import balanced_layout
 from megarl.models.families import FAMILIES
 from megarl.models.tensor_table import weights_of
 from megarl.roles.megatron_worker import megatron_mesh
@@ -223,3 +225,45 @@ def test_what_cannot_be_cut_is_an_error_with_both_numbers() -> None:
         match=r"model_type 'gpt2' has no tensor table; supported: " + ", ".join(sorted(FAMILIES)),
     ):
         weights_of(replace(odd, model_type="gpt2"), "lm")
+
+
+def test_virtual_stages_have_the_layers_of_the_layout() -> None:
+    even = ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)
+    assert [list(chain(*even.chunks_of_stage(8, stage))) for stage in range(2)] == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+    ]
+    uneven = replace(even, pipeline_layout=[1, 3, 2, 2])
+    assert uneven.chunks_of_stage(8, 0) == (range(1), range(4, 6))
+    assert uneven.chunks_of_stage(8, 1) == (range(1, 4), range(6, 8))
+    assert hash(uneven) == hash(replace(uneven, pipeline_layout=[2, 2, 2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "expected"),
+    [
+        (61, 8, [7, 7, 8, 8, 8, 8, 8, 7]),
+        (94, 4, [23, 24, 24, 23]),
+        (8, 4, [2, 2, 2, 2]),
+        (5, 4, [1, 1, 2, 1]),
+    ],
+)
+def test_a_balanced_layout_has_fewer_layers_at_its_ends(
+    num_layers: int, stages: int, expected: list[int]
+) -> None:
+    assert balanced_layout(num_layers, stages) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_uneven_stages_hold_each_tensor_once(family: str) -> None:
+    architecture = architecture_of(family, tied=False)
+    num_layers = architecture.num_hidden_layers
+    uneven = ParallelConfig(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        pipeline_layout=[1, num_layers - 1],
+        expert_tensor_parallel_size=2 if architecture.experts else 1,
+    )
+    layouts = layouts_of(architecture, uneven)
+    assert [layout.layers for layout in layouts[::2]] == [(0,), tuple(range(1, num_layers))]
+    check_coverage(architecture, [rank_pieces(architecture, layout) for layout in layouts])

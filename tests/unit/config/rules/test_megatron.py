@@ -435,6 +435,7 @@ OWN_KEYS = {
         "actor.parallel.tensor_parallel_size": "tensor_model_parallel_size",
         "actor.parallel.pipeline_parallel_size": "pipeline_model_parallel_size",
         "actor.parallel.virtual_pipeline_parallel_size": "virtual_pipeline_model_parallel_size",
+        "actor.parallel.pipeline_layout": "pipeline_model_parallel_layout",
         "actor.parallel.context_parallel_size": "context_parallel_size",
         "actor.parallel.sequence_parallel": "sequence_parallel",
         "actor.parallel.expert_parallel_size": "expert_model_parallel_size",

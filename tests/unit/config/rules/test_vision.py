@@ -44,7 +44,7 @@ def test_a_good_run_has_none(ppo: str) -> None:
         ("engine.packing=false", "engine.packing: is false, but .* reads images, whose positions .*use true"),
         (
             "critic.parallel.pipeline_parallel_size=4",
-            r"4 \(virtual\) stages have 1 of .* layers each, but features of images are added to the first 2",
+            r"the first of 4 \(virtual\) stages has 1 layer of .*, but features of images are added to the first 2",
         ),
         ("actor.lora.rank=4", "has a vision tower, with which adapters are not supported yet; use null"),
         ("rollout.engine=sglang", "reads images, which the engine 'sglang' supports on CUDA only"),
