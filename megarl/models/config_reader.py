@@ -128,8 +128,9 @@ class ConfigReader:
 
     def value(self, name: str) -> Any:
         """Return a field as it is, or the default of transformers' class if it is missing."""
+        default = self.defaults.get(name)  # asked for in any case, so that the generated defaults list it
         value = self.take(name)
-        return value if name in self.fields else self.defaults.get(name)
+        return value if name in self.fields else default
 
     def count(self, name: str, default: Any) -> int:
         """Read a non-negative int. The arguments are those of `number`."""

@@ -170,8 +170,8 @@ class ParallelConfig:
         """Return the layers of each virtual stage, in the order of the layers.
 
         Layers are assigned round-robin: with 8 layers, 2 stages and 2 virtual stages, stage 0 has the first
-        and the third virtual stage, so layers 0, 1, 4 and 5. A rest that does not divide, which no run has,
-        goes on round-robin.
+        and the third virtual stage, so layers 0, 1, 4 and 5. Runs have no layers that do not divide; such
+        layers would be assigned round-robin too.
         """
         counts = self.pipeline_layout
         if counts is None:
