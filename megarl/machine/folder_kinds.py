@@ -11,6 +11,7 @@ Only names are read, except the class of a model and the base model of an adapte
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -105,8 +106,8 @@ def instead_of_data(folder: Path) -> str:
 def no_run(folder: Path) -> str:
     """Return the error for a folder that is no run's, with the run that was meant if it is near."""
     problem = "no run has written here (no config.yaml, no metrics.jsonl)"
-    if not folder.is_dir():
-        problem = "is a file, not a folder" if folder.exists() else "there is no such folder"
+    if not os.path.isdir(folder):
+        problem = "is a file, not a folder" if os.path.exists(folder) else "there is no such folder"
     return f"{folder}: {problem}; {instead_of_run(folder) or _OUTPUT_DIR}"
 
 
@@ -118,7 +119,7 @@ def is_run(folder: Path) -> bool:
 
 def _kind(folder: Path) -> str:
     """Return what a folder is, from the names in it; empty if they say nothing."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False also for a name that is too long
         return ""
     if (folder / _STEP).is_file():
         return _STEP_KIND
@@ -152,7 +153,7 @@ def _fields(file: Path) -> dict[str, Any]:
 
 def _below(folder: Path) -> Iterator[Path]:
     """Yield folders in a folder, those near it first."""
-    level = [folder] if folder.is_dir() else []
+    level = [folder] if os.path.isdir(folder) else []
     for _ in range(_BELOW):
         level = [each for parent in level for each in sorted(parent.iterdir()) if each.is_dir()][
             :_MOST_LOOKED_AT

@@ -119,9 +119,9 @@ def test_one_mistake_is_one_violation(ppo: str, overrides: list[str], said: str)
     [
         (
             {"architectures": ["LlamaForCausalLM"]},
-            "field 'architectures' is ['LlamaForCausalLM'], but a reward model must be a ...ForSequence",
+            "field 'architectures' is ['LlamaForCausalLM'], so this is a language model (LlamaForCausalLM), but a reward model",
         ),
-        ({"architectures": None}, "field 'architectures' is [], but a reward model"),
+        ({"architectures": None}, "field 'architectures' is [], so this is a model, but a reward model"),
         (
             {"id2label": {"0": "bad", "1": "good"}},
             "the model has 2 labels, but a score is one number; use a reward model with num_labels 1",
