@@ -133,7 +133,7 @@ def _phases(config: PPOConfig, step: PredictedStep) -> Iterator[str]:
             times = each.num_micro_batches * each.num_passes
             calls = sum(call.calls for call in counts.collectives) * times
             passes = 1 + again * (each.update is not None)
-            waits = _WAITS * passes * sparse / each.num_stages * times
+            waits = _WAITS * passes * sparse / len(each.order) * times
             counted = (f"{calls:,.0f}", f"{_KERNELS * launched * times:,.0f}", f"{waits:,.0f}")
         said = ", ".join(f"{part} {seconds:,.1f}" for part, seconds in largest)
         yield f"| `{name}` | {time.seconds:,.1f} | {said} | {' | '.join(counted)} |"

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megarl.agents.protocol import Schema, Task, ToolResult
@@ -132,10 +133,10 @@ async def in_thread(function: Callable[[], Any]) -> Any:
         try:
             return function()
         except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
                 raise
             # asyncio lets SystemExit end its loop, and with it the episodes of all callers. A future cannot
-            # hold StopIteration.
+            # hold StopIteration, and with CancelledError it would cancel the caller.
             raise RuntimeError(repr(error)) from error
 
     return await asyncio.wrap_future(in_background(guarded, "tool"))

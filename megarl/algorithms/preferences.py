@@ -1,7 +1,8 @@
 """Losses of pairs of answers: direct preference optimization, and reward models.
 
 Rows 2 i and 2 i + 1 of a micro-batch are the preferred and the rejected answer of a pair (data/pairs.py).
-The losses are those of TRL's DPOTrainer and RewardTrainer.
+The losses are those of TRL's trainers, but the SFT term of cpo and orpo is a mean over the tokens of each
+answer, and then over pairs.
 
 Shapes: n pairs, b = 2 n rows, R padded response tokens.
 """

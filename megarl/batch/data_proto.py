@@ -222,7 +222,11 @@ class DataProto:
                 "selects any rows"
             )
 
-        vars(self).update(vars(self._rows(order)))
+        ordered = self._rows(order)
+        self.batch = ordered.batch
+        self.non_tensor_batch = ordered.non_tensor_batch
+        self.ragged = ordered.ragged
+
         return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
@@ -386,7 +390,11 @@ class DataProto:
 
     def take_in(self, other: DataProto) -> None:
         """Add the columns of `other`, which has the same rows, in place. Raises the errors of `union`."""
-        vars(self).update(vars(self.union(other)))
+        joined = self.union(other)
+        self.batch = joined.batch
+        self.ragged = joined.ragged
+        self.non_tensor_batch = joined.non_tensor_batch
+        self.meta_info = joined.meta_info
 
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
         """Return a new batch with the columns of all batches. All futures are awaited together.

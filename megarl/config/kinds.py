@@ -42,6 +42,7 @@ class EstimatorNeeds:
             equal scores have no signal.
         critic: It reads `values`.
         greedy_baseline: It reads `baseline_scores`, the score of an additional greedy response per prompt.
+        outcomes: It reads rewards as outcomes, 0 or more, so nothing may be subtracted from them.
         score_parts: It reads `score_parts`, each reward function's score, instead of rewards with their
             penalties.
         old_log_probs: It reads the trainer's `old_log_probs`, so samples are scored before the update.
@@ -54,6 +55,7 @@ class EstimatorNeeds:
     compares_samples: bool
     critic: bool = False
     greedy_baseline: bool = False
+    outcomes: bool = False
     score_parts: bool = False
     old_log_probs: bool = False
     sum_pi_squared: bool = False
@@ -68,7 +70,8 @@ class AdvantageEstimator(Kind):
     gae = "gae", EstimatorNeeds(compares_samples=False, critic=True)
     # the group's mean as baseline, scaled by its standard deviation
     grpo = "grpo", EstimatorNeeds(compares_samples=True)
-    maxrl = "maxrl", EstimatorNeeds(compares_samples=True)  # the group's mean as baseline and as divisor
+    # the group's mean as baseline and as divisor
+    maxrl = "maxrl", EstimatorNeeds(compares_samples=True, outcomes=True)
     # the best sample of the group against the second best
     grpo_pass_k = "grpo_pass_k", EstimatorNeeds(compares_samples=True)
     rloo = "rloo", EstimatorNeeds(compares_samples=True)  # leave-one-out mean of the group as baseline
@@ -111,6 +114,8 @@ class PolicyLossNeeds:
         ratio: It depends on new / old probability. A loss without a ratio is valid only for the policy that
             generated the samples, so for one update per batch.
         dual_clip: It reads `clip_dual`.
+        own_weights: It weighs responses by the ratio of their policies itself, so importance weights of the
+            rollout correction would count it again.
         whole_mini_batch: It reads `old_log_probs` of a whole mini-batch before it is split, so they are
             computed before the update.
     """
@@ -118,6 +123,7 @@ class PolicyLossNeeds:
     aggregations: tuple[Aggregation, ...]
     ratio: bool = True
     dual_clip: bool = False
+    own_weights: bool = False
     whole_mini_batch: bool = False
 
 
@@ -133,9 +139,10 @@ class PolicyLossKind(Kind):
     gmpo = "gmpo", PolicyLossNeeds(aggregations=_OF_RESPONSES)  # geometric mean of clipped ratios
     cispo = "cispo", PolicyLossNeeds(aggregations=())  # clips the weight and keeps every token's gradient
     sapo = "sapo", PolicyLossNeeds(aggregations=_OF_RESPONSES)  # a soft gate instead of a clip
-    vespo = "vespo", PolicyLossNeeds(aggregations=())  # a smooth weight of the response's ratio
+    # a smooth weight of the response's ratio
+    vespo = "vespo", PolicyLossNeeds(aggregations=(), own_weights=True)
     # the response's ratio, at most 1, for negative advantages alone
-    topr = "topr", PolicyLossNeeds(aggregations=())
+    topr = "topr", PolicyLossNeeds(aggregations=(), own_weights=True)
     # log-probs with a quadratic penalty of the log-ratio
     dro = "dro", PolicyLossNeeds(aggregations=())
     gpg = "gpg", PolicyLossNeeds(aggregations=(), ratio=False)  # policy gradient with log-probs, no ratio

@@ -279,8 +279,10 @@ def _and_forget(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(tokens: torch.Tensor) -> torch.Tensor:
         combined = combine(tokens)
-        for holder in (dispatcher, getattr(dispatcher, "_comm_manager", dispatcher)):
-            vars(holder).update(dict.fromkeys(vars(holder).keys() & _ROUTES))
+        for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+            for name in _ROUTES:
+                if hasattr(holder, name):
+                    setattr(holder, name, None)
         return combined
 
     return run

@@ -48,7 +48,7 @@ _INSTEAD_OF_MODEL = {
     _STEPS_KIND: _CONVERT,
     _MEGATRON_KIND: _CONVERT,
     _ADAPTER_KIND: "give its base model, and start from the adapter with actor.lora.path={folder}, or merge "
-    "both with `megarl convert {folder} FOLDER --config BASE`",
+    "both with `megarl convert {folder} FOLDER --base BASE`",
     _TOKENIZER_KIND: "give the folder of the model, or download it (hf download NAME --local-dir FOLDER)",
     _DATA_KIND: "data belongs to data.train_files; give the folder of a model",
 }
@@ -89,7 +89,7 @@ def _meant(folder: Path, near: list[Path], otherwise: str = "") -> str:
     """Return what a folder is and what to give: folders near it, or otherwise what a text names."""
     give = f"give {_listed(near)}" if near else otherwise
     kind = _kind(folder)
-    if kind == _ADAPTER_KIND and (base := _fields(folder / _ADAPTER).get("base_model_name_or_path")):
+    if kind == _ADAPTER_KIND and (base := fields_of(folder / _ADAPTER).get("base_model_name_or_path")):
         kind = f"{kind} of {base}"
     return f"this is {kind}; {give}" if kind and give else give
 
@@ -132,19 +132,28 @@ def _kind(folder: Path) -> str:
     if _has(folder, _MEGATRON):
         return _MEGATRON_KIND
     if (folder / _MODEL).is_file():
-        return model_called(_fields(folder / _MODEL))
+        return model_called(fields_of(folder / _MODEL))
     if _has(folder, _TOKENIZER):
         return _TOKENIZER_KIND
     if _has(folder, _DATA):
         return _DATA_KIND
-    return "" if any(folder.iterdir()) else "an empty folder"
+    return "" if _entries(folder) else "an empty folder"
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in a folder, by name; nothing if it cannot be read, which is reported elsewhere."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
 
 
-def _fields(file: Path) -> dict[str, Any]:
+def fields_of(file: Path) -> dict[str, Any]:
+    """Return the fields of a JSON object; none if the file is missing or contains something else."""
     try:
         return read_json_object(file)
     except (OSError, ValueError):  # it is reported when the file is used
@@ -155,9 +164,8 @@ def _below(folder: Path) -> Iterator[Path]:
     """Yield folders in a folder, those near it first."""
     level = [folder] if os.path.isdir(folder) else []
     for _ in range(_BELOW):
-        level = [each for parent in level for each in sorted(parent.iterdir()) if each.is_dir()][
-            :_MOST_LOOKED_AT
-        ]
+        inside = [each for parent in level for each in _entries(parent) if os.path.isdir(each)]
+        level = inside[:_MOST_LOOKED_AT]
         yield from level
 
 

@@ -115,6 +115,7 @@ def _check_types_of_layers(reader: ConfigReader, architecture: Architecture) -> 
 # The example is a tiny model with YaRN, and experts in two groups, of which a token selects one.
 DEEPSEEK_V3 = Family(
     model_type=_MODEL_TYPE,
+    sglang_groups=True,
     class_prefix="DeepseekV3",
     # Kimi-K2 has a name of its own.
     read=lambda reader: replace(_read_layers(reader), model_type=_MODEL_TYPE),
@@ -171,6 +172,7 @@ DEEPSEEK_V3 = Family(
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v2",
+    sglang_groups=False,
     class_prefix="DeepseekV2",
     read=_read_v2,
     rows=tuple(row for row in DEEPSEEK_V3.rows if row is not SELECTION_BIAS_ROW),
@@ -190,6 +192,7 @@ DEEPSEEK_V2 = replace(
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
+    sglang_groups=False,
     class_prefix="Glm4MoeLite",
     read=_read_lite,
     # The value of a head is as large as its key.
@@ -248,6 +251,7 @@ def _read_glm(reader: ConfigReader) -> Architecture:
 
 GLM4_MOE = Family(
     model_type="glm4_moe",
+    sglang_groups=True,
     class_prefix="Glm4Moe",
     read=_read_glm,
     rows=(

@@ -52,6 +52,7 @@ class Family:
         sglang_class: Whether SGLang has a class of the family.
         sglang_stages: How SGLang distributes a model over pipeline stages, None if it cannot, or if megarl
             has no test of it.
+        sglang_groups: Whether SGLang's class computes attention in groups of an engine's ranks.
         sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
             their values. SGLang gets them if the folder lacks them.
         sglang_derived: Returns further such fields, whose values follow from the architecture; None if there
@@ -77,6 +78,7 @@ class Family:
     module_prefixes: Mapping[str, str] = field(default_factory=dict)
     sglang_class: bool = True
     sglang_stages: SGLangStages | None = None
+    sglang_groups: bool = False
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_derived: Callable[[Architecture], Mapping[str, Any]] | None = None
     sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}

@@ -137,6 +137,7 @@ QWEN2_MOE = Family(
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
+    sglang_groups=True,
     class_prefix="Qwen3Moe",
     read=partial(read_trunk, qk_norm=True, read_experts=read_experts),
     rows=(*TRUNK_ROWS, *SPARSE_ROWS),

@@ -370,7 +370,7 @@ _HINT = {
 
 
 class EngineLifecycle:
-    """State, version of the weights, and receipt of the last update, unless a receiver counted it."""
+    """State, version of the weights, and receipt of the update in progress, unless the receiver counts it."""
 
     def __init__(self) -> None:
         self.state = LifecycleState.EMPTY
@@ -407,6 +407,7 @@ class EngineLifecycle:
 
     def complete(self) -> None:
         """Record that everything has arrived, as the receiver has counted."""
+        self.require_update()
         self._receipt = None
 
     def end(self, version: int) -> None:
@@ -415,6 +416,7 @@ class EngineLifecycle:
         self.state = LifecycleState.EMPTY
         if self._receipt is not None:
             self._receipt.close()
+        self._receipt = None
         self.state = LifecycleState.READY
         self.weight_version = version
 

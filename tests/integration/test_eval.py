@@ -195,7 +195,7 @@ def test_a_model_of_no_run_is_sampled_alike(
         (["{policy}"], "data.val_files: is empty; give the evaluation data with --data FILE"),
         (["{policy}", "--step", "1"], "is not the folder of a run, so --step 1 does not apply"),
         (["{run}/nowhere"], "there is no such folder"),
-        (["{inputs}"], "which is not a model"),
+        (["{inputs}"], ": is not a model; this is a folder of data files; give"),
         (["{run}", "--data", "{inputs}/nowhere.parquet"], "there is no file"),
         (["{policy}", "--data", "{inputs}/validation.parquet"], "reward.functions, reward.model.path"),
         (["{run}", "--reward", "{inputs}/broken.py"], "reward.functions: "),

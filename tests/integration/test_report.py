@@ -133,8 +133,9 @@ def chromium() -> Iterator[Chrome]:
 @pytest.fixture(scope="module")
 def page(runs: Runs) -> str:
     """Return the address of the page of both runs."""
-    assert main(["report", str(runs.good), str(runs.failed)]) == 0
-    return (runs.good / "report.html").as_uri()
+    output = runs.good / "report.html"
+    assert main(["report", str(runs.good), str(runs.failed), "--output", str(output)]) == 0
+    return output.as_uri()
 
 
 def show(chromium: Chrome, page: str, tab: str) -> None:
@@ -477,9 +478,10 @@ def page_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> str:
         [Span("rollout", "rollout", 0, name, 10.0 * at, 10.0 * at + 9) for at, name in enumerate(names)], 1
     )
     timeline.write()
-    assert main(["report", str(ppo), str(sft)]) == 0
+    output = ppo / "report.html"
+    assert main(["report", str(ppo), str(sft), "--output", str(output)]) == 0
 
-    return (ppo / "report.html").as_uri()
+    return output.as_uri()
 
 
 def test_columns_of_numbers_are_right_aligned(chromium: Chrome, page_of_kinds: str) -> None:

@@ -37,15 +37,23 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 def maxrl(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     """MaxRL: (outcome - mean) / mean over the group (Tajwar et al. 2026, arXiv 2602.02710).
 
-    For outcomes 0 and 1, its expectation is the gradient of the log-likelihood of success, truncated at the
-    order of the group's size: prompts that are seldom solved weigh more.
+    For outcomes 0 and 1 and groups of n samples, its expectation is the gradient of the log-likelihood of
+    success, expanded up to the order n - 1: prompts that are seldom solved weigh more.
 
-    Outcomes must not be negative on average: a group whose mean is 0 or less gets zero advantage, as do
-    groups of size 1 and groups with identical outcomes.
+    Groups of size 1 and groups with identical outcomes, such as 0, get zero advantage.
+
+    Raises:
+        ValueError: An outcome is negative; the message contains its uid.
     """
-    mean = inputs.groups.mean(inputs.outcomes)
-    relative = inputs.groups.deviation(inputs.outcomes) / mean
-    return inputs.on_every_token(torch.where(mean > 0, relative, 0.0))
+    negative = (inputs.outcomes < 0).nonzero().flatten().tolist()
+    if negative:
+        raise ValueError(
+            f"algorithm.advantage.estimator=maxrl divides by the mean reward of a prompt's samples, but the "
+            f"sample {inputs.uid[negative[0]]} has {float(inputs.outcomes[negative[0]]):g}; use rewards of 0 "
+            "or more, such as 0 and 1, or grpo"
+        )
+    relative = inputs.groups.deviation(inputs.outcomes) / inputs.groups.mean(inputs.outcomes)
+    return inputs.on_every_token(torch.where(inputs.groups.spread(inputs.outcomes) > 0, relative, 0.0))
 
 
 def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:

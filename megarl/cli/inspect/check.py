@@ -49,6 +49,8 @@ def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_al
     """
     loaded = load_for_plan(RunConfig, config_path, overrides, reads_inputs=not fast)
     config = loaded.config
+
+    # After the configuration, so that its errors come soon.
     from megarl.cli.tables.console import output_console, print_line, print_lines
     from megarl.cli.tables.placement import print_absent
 

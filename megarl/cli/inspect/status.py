@@ -258,9 +258,10 @@ def stop(run_dir: str) -> None:
         ValueError: No run uses the folder, or its process cannot be reached from here.
     """
     folder = Path(run_dir)
-    if not is_run(folder):
-        raise ValueError(no_run(folder))
     owner = owner_of(folder)
+    # A run that has just started has a lock, and no other files yet.
+    if owner is None and not is_run(folder):
+        raise ValueError(no_run(folder))
     if owner is None:
         raise ValueError(f"{folder}: no run uses this folder now; `megarl status {folder}` shows its end")
 

@@ -270,7 +270,8 @@ def finish(
 
     # The summary is written last, because it marks the run as complete.
     numbers = {"steps": checkpoints.last_step, "seconds": round(checkpoints.seconds, 1)}
-    write_summary(session.output_dir, {**numbers, **told, **print_end(session, checkpoints, recovery)})
+    of_end = print_end(session, checkpoints, recovery)
+    write_summary(session.output_dir, {**numbers, **told, **of_end})
     return 0
 
 

@@ -8,6 +8,7 @@ from megarl.config.finding import Finding, Findings, conflicts, refusals
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import (
     Aggregation,
+    CorrectionLevel,
     KLEstimator,
     KLWhere,
     PPOConfig,
@@ -36,6 +37,8 @@ def estimator(config: PPOConfig) -> Findings:
     num_scores = len(config.reward.functions) + len(config.reward.judges) + needs_reward_model(config)
 
     unread = f"{kind.name} reads scores instead of rewards, so a penalty in the rewards has no effect"
+    if needs.outcomes:
+        unread = f"{kind.name} divides by the mean reward of a prompt's samples, which a penalty would change"
     yield from refusals(
         (
             ("rollout.n", _ESTIMATOR),
@@ -57,12 +60,12 @@ def estimator(config: PPOConfig) -> Findings:
         ),
         (
             (_WHERE, _ESTIMATOR),
-            needs.score_parts and config.algorithm.kl.in_reward,
+            (needs.score_parts or needs.outcomes) and config.algorithm.kl.in_reward,
             f"{unread}; use where=loss",
         ),
         (
             ("algorithm.overlong.buffer_share", _ESTIMATOR),
-            needs.score_parts and config.algorithm.overlong.buffer_share != 0,
+            (needs.score_parts or needs.outcomes) and config.algorithm.overlong.buffer_share != 0,
             f"{unread}; use 0, and a reward function that scores the length",
         ),
     )
@@ -230,6 +233,15 @@ def rollout_correction(config: PPOConfig) -> Findings:
             (f"{_CORRECTION}.rejection.low", f"{_CORRECTION}.rejection.high"),
             f"every response would be rejected: none is in [{rejection.low:g}, {rejection.high:g}]; use low "
             f"<= high",
+        )
+
+    kind = config.algorithm.policy_loss.kind
+    if kind.needs.own_weights and correction.level is not CorrectionLevel.none:
+        yield Finding(
+            (f"{_CORRECTION}.level", _KIND),
+            f"{kind.name} weighs responses by the ratio of their policies itself, so level "
+            f"{correction.level.name} would count it twice; use level=none, and bypass=true for samples of "
+            "older weights",
         )
 
     # With bypass the trainer computes no log-probs of the samples, so settings that read them are refused.

@@ -29,6 +29,7 @@ from megarl.config.schema import (
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.experts import experts_of
+from megarl.models.families import FAMILIES
 from megarl.models.layers import routes_tokens
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
@@ -143,13 +144,19 @@ def attention_fits(config: PPOConfig, policy: Architecture) -> Findings:
     if not isinstance(groups, int) or groups < 1 or rollout.tensor_parallel_size % groups:
         yield Finding(
             (key, "rollout.tensor_parallel_size"),
-            f"is {groups!r}, but must divide tensor_parallel_size {rollout.tensor_parallel_size}",
+            f"is {groups!r}, but must divide tensor_parallel_size {rollout.tensor_parallel_size}; use "
+            f"{either(nearest_divisors(rollout.tensor_parallel_size, 2))}",
         )
         return
 
     others = (
         (("device",), config.device is Device.cpu, "but SGLang has no such attention on a CPU; use 1"),
         (("model.path",), not routes_tokens(policy), "but the model is dense; use more engines, and 1"),
+        (
+            ("model.path",),
+            routes_tokens(policy) and not FAMILIES[policy.model_type].sglang_groups,
+            f"but megarl has no test of it with {policy.model_type} in SGLang; use more engines, and 1",
+        ),
         (
             ("rollout.pipeline_parallel_size",),
             rollout.pipeline_parallel_size > 1,

@@ -188,7 +188,9 @@ def _missing_dispatcher(role: ModelRole) -> str | None:
     package = find_spec("deep_ep")
     if backend == "hybridep":
         # Only a branch of DeepEP has it.
-        has_hybrid = package is not None and _HYBRID in Path(str(package.origin)).read_text(encoding="utf-8")
+        # A folder without __init__.py is a package without an origin.
+        source = package.origin if package is not None else None
+        has_hybrid = source is not None and _HYBRID in Path(source).read_text(encoding="utf-8")
         return None if has_hybrid else "deep_ep of DeepEP's branch hybrid-ep"
     return None if backend == "ncclep" or package is not None else "deep_ep (pip install sgl-deep-ep)"
 

@@ -184,11 +184,17 @@ def _layers_of_stages(role: ModelRole, architecture: Architecture) -> Findings:
     if parallel.virtual_pipeline_parallel_size is not None:
         product += f" x virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} = {stages}"
     counts = parallel.pipeline_layout
+    if counts is not None and parallel.virtual_pipeline_parallel_size is not None:
+        yield Finding(
+            (f"{role.parallel_key}.pipeline_layout", f"{role.parallel_key}.virtual_pipeline_parallel_size"),
+            f"is {counts}, but megarl has no test of it with virtual stages; use null for one of them",
+        )
+        return
     # The example is one way to divide the layers.
     example = f"pipeline_layout={balanced_layout(layers, stages)}" if layers >= stages else ""
 
     if counts is None and layers % stages:
-        choice = f", or {example}" if example else ""
+        choice = f", or {example}" if example and stages == parallel.pipeline_parallel_size else ""
         yield Finding(
             (f"{role.parallel_key}.pipeline_parallel_size",),
             f"num_hidden_layers {layers} of {role.path} does not divide by {product}; use "

@@ -14,8 +14,7 @@ from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_
 from megarl.config.finding import Finding, Findings, is_http_url, refusals
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import JudgeConfig, OverlongConversation, PPOConfig
-from megarl.machine.files import read_json_object
-from megarl.machine.folder_kinds import model_called
+from megarl.machine.folder_kinds import fields_of, model_called
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
 
@@ -68,7 +67,7 @@ def reads_conversations(config: PPOConfig, architecture: Architecture) -> Findin
 
 
 def _scores_with_one_number(folder: Path) -> Findings:
-    fields = _fields(folder / "config.json")
+    fields = fields_of(folder / "config.json")
     named = fields.get("architectures") or []
 
     if not any(str(name).endswith(REWARD_CLASS) for name in named):
@@ -130,15 +129,7 @@ def has_chat_template(folder: Path) -> bool:
     """Whether a Hugging Face model folder has a chat template."""
     if any(os.path.isfile(folder / name) for name in _TEMPLATE_FILES):
         return True
-    return bool(_fields(folder / "tokenizer_config.json").get("chat_template"))
-
-
-def _fields(file: Path) -> dict[str, Any]:
-    """Return the fields of a JSON object; none if the file is missing or contains something else."""
-    try:
-        return read_json_object(file)
-    except (OSError, ValueError):
-        return {}
+    return bool(fields_of(folder / "tokenizer_config.json").get("chat_template"))
 
 
 # Fields of requests whose type and range are known: (type, smallest value, largest value).

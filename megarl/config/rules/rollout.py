@@ -26,6 +26,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.family import SGLangStages
 from megarl.models.layers import kinds_of
+from megarl.models.mapping import MIXER
 from megarl.models.rope import sglang_rope_differs
 from megarl.models.tensor_table import dimension_sizes
 
@@ -174,23 +175,30 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
                 f"is cpu, but {path} ({policy.model_type}) has {lack}; use device=cuda",
             )
 
-    for field, letter in (each for kind in kinds for each in kind.shared_out):
-        if sizes[letter] % tensor:
-            yield Finding(
-                (_TP,),
-                f"{field} {sizes[letter]} of {path} does not divide by tensor_parallel_size {tensor}; use "
-                f"{either(nearest_divisors(sizes[letter], tensor))}",
-            )
+    groups = config.rollout.attention_groups
+    for kind in kinds:
+        # Each group of ranks computes the attention of its own sequences.
+        is_grouped = kind.prefix == MIXER and groups > 1
+        ranks = tensor // groups if is_grouped else tensor
+        of_group = f" / attn_dp_size {groups}" if is_grouped else ""
+        for field, letter in kind.shared_out:
+            if sizes[letter] % ranks:
+                yield Finding(
+                    (_TP,),
+                    f"{field} {sizes[letter]} of {path} does not divide by tensor_parallel_size {tensor}"
+                    f"{of_group}; use {either(nearest_divisors(sizes[letter], ranks))}",
+                )
 
-    # More heads than ranks are divided; fewer are replicated.
-    for field, letter in (each for kind in kinds for each in kind.replicable):
-        heads = sizes[letter]
-        if heads % tensor and tensor % heads:
-            yield Finding(
-                (_TP,),
-                f"{field} {heads} of {path} is neither a multiple nor a divisor of tensor_parallel_size "
-                f"{tensor}; use {either(nearest_divisors(heads, tensor))}, or a multiple of {heads}",
-            )
+        # More heads than ranks are divided; fewer are replicated.
+        for field, letter in kind.replicable:
+            heads = sizes[letter]
+            if heads % ranks and ranks % heads:
+                yield Finding(
+                    (_TP,),
+                    f"{field} {heads} of {path} is neither a multiple nor a divisor of tensor_parallel_size "
+                    f"{tensor}{of_group}; use {either(nearest_divisors(heads, ranks))}, or a multiple of "
+                    f"{heads}",
+                )
 
 
 def generation_ahead(config: PPOConfig) -> Findings:

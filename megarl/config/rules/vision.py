@@ -27,7 +27,7 @@ def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Fin
     parallel = role.parallel
     num_stages = parallel.num_virtual_stages
     needed = architecture.num_image_layers
-    num_layers = len(parallel.virtual_stages(architecture.num_hidden_layers)[0])
+    num_layers = len(next(iter(parallel.virtual_stages(architecture.num_hidden_layers)), ()))
 
     if 0 < num_layers < needed:
         yield Finding(

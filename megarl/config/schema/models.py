@@ -100,10 +100,11 @@ _EXPERTS = Reader("model.path", architecture="experts")
 def balanced_layout(num_layers: int, stages: int) -> list[int]:
     """Return the `pipeline_layout` whose stages differ by one layer at most.
 
-    The first and the last stage, which also have the embedding and the output layer, have the fewer layers.
+    The last and then the first stage, which also have the output layer and the embedding, have the fewer
+    layers.
     """
     each, more = divmod(num_layers, stages)
-    first = (stages - more + 1) // 2
+    first = (stages - more) // 2
     return [each + (first <= stage < first + more) for stage in range(stages)]
 
 
@@ -126,8 +127,8 @@ class ParallelConfig:
         is_refused=True,
         why="it requires a pipeline",
     )
-    # numbers of layers of the (virtual) stages, in the order of the layers, such as [15, 16, 16, 14]; null:
-    # all have equally many
+    # numbers of layers of the stages, such as [15, 16, 16, 14]; null: all have equally many. Not with virtual
+    # stages
     pipeline_layout: list[int] | None = only_with(
         None,
         Reader(".pipeline_parallel_size", above=1, example="2"),
@@ -155,8 +156,9 @@ class ParallelConfig:
     )
 
     def __hash__(self) -> int:
-        # The list of a layout has no hash. Equal sections have equal sizes.
-        return hash((self.world_size, self.replica_size, self.tensor_parallel_size))
+        # A list has no hash.
+        values = vars(self) | {"pipeline_layout": tuple(self.pipeline_layout or ())}
+        return hash(tuple(values.values()))
 
     @property
     def world_size(self) -> int:
@@ -178,6 +180,15 @@ class ParallelConfig:
             size = max(1, num_layers // self.num_virtual_stages)
             return tuple(range(first, min(first + size, num_layers)) for first in range(0, num_layers, size))
         return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
+
+    def representatives(self) -> tuple[int, ...]:
+        """Return for each stage the first one like it: the first, the last, or one with as many layers."""
+        counts = self.pipeline_layout or [0] * self.pipeline_parallel_size
+        last = self.pipeline_parallel_size - 1
+        found: dict[tuple[bool, bool, int], int] = {}
+        return tuple(
+            found.setdefault((stage == 0, stage == last, count), stage) for stage, count in enumerate(counts)
+        )
 
     def chunks_of_stage(self, num_layers: int, stage: int) -> tuple[range, ...]:
         """Return the layers of each virtual stage of a pipeline stage."""

@@ -175,7 +175,7 @@ class _Work:
         kinds = [kind for kind in kinds_of(architecture) if kind in ACTIVATIONS]
         self._parts = {kind: ACTIVATIONS[kind](sizes) for kind in kinds}
 
-        # The mixer of each layer, by virtual stages. Other stages may have the mixers that this one lacks.
+        # The mixer of each layer, by virtual stages.
         layers = layers_of(architecture)
         self._mixers = [
             [part.kind for number in chunk for part in layers[number] if part.kind.prefix == MIXER]
@@ -405,8 +405,8 @@ class _Work:
         mlp_again = self._saved_by_mlp * self._mlp_is_computed_again
         # Megatron recomputes the first layers of a virtual stage. Of several, the fullest one counts.
         chunk = self._layers_again * self._sizes.part + max(
-            sum(self._kept_of_layer(mixer) - mlp_again for mixer in chunk[self._layers_again :])
-            for chunk in self._mixers
+            sum(self._kept_of_layer(mixer) - mlp_again for mixer in mixers[self._layers_again :])
+            for mixers in self._mixers
         )
 
         if self.kernels is Kernels.cpu:

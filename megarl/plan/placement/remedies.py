@@ -205,7 +205,12 @@ def _recomputation(role: ModelRole) -> Iterator[_Values]:
 
 
 def _sequences(role: ModelRole, name: str) -> _Values:
-    """Return what a layout with more tensor-parallel ranks sets, too: activations are sharded as well."""
+    """Return what a layout with more ranks sets, too.
+
+    Tensor-parallel ranks shard activations as well, and more stages need another layout.
+    """
+    if name == "pipeline_parallel_size" and role.parallel.pipeline_layout is not None:
+        return {f"{role.parallel_key}.pipeline_layout": None}
     if name != "tensor_parallel_size" or role.parallel.sequence_parallel:
         return {}
     return {f"{role.parallel_key}.sequence_parallel": True}

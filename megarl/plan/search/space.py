@@ -161,6 +161,12 @@ def refusals(space: Space) -> list[str]:
             "file, or keep the placement with --pin placement"
         )
 
+    problems += [
+        f"{role.parallel_key}.pipeline_layout: is {role.parallel.pipeline_layout}, but the search chooses "
+        "stages with equally many layers; remove it, or predict a step with `megarl check`"
+        for role in model_roles(config)
+        if role.parallel.pipeline_layout is not None
+    ]
     if (stages := config.rollout.pipeline_parallel_size) > 1:
         problems.append(
             f"rollout.pipeline_parallel_size: is {stages}, but the search chooses engines of one stage; use "

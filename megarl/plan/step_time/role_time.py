@@ -7,7 +7,7 @@ pass moves twice as much as a forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -63,7 +63,8 @@ class PassWork(NamedTuple):
     """A phase: some passes over micro-batches, each with an update if it trains.
 
     Attributes:
-        stages: The first stage, one in the middle, and the last, without repetitions.
+        stages: The first stage, one of each number of layers in the middle, and the last, each once.
+        order: The index of each stage's work in `stages`.
         num_chunks: The number of virtual stages of each.
         num_micro_batches: The number of micro-batches of a pass.
         num_passes: The number of passes; 0 if the phase is not needed.
@@ -73,7 +74,7 @@ class PassWork(NamedTuple):
     """
 
     stages: tuple[StageWork, ...]
-    num_stages: int
+    order: tuple[int, ...]
     num_chunks: int
     num_micro_batches: int
     num_passes: int
@@ -109,15 +110,15 @@ def _pass(
 ) -> PassWork:
     parallel = role.parallel
     num_micro_batches, typical = micro_batches_of(config, role, architecture, lengths, trains=phase.trains)
-    last = parallel.pipeline_parallel_size - 1
+    stage_of = parallel.representatives()
     dtype = dtype_of(config)
 
     return PassWork(
         stages=tuple(
             _stage(config, role, architecture, stage, typical, phase.trains, chunks)
-            for stage in dict.fromkeys((0, min(1, last), last))
+            for stage in sorted(set(stage_of))
         ),
-        num_stages=parallel.pipeline_parallel_size,
+        order=tuple(sorted(set(stage_of)).index(stage) for stage in stage_of),
         num_chunks=parallel.virtual_pipeline_parallel_size or 1,
         num_micro_batches=num_micro_batches,
         num_passes=_num_passes(config, role, phase),
@@ -251,7 +252,7 @@ def _pass_time(work: PassWork, device: DeviceProfile) -> PhaseTime:
         return PhaseTime.of()
     of_stage = [_stage_time(stage, work, device) for stage in work.stages]
     seconds = pipeline_s(
-        [each.seconds for each in _all_stages(of_stage, work.num_stages)],
+        [of_stage[number].seconds for number in work.order],
         work.num_micro_batches,
         work.num_chunks,
     )
@@ -265,12 +266,6 @@ def _pass_time(work: PassWork, device: DeviceProfile) -> PhaseTime:
             PhaseTime.of(optimizer=nbytes / device.memory_bytes_s, reduction=_collectives_s(calls, device))
         )
     return time.times(work.num_passes)
-
-
-def _all_stages(distinct: list[PhaseTime], num_stages: int) -> Iterator[PhaseTime]:
-    """Yield the time of each stage. Those between the first and the last are equal."""
-    for stage in range(num_stages):
-        yield distinct[0 if stage == 0 else -1 if stage == num_stages - 1 else 1]
 
 
 def _stage_time(stage: StageWork, work: PassWork, device: DeviceProfile) -> PhaseTime:

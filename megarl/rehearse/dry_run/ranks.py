@@ -23,10 +23,10 @@ from megarl.rehearse.dry_run.record import POINT_TO_POINT, Await, Collective, Ra
 def distinct_ranks(parallel: ParallelConfig) -> list[int]:
     """Return the first rank of the first, the second and the last pipeline stage.
 
-    The second stage is the fullest of those in the middle. Ranks of one stage hold and do the same.
+    The second stage is the fullest of those in the middle. If they have different numbers of layers, the
+    first one of each number is included. Ranks of one stage hold and do the same.
     """
-    stages = parallel.pipeline_parallel_size
-    return [stage * parallel.stage_size for stage in sorted({0, min(1, stages - 1), stages - 1})]
+    return [stage * parallel.stage_size for stage in sorted(set(parallel.representatives()))]
 
 
 def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:

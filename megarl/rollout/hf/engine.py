@@ -243,6 +243,7 @@ class HFEngine(RolloutEngine):
         self._lifecycle.complete()
 
     def load_folder(self, folder: Path) -> None:
+        self._lifecycle.require_update()
         # Record first: a tensor that does not belong to the model is refused before any is copied.
         self._lifecycle.record(manifest_of_folder(folder))
         with OpenFiles() as files:

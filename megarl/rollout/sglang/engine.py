@@ -309,6 +309,7 @@ class SGLangEngine(RolloutEngine):
 
     def load_folder(self, folder: Path) -> None:
         """Load the weights with SGLang's own loader."""
+        self._lifecycle.require_update()
         # Check the headers against the manifest before SGLang loads anything.
         self._lifecycle.record(manifest_of_folder(folder))
         self._close_session()

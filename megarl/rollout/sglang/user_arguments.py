@@ -115,7 +115,7 @@ def refuse_own_server_args(given: Mapping[str, object]) -> None:
 def _own_problems(given: Mapping[str, object]) -> list[str]:
     problems = []
     for name, value in given.items():
-        if name in CHOICES and value not in (None, *CHOICES[name]):
+        if name in CHOICES and value not in CHOICES[name]:
             problems.append(
                 f"rollout.sglang.server_args.{name} is {value!r}, which may rearrange weights, so a sync "
                 f"would write them to the wrong places; use {' or '.join(CHOICES[name])}"

@@ -1,3 +1,4 @@
+import math
 from dataclasses import fields
 
 import numpy as np
@@ -274,13 +275,54 @@ def test_distillation_is_the_reference_with_any_weights(coefficient, mask, seed,
     )
 
 
-def batch_of(mask, seed):
+def test_maxrl_by_hand():
+    """Groups of scores 0, 0, 1, 3 (mean 1), 0, 0 (no signal), and 2 alone."""
+    mask = torch.ones(7, 1, dtype=torch.bool)
+    scores = torch.tensor([[0.0], [0.0], [1.0], [3.0], [0.0], [0.0], [2.0]])
+    uid = np.array(list("aaaabbc"), dtype=object)
+    inputs = AdvantageInputs(token_level_rewards=scores, response_mask=mask, uid=uid)
+    advantages = ADVANTAGE_ESTIMATORS[AdvantageEstimator.maxrl](inputs, AdvantageConfig()).advantages
+    assert advantages.flatten().tolist() == [-1.0, -1.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+
+    scores[3] = -1.0
+    negative = AdvantageInputs(token_level_rewards=scores, response_mask=mask, uid=uid)
+    with pytest.raises(ValueError, match="the sample a has -1; use rewards of 0 or more"):
+        ADVANTAGE_ESTIMATORS[AdvantageEstimator.maxrl](negative, AdvantageConfig())
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_maxrl_expects_the_gradient_of_the_log_likelihood_up_to_an_order(p):
+    """Over all outcomes of a group of n: the gradient of log p, expanded up to (1 - p)^(n - 1), in the logit."""
+    n = 5
+    expected = 0.0
+    for successes in range(1, n):
+        probability = math.comb(n, successes) * p**successes * (1 - p) ** (n - successes)
+        scores = torch.tensor([[1.0]] * successes + [[0.0]] * (n - successes), dtype=torch.float64)
+        inputs = AdvantageInputs(
+            token_level_rewards=scores,
+            response_mask=torch.ones(n, 1, dtype=torch.bool),
+            uid=np.array(["a"] * n, dtype=object),
+        )
+        advantages = ADVANTAGE_ESTIMATORS[AdvantageEstimator.maxrl](
+            inputs, AdvantageConfig()
+        ).advantages.flatten()
+        # d log p / d logit is 1 - p for a success, and -p for a failure.
+        slopes = torch.where(scores.flatten() > 0, 1 - p, -p)
+        expected += probability * float((advantages * slopes).mean())
+    series = sum((1 - p) ** (k - 1) for k in range(1, n))  # d/dp of the sum of -(1 - p)^k / k
+    assert expected == pytest.approx(series * p * (1 - p))
+
+
+def batch_of(mask, seed, kind=None):
     """Generate random inputs of all estimators by name.
 
-    There are few outcomes, so that groups have equal ones, and groups differ in size.
+    There are few outcomes, so that groups have equal ones, and groups differ in size. Some are negative, unless
+    the estimator refuses them.
     """
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randint(-1, 3, mask.shape, generator=generator).double()
+    if kind is not None and kind.needs.outcomes:
+        rewards = rewards.abs()
     uid = np.array(
         [f"prompt-{int(k)}" for k in torch.randint(0, 3, (len(mask),), generator=generator)], dtype=object
     )
@@ -314,7 +356,7 @@ def poisoned(batch, value=NAN):
     mask=masks(max_rows=7), seed=st.integers(0, 1000), by_std=st.booleans(), gamma=FRACTIONS, lam=FRACTIONS
 )
 def test_matches_the_reference_whatever_stands_in_masked_slots(kind, mask, seed, by_std, gamma, lam):
-    batch = batch_of(mask, seed)
+    batch = batch_of(mask, seed, kind)
     config = AdvantageConfig(estimator=kind, normalize_by_std=by_std, gamma=gamma, lam=lam)
     got = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**poisoned(batch)), config)
     expected = reference_advantages.advantages(
@@ -329,7 +371,7 @@ def test_matches_the_reference_whatever_stands_in_masked_slots(kind, mask, seed,
 @settings(max_examples=15, deadline=None)
 @given(mask=masks(min_rows=2, max_rows=7), seed=st.integers(0, 1000))
 def test_the_order_of_rows_and_longer_padding_change_nothing(kind, mask, seed):
-    batch = batch_of(mask, seed)
+    batch = batch_of(mask, seed, kind)
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
 
     def moved(x):
@@ -350,7 +392,7 @@ def test_the_order_of_rows_and_longer_padding_change_nothing(kind, mask, seed):
 @settings(max_examples=10, deadline=None)
 @given(mask=masks(min_rows=2), seed=st.integers(0, 1000))
 def test_a_row_without_a_token_changes_nothing_for_the_others(kind, mask, seed):
-    batch = batch_of(mask, seed)
+    batch = batch_of(mask, seed, kind)
 
     def with_empty_row(key, x):
         if key == "score_weights":

@@ -126,7 +126,9 @@ def test_command_draws_and_says_where(tmp_path, capsys):
 def test_command_answers_a_mistake_with_one_line(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--png"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"megarl report: {tmp_path}/metrics.jsonl: there is no such file; ")
+    assert error.startswith(
+        f"megarl report: {tmp_path}: no run has written here (no config.yaml, no metrics.jsonl); "
+    )
     assert error.count("\n") == 1
     _write(tmp_path, {"step": 1, "nothing/known": 2.0})
     assert main(["report", str(tmp_path), "--png"]) == 2

@@ -168,7 +168,10 @@ def test_a_run_has_measured_lengths_and_times(tmp_path: Path, capsys: pytest.Cap
         ),
         (["--simulate", "--from", "{late}"], "ran with rollout.max_staleness=2"),
         (["--simulate", "--from", "{bare}"], "has no samples, whose lengths are needed"),
-        (["--simulate", "--from", "nowhere"], "nowhere/config.yaml"),
+        (
+            ["--simulate", "--from", "nowhere"],
+            "nowhere: there is no such folder; give a run's trainer.output_dir",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_one_line(

@@ -87,7 +87,9 @@ def test_a_later_process_with_the_same_number_is_left_alone(
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no such folder" in refused(tmp_path / "none", capsys)
-    assert f"no run uses this folder now; `megarl status {tmp_path}`" in refused(tmp_path, capsys)
+    assert f"{tmp_path}: no run has written here (no config.yaml, no metrics.jsonl); give" in refused(
+        tmp_path, capsys
+    )
 
     # A killed run leaves its lock file.
     process = subprocess.Popen(["sleep", "100"])

@@ -236,16 +236,24 @@ def test_virtual_stages_have_the_layers_of_the_layout() -> None:
     uneven = replace(even, pipeline_layout=[1, 3, 2, 2])
     assert uneven.chunks_of_stage(8, 0) == (range(1), range(4, 6))
     assert uneven.chunks_of_stage(8, 1) == (range(1, 4), range(6, 8))
-    assert hash(uneven) == hash(replace(uneven, pipeline_layout=[2, 2, 2, 2]))
+    assert hash(uneven) == hash(replace(uneven))
+    assert uneven != replace(uneven, pipeline_layout=[2, 2, 2, 2])
+
+
+def test_each_stage_is_represented_by_one_with_as_many_layers() -> None:
+    even = ParallelConfig(pipeline_parallel_size=5)
+    assert even.representatives() == (0, 1, 1, 1, 4)
+    assert replace(even, pipeline_layout=[2, 2, 3, 3, 2]).representatives() == (0, 1, 2, 2, 4)
 
 
 @pytest.mark.parametrize(
     ("num_layers", "stages", "expected"),
     [
-        (61, 8, [7, 7, 8, 8, 8, 8, 8, 7]),
+        (61, 8, [7, 8, 8, 8, 8, 8, 7, 7]),
         (94, 4, [23, 24, 24, 23]),
         (8, 4, [2, 2, 2, 2]),
-        (5, 4, [1, 1, 2, 1]),
+        (5, 4, [1, 2, 1, 1]),
+        (47, 4, [12, 12, 12, 11]),
     ],
 )
 def test_a_balanced_layout_has_fewer_layers_at_its_ends(

@@ -138,7 +138,7 @@ def main(algorithm: str, rendezvous: str, folders: list[Path]) -> None:
     cpu_adaptations.install_in_arguments()
     cpu_adaptations.name_the_cpu_as_device()
     policy, draft = (
-        build_model(folder, 0, 1, 1, rendezvous, is_first=number == 0)
+        build_model(folder, 0, 1, 1, 1, rendezvous, is_first=number == 0)
         for number, folder in enumerate(folders)
     )
     generator = torch.Generator().manual_seed(0)
