@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.token_level import top_k_kl
+from megarl.algorithms.advantages.distillation import top_k_kl
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.masked import aggregate, denominator, masked
 from megarl.algorithms.policy_losses import SELECTED_TOKENS, PolicyInputs, TokenLosses, off_policy

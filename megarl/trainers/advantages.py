@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from megarl.algorithms.advantages import AdvantageInputs
-from megarl.algorithms.advantages.token_level import distillation_metrics
+from megarl.algorithms.advantages.distillation import distillation_metrics
 from megarl.algorithms.groups import penalise_overlong
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, sequence_mean_kl
 from megarl.algorithms.masked import map_tokens, masked_column, on_every_token, row_lengths

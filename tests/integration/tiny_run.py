@@ -73,9 +73,10 @@ from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor, Position
+from megarl.trainers.preferences import PreferenceTrainer, compute_reference, read_reference
 from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
-from megarl.trainers.sft import PreferenceTrainer, SFTTrainer, compute_reference, read_reference
+from megarl.trainers.sft import SFTTrainer
 from megarl.trainers.step_observers import StepProfiler, Stragglers
 from tests.metric_names import unknown_metrics
 

@@ -7,7 +7,7 @@ zero advantage.
 
 from __future__ import annotations
 
-from megarl.algorithms.advantages import group_relative, token_level
+from megarl.algorithms.advantages import distillation, group_relative, token_level
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, Estimator
 from megarl.config.schema import AdvantageEstimator
 
@@ -16,4 +16,5 @@ __all__ = ["ADVANTAGE_ESTIMATORS", "AdvantageInputs", "Advantages"]
 ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     **group_relative.ESTIMATORS,
     **token_level.ESTIMATORS,
+    **distillation.ESTIMATORS,
 }

@@ -58,15 +58,10 @@ from megarl.tracking.run_files import writing
 from megarl.trainers.driver_states import find_newest
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.ppo import PPOTrainer
+from megarl.trainers.preferences import REFERENCE_FILES, PreferenceTrainer, compute_reference, read_reference
 from megarl.trainers.recovery import NoRecovery, step_recovery
 from megarl.trainers.resume import Resume
-from megarl.trainers.sft import (
-    REFERENCE_FILES,
-    PreferenceTrainer,
-    SFTTrainer,
-    compute_reference,
-    read_reference,
-)
+from megarl.trainers.sft import SFTTrainer
 
 _log = logging.getLogger(__name__)
 _TRAIN = "data.train_files"

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
-from megarl.algorithms.advantages.token_level import distillation_metrics, gae, rewards_to_go
+from megarl.algorithms.advantages.distillation import distillation_metrics
+from megarl.algorithms.advantages.token_level import gae, rewards_to_go
 from megarl.algorithms.groups import Groups
 from megarl.batch import ragged
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator, DistillationConfig

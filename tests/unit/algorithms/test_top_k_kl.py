@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.token_level import top_k_kl
+from megarl.algorithms.advantages.distillation import top_k_kl
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.batch.metrics import values_of
 from megarl.config.schema import (

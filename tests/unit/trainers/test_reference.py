@@ -20,7 +20,7 @@ from megarl.config.schema import (
     PreferenceTrainerConfig,
 )
 from megarl.data.pairs import AnswerEncoder, PairDataset
-from megarl.trainers.sft import compute_reference, read_reference
+from megarl.trainers.preferences import compute_reference, read_reference
 from tests.unit.data.chats import character_tokenizer, write
 
 NUM_PAIRS = 5
