@@ -148,7 +148,11 @@ def read_fields(path: str | Path) -> dict[str, Any]:
         reason = f"there is no folder {str(file.parent)!r}"
         if os.path.isdir(file.parent):
             reason = "the folder has no such file"
-        needed = "a model must be a local Hugging Face folder (config.json, safetensors, tokenizer)"
+        needed = (
+            "a model must be a local Hugging Face folder (config.json, safetensors, tokenizer); to plan a "
+            "run with a model of another machine, put its config.json into "
+            f"models/{file.parent.name}/ next to the configuration"
+        )
         meant = instead_of_model(file.parent)
         raise ConfigError(str(file), [f"{reason}; {meant or needed}"])
     try:

@@ -109,4 +109,5 @@ def _about(file: Path) -> str:
     """Return the first sentence of the comment at the top of a file."""
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
-    return re.split(r"(?<=[.:]) ", comment, maxsplit=1)[0].rstrip(".:")
+    # A period after `al` or `Dr` ends no sentence.
+    return re.split(r"(?<!\bal)(?<!\bDr)\. ", comment, maxsplit=1)[0].rstrip(".:")

@@ -267,6 +267,7 @@ def _absent_columns(path: str, use: str, known: Mapping[str, Sequence[str]], fou
         f"{path} has the columns {', '.join(found)}, but --kind {use} needs {needed}; name yours, such as "
         f"{' '.join(f'data.columns.{key}=COLUMN' for key in named)}"
         + (f", with {NO_ANSWERS} if the rows have no answers" if "ground_truth" in known else "")
+        + (", or data.columns.messages=COLUMN for whole chats" if "answer" in known else "")
     )
 
 

@@ -227,8 +227,8 @@ def _unknown(reason: str) -> ChosenReward:
         f"warning: no reward fits the answers, because {reason}",
         "implement compute_score in reward.py, which raises NotImplementedError for now: it receives a "
         "response and its ground truth, and returns a score, such as 1.0 for a correct response and 0.0 "
-        "for a wrong one. If no rule can judge the responses, use a reward model (reward.model.path); see "
-        "docs/rewards.md",
+        "for a wrong one. If no rule can judge the responses, use a reward model (reward.functions=[] "
+        "reward.model.path=FOLDER); see docs/rewards.md",
     ]
     return ChosenReward(OWN.source(), OWN.prompt, lines)
 

@@ -170,6 +170,11 @@ def _layout(config: RunConfig, plan: PlacementPlan) -> Iterator[str]:
         replicas = f"{rollout.num_replicas} x {counted(rollout.devices_per_engine, 'device')}"
         yield f"rollout: {rollout.engine.value} on {replicas}, {shared_devices(plan)}"
     yield f"placement: {plan.strategy.value} on {plan.num_nodes} x {counted(plan.devices_per_node, 'device')}"
+    if idle := plan.num_nodes * plan.devices_per_node - plan.num_devices:
+        yield (
+            f"idle: {counted(idle, 'device')} without a role; use more replicas (data_parallel_size, "
+            "rollout.num_replicas) or fewer nodes, or let `megarl tune` choose"
+        )
 
 
 def _ranks(parallel: ParallelConfig) -> str:

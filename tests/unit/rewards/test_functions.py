@@ -28,7 +28,7 @@ def test_a_function_is_loaded_from_its_file():
     [
         (
             "compute_scores",
-            r"'compute_scores' is not in .*defines \['compute_score', 'length',.*set reward.functions' path",
+            r"'compute_scores' is not in .*defines compute_score, length,.*set reward.functions' path to FILE.py:NAME",
         ),
         ("not_a_function", "is a int, expected a plain function: def compute_score"),
         ("asynchronous", "is a coroutine function, expected a plain function"),
