@@ -163,7 +163,8 @@ class Job:
         stopped = False
         while True:
             try:
-                return INTERRUPTED if stopped else _status(asyncio.run(self._follow()))
+                info = asyncio.run(self._follow())
+                return INTERRUPTED if stopped else _status(info)
             except KeyboardInterrupt:
                 # The second interrupt detaches from the job without asking.
                 if stopped or not self._is_to_stop():
