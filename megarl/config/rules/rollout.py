@@ -11,6 +11,7 @@ from itertools import chain
 from megarl.config.finding import Finding, Findings, conflicts, either, nearest_divisors, refusals
 from megarl.config.roles import WITHOUT_DEVICES
 from megarl.config.schema import (
+    ATTENTION_GROUPS,
     CorrectionLevel,
     Device,
     EngineDType,
@@ -175,7 +176,9 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
                 f"is cpu, but {path} ({policy.model_type}) has {lack}; use device=cuda",
             )
 
-    groups = config.rollout.attention_groups
+    given = config.rollout.sglang.server_args.get(ATTENTION_GROUPS)
+    # Another rule refuses a number that does not divide the ranks.
+    groups = given if isinstance(given, int) and given > 0 and tensor % given == 0 else 1
     for kind in kinds:
         # Each group of ranks computes the attention of its own sequences.
         is_grouped = kind.prefix == MIXER and groups > 1

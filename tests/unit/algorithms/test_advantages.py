@@ -431,7 +431,7 @@ def test_equal_outcomes_and_groups_of_one_have_no_advantage(kind, scores, uid):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_single_valid_token_of_the_batch(kind):
-    batch = batch_of(torch.tensor([[False, True, False], [False, False, False]]), 3)
+    batch = batch_of(torch.tensor([[False, True, False], [False, False, False]]), 3, kind)
     advantages, returns = ADVANTAGE_ESTIMATORS[kind](
         AdvantageInputs(**poisoned(batch)), AdvantageConfig(estimator=kind)
     )
@@ -528,7 +528,8 @@ def test_an_estimator_declares_whether_it_compares_samples(kind):
 
     An undeclared one would train on zeros with `rollout.n` 1.
     """
-    batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1) | {"uid": np.array(["a", "b", "c"], dtype=object)}
+    batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1, kind)
+    batch["uid"] = np.array(["a", "b", "c"], dtype=object)
     advantages, _ = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), AdvantageConfig(estimator=kind))
     assert advantages.any() == (not kind.needs.compares_samples)
 
@@ -537,8 +538,13 @@ def test_an_estimator_declares_whether_it_compares_samples(kind):
 def test_an_estimator_declares_what_it_reads(kind):
     """An estimator works with exactly its declared inputs, and reports a missing one."""
     declared = [name for need, names in INPUTS_OF.items() if getattr(kind.needs, need) for name in names]
-    assert {field.name for field in fields(kind.needs)} == {"compares_samples", "reward", *INPUTS_OF}
-    batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1)
+    assert {field.name for field in fields(kind.needs)} == {
+        "compares_samples",
+        "outcomes",
+        "reward",
+        *INPUTS_OF,
+    }
+    batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1, kind)
     given = {key: batch[key] for key in ("token_level_rewards", "response_mask", "uid", *declared)}
     ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**given), AdvantageConfig(estimator=kind))
 
@@ -583,7 +589,7 @@ def test_blocks_hold_whole_groups_and_each_row_once(uid, num_rows, data):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_of_many_blocks_is_like_one_of_one(kind, monkeypatch):
-    batch = batch_of(torch.rand(12, 5, generator=torch.Generator().manual_seed(0)) > 0.3, 1)
+    batch = batch_of(torch.rand(12, 5, generator=torch.Generator().manual_seed(0)) > 0.3, 1, kind)
     config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
     whole = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), config)
     monkeypatch.setattr(ragged, "_CACHED_ELEMENTS", 10)

@@ -16,7 +16,7 @@ from megarl.algorithms.advantages.token_level import rewards_to_go
 from megarl.algorithms.groups import penalise_overlong
 from megarl.algorithms.kl import apply_kl_penalty, sequence_mean_kl
 from megarl.algorithms.losses import MiniBatchCounts
-from megarl.algorithms.masked import masked_mean
+from megarl.algorithms.masked import map_tokens, masked_mean
 from megarl.algorithms.metrics import age_metrics, data_metrics
 from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.user_functions import estimator_of
@@ -76,9 +76,14 @@ class Case:
         self.uid = np.array([f"prompt {row // 2}" for row in range(len(lengths))], dtype=object)
         self.parts = torch.rand(len(lengths), 2, generator=generator)
 
-    def inputs(self, columns: dict[str, Tensor] | dict[str, RaggedTensor]) -> AdvantageInputs:
+    def inputs(
+        self, columns: dict[str, Tensor] | dict[str, RaggedTensor], kind: AdvantageEstimator
+    ) -> AdvantageInputs:
+        scores: Column = columns["token_level_scores"]
+        if kind.needs.outcomes:
+            scores = map_tokens(torch.abs, columns["response_mask"], scores)
         return AdvantageInputs(
-            token_level_rewards=columns["token_level_scores"],
+            token_level_rewards=scores,
             response_mask=columns["response_mask"],
             uid=self.uid,
             baseline_scores=self.parts[:, 0],
@@ -112,7 +117,7 @@ def test_estimators(kind: AdvantageEstimator, case: Case) -> None:
     config = AdvantageConfig(estimator=kind, gamma=0.9, lam=0.8)
     mask = case.dense["response_mask"]
     expected, found = (
-        ADVANTAGE_ESTIMATORS[kind](case.inputs(columns), config) for columns in (case.dense, case.rows)
+        ADVANTAGE_ESTIMATORS[kind](case.inputs(columns, kind), config) for columns in (case.dense, case.rows)
     )
 
     for name in ("advantages", "returns"):

@@ -82,11 +82,21 @@ _GROUPS = "rollout.sglang.server_args={attn_dp_size: 2}"
     ],
 )
 def test_groups_with_an_attention_of_their_own(
-    ppo: str, overrides: tuple[str, ...], said: str | None
+    ppo: str, overrides: tuple[str, ...], said: str | None, tmp_path: Path
 ) -> None:
-    found = [each for each in violations(ppo, *overrides) if "attn_dp_size" in each]
+    tested = EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    tested.pop("shared_expert_intermediate_size")
+    model = f"model.path={model_folder(tmp_path / 'tested', **tested)}"
+    found = [each for each in violations(ppo, model, *overrides) if "attn_dp_size" in each]
     assert len(found) == (said is not None)
     assert all(said in each for each in found)  # type: ignore[operator]
+
+
+def test_groups_are_refused_for_classes_of_sglang_without_a_test(ppo: str) -> None:
+    found = violations(ppo, _GROUPS, "rollout.tensor_parallel_size=4", "device=cuda")
+    assert any(
+        "but megarl has no test of it with qwen2_moe in SGLang; use more engines" in each for each in found
+    )
 
 
 def test_good_layouts_have_none(ppo: str) -> None:
