@@ -199,7 +199,7 @@ def test_a_function_of_the_user_gets_tensors(tmp_path: Path) -> None:
     )
     case = Case([2, 4, 1], seed=0)
     config = AdvantageConfig(function=f"{tmp_path / 'own.py'}:own")
-    made = estimator_of(config)(case.inputs(case.rows), config)
+    made = estimator_of(config)(case.inputs(case.rows, AdvantageEstimator.grpo), config)
     mask = case.rows["response_mask"].padded()
     rewards = case.dense["token_level_scores"][:, :4]
     assert isinstance(made.advantages, RaggedTensor)
