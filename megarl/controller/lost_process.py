@@ -183,7 +183,6 @@ class ProcessSilence[K]:
         """Ask processes. Returns the answers, and which processes are lost.
 
         Args:
-            keys: The processes.
             question: Sends a question to a process.
             limit_s: How long answers are awaited before the processes are asked again.
             lost_s: A process that has not answered for this long is lost, as one that has died.

@@ -128,8 +128,6 @@ class NodeReport(NamedTuple):
     """One node.
 
     Attributes:
-        address: The address.
-        resources: Its resources by kind.
         software: Versions by name. None if no worker could be started.
         clock_offset_s: Its clock minus the driver's, in seconds.
         clock_uncertainty_s: The maximum error of the offset, in seconds.

@@ -225,7 +225,6 @@ class ReplicaScaling:
     """Scales the replicas of a run whose engines have their own devices.
 
     Args:
-        replicas: The replicas.
         scheduler: Request scheduler, which is notified of the change.
         sync: Weight sync, which is notified of the replicas' locations.
         planned: Initial replicas, whose devices stay reserved.
