@@ -201,6 +201,10 @@ def _read_experts_after_dense(reader: ConfigReader, num_hidden_layers: int) -> E
     )
 
 
+# Types of models whose first layer alone is dense if `config.json` has no types of feed-forwards.
+WITH_ONE_DENSE_LAYER = ("glm4_moe_lite", "hy_v3")
+
+
 def with_one_dense_layer(reader: ConfigReader) -> ConfigReader:
     """Return a reader with the fields of DeepSeek's designs that transformers' class of a family lacks.
 

@@ -15,6 +15,7 @@ from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import DType, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
+from megarl.models.experts import WITH_ONE_DENSE_LAYER
 from megarl.models.families import read_architecture, read_fields
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.step_time.counts import Product
@@ -166,7 +167,6 @@ _TEXT = "text_config"
 # Dense layers at the beginning of a model with experts, which are few: the reduced model has none.
 _DENSE_LAYERS = "first_k_dense_replace"
 _FEED_FORWARDS = "mlp_layer_types"  # specifies the same by layer
-_ONE_DENSE = ("glm4_moe_lite", "hy_v3")  # their first layer is dense, unless the types say otherwise
 # Lists of layer numbers.
 _NUMBERS = ("mlp_only_layers",)
 _PREDICTORS = "num_nextn_predict_layers"
@@ -187,7 +187,7 @@ def reduced_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     }
     if num_dense:
         reduced[_DENSE_LAYERS] = 0
-        if _FEED_FORWARDS in config or config.get("model_type") in _ONE_DENSE:
+        if _FEED_FORWARDS in config or config.get("model_type") in WITH_ONE_DENSE_LAYER:
             reduced[_FEED_FORWARDS] = ["sparse"] * num_layers
     reduced |= {
         key: [layer for layer in config[key] if layer < num_layers] for key in _NUMBERS if key in config
