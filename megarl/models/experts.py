@@ -201,8 +201,9 @@ def _read_experts_after_dense(reader: ConfigReader, num_hidden_layers: int) -> E
     )
 
 
-# Types of models whose first layer alone is dense if `config.json` has no types of feed-forwards.
-WITH_ONE_DENSE_LAYER = ("glm4_moe_lite", "hy_v3")
+def has_feed_forward_types(fields: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` has types of feed-forwards, or the default of one dense layer."""
+    return "mlp_layer_types" in fields or fields.get("model_type") in ("glm4_moe_lite", "hy_v3")
 
 
 def with_one_dense_layer(reader: ConfigReader) -> ConfigReader:

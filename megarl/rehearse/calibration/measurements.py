@@ -15,7 +15,7 @@ from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import DType, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
-from megarl.models.experts import WITH_ONE_DENSE_LAYER
+from megarl.models.experts import has_feed_forward_types
 from megarl.models.families import read_architecture, read_fields
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.step_time.counts import Product
@@ -187,7 +187,7 @@ def reduced_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     }
     if num_dense:
         reduced[_DENSE_LAYERS] = 0
-        if _FEED_FORWARDS in config or config.get("model_type") in WITH_ONE_DENSE_LAYER:
+        if has_feed_forward_types(config):
             reduced[_FEED_FORWARDS] = ["sparse"] * num_layers
     reduced |= {
         key: [layer for layer in config[key] if layer < num_layers] for key in _NUMBERS if key in config
