@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture, Experts, RouterScore
