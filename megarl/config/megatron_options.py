@@ -409,10 +409,19 @@ def element_bytes(dtype: DType, config: MegatronConfig, optimizer: OptimizerKind
 
 # Options that change the memory of activations in a way that the plan does not count.
 _UNCOUNTED = (
-    *("fp8", "fp4", "fp32_residual_connection", "activation_func_fp8_input_store", "cpu_offloading"),
-    *("fine_grained_activation_offloading", "mlp_chunks_for_training", "moe_permute_fusion"),
-    *("moe_token_dispatcher_type", "moe_shared_expert_overlap", "deallocate_pipeline_outputs"),
-    *("use_transformer_engine_op_fuser", "param_name_patterns_for_fp32_local_accumulation"),
+    "fp8",
+    "fp4",
+    "fp32_residual_connection",
+    "activation_func_fp8_input_store",
+    "cpu_offloading",
+    "fine_grained_activation_offloading",
+    "mlp_chunks_for_training",
+    "moe_permute_fusion",
+    "moe_token_dispatcher_type",
+    "moe_shared_expert_overlap",
+    "deallocate_pipeline_outputs",
+    "use_transformer_engine_op_fuser",
+    "param_name_patterns_for_fp32_local_accumulation",
 )
 
 

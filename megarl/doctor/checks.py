@@ -46,8 +46,14 @@ from megarl.rollout.engines import SERVER_ARGS_CHECKS
 
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (
-    *("placement", "actor.parallel", "teacher.parallel", "teachers", "critic.parallel"),
-    *("reward.model.parallel", "rollout.num_replicas", "rollout.tensor_parallel_size"),
+    "placement",
+    "actor.parallel",
+    "teacher.parallel",
+    "teachers",
+    "critic.parallel",
+    "reward.model.parallel",
+    "rollout.num_replicas",
+    "rollout.tensor_parallel_size",
     "rollout.pipeline_parallel_size",
 )
 _CODE_KEYS = ("reward.functions", "reward.judges", "agent", "algorithm", "data.curriculum")

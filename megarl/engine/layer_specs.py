@@ -254,8 +254,15 @@ def adapt_expert_biases(model: torch.nn.Module) -> None:
 
 # What dispatchers, and the managers of flexible ones, know about the last pass.
 _ROUTES = (
-    *("probs", "routing_map", "reversed_local_input_permutation_mapping", "token_probs", "token_indices"),
-    *("dispatched_routing_map", "dispatched_probs", "reversed_mapping_for_combine", "pad_offsets"),
+    "probs",
+    "routing_map",
+    "reversed_local_input_permutation_mapping",
+    "token_probs",
+    "token_indices",
+    "dispatched_routing_map",
+    "dispatched_probs",
+    "reversed_mapping_for_combine",
+    "pad_offsets",
 )
 
 

@@ -48,8 +48,14 @@ from megarl.machine.errors import counted
 from megarl.models.vision import Vision
 
 _NOT_FOR_THE_LOSS = (
-    *("prompts", "responses", ROUTED_EXPERTS, PIXEL_VALUES, IMAGE_GRIDS),
-    *(TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS),  # with several values per token
+    "prompts",
+    "responses",
+    ROUTED_EXPERTS,
+    PIXEL_VALUES,
+    IMAGE_GRIDS,
+    # with several values per token:
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
 )
 
 

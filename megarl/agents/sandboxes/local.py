@@ -40,9 +40,20 @@ from megarl.machine.sandbox_levels import PYTHONS, namespace_obstacles
 FOLDER = "/sandbox"  # the working folder
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 _OF_ETC = (
-    *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types"),
-    *("nsswitch.conf", "passwd", "protocols", "resolv.conf", "services"),
-    *("ssl/certs", "ssl/openssl.cnf"),  # ssl/private has keys, which programs of root could read
+    "alternatives",
+    "ca-certificates",
+    "group",
+    "hosts",
+    "ld.so.cache",
+    "localtime",
+    "mime.types",
+    "nsswitch.conf",
+    "passwd",
+    "protocols",
+    "resolv.conf",
+    "services",
+    "ssl/certs",
+    "ssl/openssl.cnf",  # ssl/private has keys, which programs of root could read
 )
 _OWN_FOLDERS = {"dev", "proc", "tmp", FOLDER[1:]}  # of a sandbox, also if an image has them
 _IN_MEMORY = ("/tmp", FOLDER, "/dev")

@@ -87,7 +87,10 @@ class EngineConfig:
         *(
             Reader(f"{section}.context_parallel_size", above=1, example="2")
             for section in (
-                *("actor.parallel", "critic.parallel", "teacher.parallel", "teachers[].parallel"),
+                "actor.parallel",
+                "critic.parallel",
+                "teacher.parallel",
+                "teachers[].parallel",
                 "reward.model.parallel",
             )
         ),

@@ -79,7 +79,12 @@ _REWARD = _phase(
     "responses",
     "token_level_scores",
     {"reward": _TO_SCORE},
-    *("score", "begin", "scored", "forget", "finish", "use_judges"),
+    "score",
+    "begin",
+    "scored",
+    "forget",
+    "finish",
+    "use_judges",
 )
 _PUSH = _phase(
     "update_weights",

@@ -30,8 +30,10 @@ from megarl.rehearse.dry_run.record import Await, Collective, HostSync, PhaseRec
 
 _ROOT = str(Path(__file__).parents[3]) + "/"
 UNSEEN = (
-    *(str(Path(file).parent) for file in (torch.__file__, __file__)),
-    *(fake_cuda.__file__, contextlib.__file__),
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent),
+    fake_cuda.__file__,
+    contextlib.__file__,
 )
 _KINDS = {
     "allreduce_": "all_reduce",

@@ -34,7 +34,9 @@ _SHOWN = (
         "advantage",
         "weight_version",
     ),
-    *("prompt_length", "response_length", "finish_reason"),
+    "prompt_length",
+    "response_length",
+    "finish_reason",
 )
 _WIDE_FROM = 2**16
 
