@@ -10,7 +10,7 @@ over tokens sampled from mu.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,9 @@ def correct(
     - mask: weights outside [low, high] become 0; others are unchanged (masked importance sampling).
 
     Rejection: see RejectionConfig. The estimators k1 to k3 of kl.py are summed over the response (sequence),
-    averaged over its tokens (geometric), or read at each token.
+    averaged over its tokens (geometric), or read at each token (token). With `batch`, the tokens with the
+    largest estimates are rejected until the mean over the other tokens of the batch is at most `high`. By k2,
+    half of the squared log-ratio, this is the mask of M2PO (Zheng et al. 2025, arXiv 2510.01161).
 
     Metrics, in addition to those of `diagnostics`, over tokens at token level and over responses otherwise:
 
@@ -291,21 +293,25 @@ def _kept(
         RejectionEstimator.k3: lambda x: torch.expm1(x) - x,
     }[config.estimator]
     low = -math.inf if config.low is None else config.low
+    high = config.high
+    if config.level is RejectionLevel.batch:
+        ratios = _log_ratios(old_log_probs, rollout_log_probs, mask)
+        high = _largest_kept((block.valid(value(log_ratio)) for block, log_ratio in ratios), config.high)
     kept = empty_like(mask, torch.bool)
     num_tokens = row_lengths(mask)
     num_accepted = num_counted = 0
 
     for block, log_ratio in _log_ratios(old_log_probs, rollout_log_probs, mask):
         estimate = value(log_ratio)
-        if config.level is RejectionLevel.token:
-            of_tokens = (estimate >= low) & (estimate <= config.high)
+        if config.level in (RejectionLevel.token, RejectionLevel.batch):
+            of_tokens = (estimate >= low) & (estimate <= high)
             accepted = block.valid(of_tokens)
         else:
             counts = num_tokens[block.rows]
             estimate = block.row_sums(estimate)
             if config.level is RejectionLevel.geometric:
                 estimate = estimate / counts.clamp(min=1)
-            accepted = (estimate >= low) & (estimate <= config.high)
+            accepted = (estimate >= low) & (estimate <= high)
             # A rejected response loses all its tokens, not only those with the largest differences.
             of_tokens = accepted.repeat_interleave(block.lengths)
             accepted = accepted[counts > 0]
@@ -314,3 +320,35 @@ def _kept(
         num_counted += len(accepted)
 
     return of_form(kept, mask), (num_counted - num_accepted) / max(num_counted, 1)
+
+
+def _largest_kept(values: Iterable[Tensor], highest_mean: float) -> float:
+    """Return the largest value that is kept if the largest ones are dropped until the mean is at most that.
+
+    Equal values are kept or dropped together, so that the result does not depend on their order. It is
+    infinite if none is dropped.
+
+    Args:
+        values: Parts (n,) of all values, none of which is negative.
+    """
+    number = 0
+    total = 0.0
+    # Without a larger value, the mean cannot be larger.
+    candidates = [torch.empty(0, dtype=torch.float64)]
+    for part in values:
+        exact = part.double()
+        number += len(exact)
+        total += float(exact.sum())
+        candidates.append(exact[exact > highest_mean])
+
+    largest = torch.cat(candidates).sort(descending=True).values
+    dropped = torch.arange(len(largest) + 1)
+    sums = total - torch.cat([torch.zeros(1, dtype=torch.float64), largest.cumsum(0)])
+    means = sums / (number - dropped).clamp(min=1)
+    num_dropped = int((means <= highest_mean).nonzero()[0]) if len(largest) else 0
+    if num_dropped == 0:
+        return math.inf
+
+    smallest_dropped = largest[num_dropped - 1]
+    kept = largest[largest < smallest_dropped]
+    return float(kept[0]) if len(kept) else highest_mean

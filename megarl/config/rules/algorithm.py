@@ -12,6 +12,8 @@ from megarl.config.schema import (
     KLEstimator,
     KLWhere,
     PPOConfig,
+    RejectionEstimator,
+    RejectionLevel,
 )
 
 _ESTIMATOR = "algorithm.advantage.estimator"
@@ -233,6 +235,13 @@ def rollout_correction(config: PPOConfig) -> Findings:
             (f"{_CORRECTION}.rejection.low", f"{_CORRECTION}.rejection.high"),
             f"every response would be rejected: none is in [{rejection.low:g}, {rejection.high:g}]; use low "
             f"<= high",
+        )
+
+    if rejection.level is RejectionLevel.batch and rejection.estimator is RejectionEstimator.k1:
+        yield Finding(
+            (f"{_CORRECTION}.rejection.level", f"{_CORRECTION}.rejection.estimator"),
+            "level batch drops the tokens with the largest estimates, but k1 is negative where the trainer's "
+            "probability is the larger one; use estimator=k2 or k3",
         )
 
     kind = config.algorithm.policy_loss.kind

@@ -57,6 +57,7 @@ class RejectionLevel(str, Enum):
     sequence = "sequence"  # the sum over a response
     geometric = "geometric"  # the mean over a response's tokens
     token = "token"  # each token by itself, so that only tokens are rejected
+    batch = "batch"  # the mean over the batch: the tokens with the largest estimates are rejected
 
 
 class DistillationKL(str, Enum):

@@ -114,6 +114,50 @@ def test_tokens_are_rejected_by_themselves(estimator, low, high, expected):
     assert result.metrics["rollout_correction/fraction_rejected"] == pytest.approx((3 - kept) / 3)
 
 
+@pytest.mark.parametrize(
+    ("high", "expected"),
+    [
+        # x^2 / 2: 0.24, 0.96 and 0.96, with a mean of 0.72
+        (0.73, [[True, True], [True, False], [False, False]]),
+        # Without one of the larger two the mean would be 0.6, but equal tokens share their fate.
+        (0.70, [[True, False], [False, False], [False, False]]),
+        (0.25, [[True, False], [False, False], [False, False]]),
+        (0.20, [[False, False], [False, False], [False, False]]),
+    ],
+)
+def test_the_largest_tokens_of_a_batch_are_rejected_until_its_mean_is_in_bounds(high, expected):
+    rejection = RejectionConfig(estimator=RejectionEstimator.k2, level=RejectionLevel.batch, high=high)
+    result = correction(rejection=rejection)
+    assert result.mask.tolist() == expected
+    kept = sum(map(sum, expected))
+    assert result.metrics["rollout_correction/fraction_rejected"] == pytest.approx((3 - kept) / 3)
+
+
+@pytest.mark.parametrize("estimator", [RejectionEstimator.k2, RejectionEstimator.k3])
+@pytest.mark.parametrize("high", [1e-3, 0.05, 0.3, 10.0])
+def test_rejection_in_a_batch_matches_a_loop_over_its_tokens(estimator, high):
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(40, 30, generator=generator) < 0.7
+    x = 0.6 * torch.randn(40, 30, generator=generator, dtype=torch.float64)
+    rollout = -torch.rand(40, 30, generator=generator, dtype=torch.float64)
+    x[~mask] = math.nan  # what stands in masked slots must not count
+
+    tokens = sorted(
+        (0.5 * value**2 if estimator is RejectionEstimator.k2 else math.expm1(value) - value, index)
+        for index, value in enumerate(x.flatten().tolist())
+        if not math.isnan(value)
+    )
+    while tokens and math.fsum(value for value, _ in tokens) / len(tokens) > high:
+        tokens.pop()
+    expected = torch.zeros(40 * 30, dtype=torch.bool)
+    expected[[index for _, index in tokens]] = True
+
+    rejection = RejectionConfig(estimator=estimator, level=RejectionLevel.batch, high=high)
+    kept = correct(x + rollout, rollout, mask, RolloutCorrectionConfig(rejection=rejection)).mask
+    assert torch.equal(kept, expected.view(40, 30))
+    assert 0 < int(kept.sum()) <= int(mask.sum())
+
+
 def test_rejection_has_two_sides():
     result = correction(
         rejection=RejectionConfig(

@@ -121,6 +121,10 @@ REFUSED = [
         "every response would be rejected: none is in [1, 0.01]; use low <= high",
     ),
     (
+        (f"{CORRECTION}.rejection.level=batch", f"{CORRECTION}.rejection.estimator=k1"),
+        "k1 is negative where the trainer's probability is the larger one; use estimator=k2 or k3",
+    ),
+    (
         (f"{CORRECTION}.bypass=true", "kl.where=loss", f"{CORRECTION}.level=token"),
         "the ratio of the policy loss already is the importance weight; use level=none and "
         "rejection.estimator=none",
