@@ -34,6 +34,8 @@ IMAGE_GRIDS = "image_grids"
 # the reference, and the margin of the pair.
 REFERENCE_LOG_PROBS = "ref_log_prob"
 MARGINS = "margins"
+# Prompts of which a teacher continues the samples, if they differ from the policy's.
+TEACHER_PROMPTS = "teacher_prompts"
 # The log-probs of the samples' tokens by a teacher.
 TEACHER_LOG_PROB = "teacher_log_prob"
 # The teacher's k most likely tokens at each response token: k ids for each token of the response, and k + 1

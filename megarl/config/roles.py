@@ -309,6 +309,14 @@ def absent_teacher(config: PPOConfig, data_sources: Collection[str]) -> tuple[st
     )
 
 
+def absent_teacher_prompts(column: str) -> tuple[str, str]:
+    """Return the problem and its hint that a training file lacks the teacher's prompts."""
+    return (
+        f"has no column {column!r} (data.columns.teacher_prompt)",
+        "add it, with the prompt that the teacher sees, or set data.columns.teacher_prompt=null",
+    )
+
+
 class ServedJudge(NamedTuple):
     """A judge whose model the run serves."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import TEACHER_PROMPTS
 from megarl.config.rules.agent import image_problem
 from megarl.config.schema import DataConfig, HarnessConfig, PromptColumnsConfig, SandboxProvider
 from megarl.data.files import DataError, open_file
@@ -56,6 +58,7 @@ class Prompt:
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
     images: tuple[bytes, ...] = ()  # encoded files
+    teacher_ids: tuple[int, ...] | None = None  # the prompt that the teacher sees, if it is another
 
 
 class PromptDataset(RowDataset[Prompt]):
@@ -65,7 +68,8 @@ class PromptDataset(RowDataset[Prompt]):
     or a column `ground_truth`), and optionally `extra_info` (a dict), under the names in `data.columns`. The
     chat is rendered with the tokenizer's template, with the `tools` shown to the model, up to the start of
     the assistant's answer. A model of images also reads `images` (see `read_images`), whose places in the
-    prompt are marked by `<image>`; the tokens of images count for the limit.
+    prompt are marked by `<image>`; the tokens of images count for the limit. The prompts of the teacher, if
+    there are any, are rendered in the same way, and have the same limit.
 
     Raises:
         DataError: A row cannot be used.
@@ -84,13 +88,21 @@ class PromptDataset(RowDataset[Prompt]):
         super().__init__(
             read_prompt_rows(files, data.columns),
             lambda row: read_prompt(row, tokenizer, data, tools, images, harness),
-            lambda prompt: len(prompt.token_ids),
+            lambda prompt: max(len(prompt.token_ids), len(prompt.teacher_ids or ())),
             data.max_prompt_length,
             "data.max_prompt_length",
             data.overlong,
         )
         warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in self._items])
         self._has_images = any(prompt.images for prompt in self._items)
+        self.has_teacher_prompts = any(prompt.teacher_ids is not None for prompt in self._items)
+        for prompt, file in zip(self._items, self.row_files, strict=True):
+            if self.has_teacher_prompts and prompt.teacher_ids is None:
+                raise DataError(
+                    f"{file} has no column {data.columns.teacher_prompt!r} (data.columns.teacher_prompt), "
+                    "but other files have it; add it to all files, with the prompt itself where the teacher "
+                    "sees no other"
+                )
 
         rows = Fingerprint()
         tokens = Fingerprint()
@@ -99,14 +111,17 @@ class PromptDataset(RowDataset[Prompt]):
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
             # Rows without images keep the fingerprint that they had before there were images.
             rows.add(values=[prompt.messages, *values, *digests(prompt.images)])
-            tokens.add(prompt.token_ids, values=values)
+            # Likewise for prompts of the teacher.
+            of_teacher = [] if prompt.teacher_ids is None else [prompt.teacher_ids]
+            tokens.add(prompt.token_ids, *of_teacher, values=values)
 
         self.identity = RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """Return a batch with `prompts` as rows of tokens, padded on the left.
 
-        If prompts have images, their files are the columns of `image_columns`. The arrays are `uid`,
+        If prompts have images, their files are the columns of `image_columns`. If the teacher has other
+        prompts, they are the column TEACHER_PROMPTS. The arrays are `uid`,
         `messages` (the rendered chat), `data_source`, `reward_model` and `extra_info`.
         Every row has its own dicts.
         """
@@ -115,11 +130,23 @@ class PromptDataset(RowDataset[Prompt]):
             [row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True
         )
 
+        of_teacher = (
+            {
+                TEACHER_PROMPTS: RaggedTensor.of_rows(
+                    [row.teacher_ids for row in rows if row.teacher_ids is not None],
+                    torch.int32,
+                    padding=self._pad_id,
+                    on_left=True,
+                )
+            }
+            if self.has_teacher_prompts
+            else {}
+        )
         # Batches of a data set have the same columns, whether or not their rows have images.
         images = image_columns([row.images for row in rows]) if self._has_images else {}
 
         return DataProto.from_dict(
-            tensors={"prompts": prompts, **images},
+            tensors={"prompts": prompts, **of_teacher, **images},
             non_tensors={
                 "uid": list(uids),
                 "messages": [[dict(message) for message in row.messages] for row in rows],
@@ -165,9 +192,10 @@ def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list
     optional = [columns.extra_info, columns.images]
     defaults = (PromptColumnsConfig().extra_info, PromptColumnsConfig().images)
 
-    # A column that is named explicitly must exist.
+    # A column that is named explicitly must exist, but the teacher's is for training only.
     named = [name for name, default in zip(optional, defaults, strict=True) if name != default]
-    return [*required, *named], [name for name in optional if name not in named]
+    of_teacher = [] if columns.teacher_prompt is None else [columns.teacher_prompt]
+    return [*required, *named], [*(name for name in optional if name not in named), *of_teacher]
 
 
 class RewardInputs(NamedTuple):
@@ -266,31 +294,56 @@ def read_prompt(
             "the row has images, but megarl reads none with this model; use one whose vision tower it "
             "supports (docs/models.md), or remove the column",
         )
-    messages = chat_messages(row, columns.prompt, data.system_prompt)
-
-    if messages[-1]["role"] == "assistant":
-        problem = "the last message is the assistant's, so the model would answer its own answer"
-        raise row.error(columns.prompt, f"{problem}; end the prompt with the message to be answered")
-
+    messages = _to_be_answered(row, columns.prompt, data.system_prompt)
     inputs = read_reward_inputs(row, columns)
     if harness is not None:
         _check_sandbox_image(row, columns.extra_info, inputs.extra_info, harness)
+    column = columns.prompt
+    render = partial(
+        render_whole,
+        tokenizer,
+        lossy=data.lossy,
+        for_generation=True,
+        tools=tools,
+        limit=data.max_prompt_length,
+    )
+    teacher_ids = None
     try:
         # The checks of the text do not concern images.
-        text = without_placeholders(messages) if images else messages
-        token_ids = render_whole(
-            tokenizer, text, data.lossy, for_generation=True, tools=tools, limit=data.max_prompt_length
-        )
+        token_ids = render(without_placeholders(messages) if images else messages)
         if processor is not None and images:
             parts = message_parts(messages, len(images))
             rendered = render_chat(tokenizer, parts, for_generation=True, tools=tools)
             token_ids = processor.expanded(rendered, images)
+        if columns.teacher_prompt is not None and columns.teacher_prompt in row.values:
+            column = columns.teacher_prompt
+            teacher_ids = tuple(render(_to_be_answered(row, column, data.system_prompt)))
     except TooManyTokensError:
         raise
     except ValueError as error:
-        raise row.error(columns.prompt, str(error)) from error
+        raise row.error(column, str(error)) from error
 
-    if not token_ids:
+    if images and teacher_ids is not None:
+        raise row.error(
+            column,
+            "the row has images, which a prompt of the teacher cannot have; set "
+            "data.columns.teacher_prompt=null, or remove the images",
+        )
+    if not token_ids or teacher_ids == ():
         raise DataError(f"{row.file}, row {row.number}: the chat template renders the prompt to no tokens")
 
-    return Prompt(token_ids=tuple(token_ids), messages=messages, images=images, **inputs._asdict())
+    return Prompt(
+        token_ids=tuple(token_ids),
+        messages=messages,
+        images=images,
+        teacher_ids=teacher_ids,
+        **inputs._asdict(),
+    )
+
+
+def _to_be_answered(row: DataRow, column: str, system_prompt: str | None) -> list[dict[str, Any]]:
+    messages = chat_messages(row, column, system_prompt)
+    if messages[-1]["role"] == "assistant":
+        problem = "the last message is the assistant's, so the model would answer its own answer"
+        raise row.error(column, f"{problem}; end the prompt with the message to be answered")
+    return messages

@@ -10,7 +10,7 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.finding import DATA, Finding, Status, doubtful, good, refused, wrong
-from megarl.config.roles import ModelRole, RoleKind, model_roles
+from megarl.config.roles import ModelRole, RoleKind, absent_teacher_prompts, model_roles
 from megarl.config.rules.data import too_few_rows
 from megarl.config.rules.machine import has_tokenizer
 from megarl.config.schema import (
@@ -162,6 +162,15 @@ def data(
         ):
             if not os.path.exists(file):  # reported elsewhere
                 continue
+            column = config.data.columns.teacher_prompt if isinstance(config, PPOConfig) else None
+            if (
+                key == "data.train_files"
+                and column is not None
+                and column not in open_file(file, (column,)).columns
+            ):
+                problem, hint = absent_teacher_prompts(column)
+                results.append(wrong(DATA, f"{key}: {file} {problem}", hint, file=file))
+                continue
             try:
                 lengths, has_bounds, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
@@ -253,7 +262,8 @@ def _reading(
 
         def of_prompt(row: DataRow) -> tuple[int, str | None]:
             prompt = read_prompt(row, tokenizer, section, tools, images, harness)
-            return len(prompt.token_ids), spelled_special(tokenizer, prompt.messages)
+            length = max(len(prompt.token_ids), len(prompt.teacher_ids or ()))
+            return length, spelled_special(tokenizer, prompt.messages)
 
         return read_prompt_rows([file], section.columns), of_prompt
 

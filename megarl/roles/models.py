@@ -21,6 +21,7 @@ from megarl.batch.metrics import merge_metrics, over_updates
 from megarl.batch.token_rows import (
     ROUTED_EXPERTS,
     TEACHER_LOG_PROB,
+    TEACHER_PROMPTS,
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOG_PROBS,
     model_keys,
@@ -101,8 +102,13 @@ class Scorer(MegatronRole):
     def log_probs(self, batch: DataProto) -> DerivedFuture:
         """Return the log-probs of the samples as rows of tokens, under the name of the role's column.
 
-        A teacher whose most likely tokens are requested adds TEACHER_TOP_IDS and TEACHER_TOP_LOG_PROBS.
+        A teacher whose most likely tokens are requested adds TEACHER_TOP_IDS and TEACHER_TOP_LOG_PROBS. It
+        reads TEACHER_PROMPTS, if the batch has them, instead of the prompts.
         """
+        if self._column == TEACHER_LOG_PROB and TEACHER_PROMPTS in batch.columns:
+            batch = DataProto.from_dict(
+                {**batch.columns, "prompts": batch.columns[TEACHER_PROMPTS]}, batch.non_tensor_batch
+            )
         return self._score(
             batch,
             self._phase.name,

@@ -23,7 +23,7 @@ from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
+from megarl.batch.token_rows import TEACHER_PROMPTS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
@@ -36,6 +36,7 @@ from megarl.config.schema import (
     OptimConfig,
     ParallelConfig,
     PPOConfig,
+    PromptColumnsConfig,
     SourceTeacherConfig,
     TeacherConfig,
 )
@@ -388,6 +389,73 @@ def test_a_student_of_another_size_approaches_its_teacher_without_rewards(
         assert line["critic/advantages/mean"] == pytest.approx(
             -line["distillation/reverse_kl/mean"], rel=1e-4
         )
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_a_policy_that_is_its_own_teacher_sees_another_prompt(
+    inputs: Path, tmp_path: Path, top_k: int | None
+) -> None:
+    """The teacher has the policy's first weights, and sees a longer prompt."""
+    model = AutoModelForCausalLM.from_pretrained(inputs / "policy", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # so that the hint makes a difference
+    shutil.copytree(inputs / "policy", tmp_path / "policy")
+    model.save_pretrained(tmp_path / "policy")
+    rows = pq.read_table(inputs / "train.parquet").to_pylist()
+    for row in rows:
+        question = row["prompt"][-1]["content"]
+        row["with_hint"] = [{"role": "user", "content": question + question[::-1] + question}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    config = distilled(inputs, tmp_path / "out", reward_weight=0.0)
+    advantage = config.algorithm.advantage
+    section = replace(advantage.distillation, top_k=top_k)
+    config = replace(
+        config,
+        data=replace(
+            config.data,
+            train_files=[str(tmp_path / "train.parquet")],
+            columns=PromptColumnsConfig(teacher_prompt="with_hint"),
+            max_prompt_length=20,
+        ),
+        algorithm=replace(config.algorithm, advantage=replace(advantage, distillation=section)),
+        model=replace(config.model, path=str(tmp_path / "policy")),
+        teacher=replace(config.teacher, path=str(tmp_path / "policy")),
+        reward=replace(config.reward, functions=[]),
+        trainer=replace(config.trainer, total_steps=2),
+    )
+
+    prompts = [[2, 5, 14, 3], [2, 7, 8, 14, 3]]
+    hinted = [[2, 5, 5, 6, 14, 3], [2, 7, 14, 3]]
+    responses = [[6, 7, 1], [9, 4]]
+    batch = DataProto.from_dict(
+        {
+            "prompts": RaggedTensor.of_rows(prompts, torch.int32, on_left=True),
+            TEACHER_PROMPTS: RaggedTensor.of_rows(hinted, torch.int32, on_left=True),
+            "responses": RaggedTensor.of_rows(responses, torch.int32),
+            "response_mask": RaggedTensor.of_rows([[True] * 3, [True] * 2], torch.bool),
+        }
+    )
+    scored: list[torch.Tensor] = []
+
+    def look(step: int, roles: PPORoles) -> None:
+        if step == 1:
+            scored.append(roles.teacher.log_probs(batch).get().ragged["teacher_log_prob"].flat())
+
+    lines = run_ppo(config, look).metrics
+
+    teacher = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
+    expected = []
+    for prompt, response in zip(hinted, responses, strict=True):
+        logits = teacher(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        expected += [float(logits[len(prompt) - 1 + at, token]) for at, token in enumerate(response)]
+    assert scored[0].tolist() == pytest.approx(expected, abs=1e-4)
+
+    # In the first step, only the prompts differ.
+    metric = "distillation/reverse_kl/mean" if top_k is None else "actor/top_k_kl"
+    assert lines[0][metric] > 0.05
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -34,7 +34,7 @@ from megarl.cli.run.session import (
 )
 from megarl.cli.tables.console import print_line
 from megarl.cli.tables.summary import title_of
-from megarl.config.roles import REWARD_MODEL, absent_teacher
+from megarl.config.roles import REWARD_MODEL, absent_teacher, absent_teacher_prompts
 from megarl.config.schema import DPOConfig, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
 from megarl.data.chat_clock import chat_time
 from megarl.data.conversations import check_chats
@@ -126,6 +126,9 @@ def read_inputs(
 
     if problem := absent_teacher(config, {train[index].data_source for index in range(len(train))}):
         raise ConfigError(_TRAIN, ["; ".join(problem)])
+    column = config.data.columns.teacher_prompt
+    if column is not None and not train.has_teacher_prompts:
+        raise ConfigError(_TRAIN, ["; ".join(absent_teacher_prompts(column))])
     if REWARD_MODEL in models:
         check_reward_chats(config, models[REWARD_MODEL], data_sets, rules.chat_time)
     if resume is not None:

@@ -106,6 +106,12 @@ def teacher(config: PPOConfig) -> Findings:
             not reads_rewards and config.algorithm.overlong.buffer_share != 0,
             f"{unread}; use 0, or a reward_weight above 0",
         ),
+        (
+            ("data.columns.teacher_prompt", "agent"),
+            config.data.columns.teacher_prompt is not None and config.agent.is_used,
+            "the rows of an episode may continue other prompts than that of its data row, in whose place the "
+            "teacher sees another; use teacher_prompt=null, or no agent",
+        ),
     )
 
 

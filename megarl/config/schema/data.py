@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from megarl.config.kinds import AdvantageEstimator
 from megarl.config.schema.keys import MISSING, PathKind, Reader, matters, names, only_with, prose, ranged
 
 
@@ -45,6 +46,7 @@ class CurriculumConfig:
 
 
 _IMAGES = Reader("model.path", architecture="vision")
+_DISTILLING = Reader("algorithm.advantage.estimator", (AdvantageEstimator.distillation,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,9 @@ class PromptColumnsConfig:
     # right answers, as for judges and teachers, and every ground truth is null
     reward_model: str | None = "reward_model"
     extra_info: str = "extra_info"  # a mapping for reward functions; optional
+    # the prompt that the teacher sees in its place, such as one with a worked solution: a conversation or a
+    # string; null: the teacher sees the same prompt
+    teacher_prompt: str | None = only_with(None, _DISTILLING, is_refused=True)
     # images of the prompt, in the order of its placeholders <image>: a path, bytes, a mapping with `bytes` or
     # `path`, or a list of these; optional
     images: str = only_with("images", _IMAGES)

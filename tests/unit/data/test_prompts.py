@@ -48,6 +48,41 @@ def test_rows_of_all_files_are_rendered_in_order(tmp_path, tokenizer):
     assert batch.non_tensor_batch["extra_info"][1] == {"index": 7}
 
 
+def test_teachers_may_see_other_prompts(tmp_path, tokenizer):
+    columns = PromptColumnsConfig(teacher_prompt="with_hint")
+    first = prompt_row("2 + 3 = ?", with_hint=user("2 + 3 = ? 5"))
+    second = prompt_row("bb", with_hint=user("b"))
+    file = write(tmp_path / "a.parquet", [first, second])
+    prompts = dataset([file], tokenizer, columns=columns)
+    batch = prompts.batch([1, 0], ["u", "v"])
+    assert [tokenizer.decode(row) for row in batch.ragged["teacher_prompts"].each()] == [
+        f"<|start|>user\n{text}<|end|>\n<|start|>assistant\n" for text in ("b", "2 + 3 = ? 5")
+    ]
+    assert [tokenizer.decode(row) for row in batch.ragged["prompts"].each()] == [
+        f"<|start|>user\n{text}<|end|>\n<|start|>assistant\n" for text in ("bb", "2 + 3 = ?")
+    ]
+    assert prompts.has_teacher_prompts
+
+    # A run that is resumed must have the same hints; without hints, nothing changes.
+    changed = write(tmp_path / "b.parquet", [first, second | {"with_hint": user("c")}])
+    without = write(tmp_path / "c.parquet", [prompt_row("2 + 3 = ?"), prompt_row("bb")])
+    plain = dataset([without], tokenizer)
+    assert dataset([changed], tokenizer, columns=columns).identity != prompts.identity
+    assert dataset([without], tokenizer, columns=columns).identity == plain.identity
+    assert "teacher_prompts" not in plain.batch([0], ["u"]).columns
+    assert not plain.has_teacher_prompts
+
+    # The limit is that of both prompts.
+    with pytest.raises(DataError, match=re.escape(f"{FRAME + 11} tokens; 1 of 2 rows have more than")):
+        dataset([file], tokenizer, FRAME + 10, columns=columns)
+    with pytest.raises(DataError, match=re.escape("c.parquet has no column 'with_hint'")):
+        dataset([file, without], tokenizer, columns=columns)
+    answered = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+    wrong = write(tmp_path / "d.parquet", [prompt_row("bb", with_hint=answered)])
+    with pytest.raises(DataError, match="'with_hint'.*would answer its own answer"):
+        dataset([wrong], tokenizer, columns=columns)
+
+
 def test_extra_info_may_be_absent_or_null(tmp_path, tokenizer):
     row = prompt_row()
     del row["extra_info"]
