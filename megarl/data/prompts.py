@@ -111,7 +111,7 @@ class PromptDataset(RowDataset[Prompt]):
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
             # Rows without images keep the fingerprint that they had before there were images.
             rows.add(values=[prompt.messages, *values, *digests(prompt.images)])
-            # Likewise for prompts of the teacher.
+            # So do rows without prompts of the teacher.
             of_teacher = [] if prompt.teacher_ids is None else [prompt.teacher_ids]
             tokens.add(prompt.token_ids, *of_teacher, values=values)
 
