@@ -29,7 +29,7 @@ from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import drop_quantized_weights, ends_with_predictors, layers_for
-from megarl.engine.lora import AdapterSwitch, freeze_base
+from megarl.engine.lora import AdapterSwitch, freeze_untrained
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.model import build_chunks, keep_hidden
@@ -126,8 +126,7 @@ class MegatronEngine:
         for model in self.models:
             model.train(trainable).requires_grad_(trainable)
             freeze_routers(model, biases_only=not spec.routers.freeze_router)
-            if spec.architecture.lora is not None:
-                freeze_base(model, spec.architecture, spec.head)
+            freeze_untrained(model, spec.architecture, spec.head)
             if spec.freeze_vision and model.visual is not None:
                 model.visual.requires_grad_(False)
 

@@ -29,6 +29,7 @@ from megarl.models.mapping import (
     num_row_axes,
     size_of,
 )
+from megarl.models.sparse_attention import REUSED_SELECTION, SPARSE_ATTENTION
 from megarl.models.tensor_table import block_of, dimension_sizes, entry_size, name_of, rows_of
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision
@@ -41,7 +42,8 @@ VISION = PartKind(
     has_fp8_engine=False,
 )
 KINDS = (
-    *(VISION, DELTA_NET, LATENT_ATTENTION, SINK_ATTENTION, WINDOWED_ATTENTION, ATTENTION),
+    *(VISION, DELTA_NET, SPARSE_ATTENTION, REUSED_SELECTION, LATENT_ATTENTION),
+    *(SINK_ATTENTION, WINDOWED_ATTENTION, ATTENTION),
     *(MLP, EXPERTS),
 )
 
@@ -119,6 +121,7 @@ class LayerPart(NamedTuple):
 def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
     """Return the parts of each layer of a model, in the order of the forward pass."""
     matrices = list(_matrices(architecture))
+    sizes = dimension_sizes(architecture)
     is_dense = not routes_tokens(architecture)
     windows = architecture.windows or (0,) * architecture.num_hidden_layers
     layers = []
@@ -131,7 +134,8 @@ def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
             if kind is not None:
                 of_part = tuple(matrix for matrix in held if matrix.name.startswith(prefix))
                 is_last = is_dense and prefix == FEED_FORWARD and layer == architecture.num_hidden_layers - 1
-                parts.append(LayerPart(kind, of_part, window * bool(kind.of_pair), is_last))
+                seen = size_of(kind.most_keys, sizes) or window * bool(kind.of_pair)
+                parts.append(LayerPart(kind, of_part, seen, is_last))
         layers.append(tuple(parts))
 
     return tuple(layers)
@@ -229,6 +233,7 @@ def pair_products(architecture: Architecture) -> Mapping[int, int]:
     products = Counter[int]()
     for part in (part for layer in layers_of(architecture) for part in layer):
         products[part.window] += sum(size_of(each, sizes) for each in part.kind.of_pair)
+        products[0] += sum(size_of(each, sizes) for each in part.kind.of_every_pair)
     return products
 
 
@@ -237,7 +242,9 @@ def cached_numbers(architecture: Architecture, layers: Iterable[int], ranks: int
     sizes = dimension_sizes(architecture)
     kinds = (part.kind for layer in layers for part in layers_of(architecture)[layer])
     return sum(
-        max(size_of(kind.cached, sizes) // ranks, size_of(kind.cached_at_least, sizes)) for kind in kinds
+        max(size_of(kind.cached, sizes) // ranks, size_of(kind.cached_at_least, sizes))
+        + size_of(kind.cached_apart, sizes)
+        for kind in kinds
     )
 
 

@@ -20,7 +20,7 @@ from megarl.config.schema import (
 from megarl.config.schema.models import balanced_layout
 from megarl.machine.errors import counted
 from megarl.machine.folder_kinds import model_called
-from megarl.models.architecture import Architecture, RowLimit
+from megarl.models.architecture import Architecture
 from megarl.models.families import read_fields
 from megarl.models.layers import kinds_of, replaces_core
 from megarl.models.rope import extended_context
@@ -246,8 +246,7 @@ def head_fits(_: RunConfig, role: ModelRole, architecture: Architecture) -> Find
 
 def rows_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a model that reads the policy's tokens takes the longest row."""
-    limit = architecture.row_limit
-    most = limit.tokens
+    most = architecture.max_position_embeddings
     tokens = config.max_row_tokens
     if not role.reads_policy_tokens or tokens <= most:
         return
@@ -260,15 +259,8 @@ def rows_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> 
         hint = f"max_response_length {most - prompt}" if prompt < most else "shorter prompts"
     yield Finding(
         config.length_keys,
-        f"{said} {limit.field} {most} of {role.path}{_reason(limit)}; use {hint}{_extension(architecture)}",
+        f"{said} max_position_embeddings {most} of {role.path}; use {hint}{_extension(architecture)}",
     )
-
-
-def _reason(limit: RowLimit) -> str:
-    """Return why a row may not be longer, if the name of the limit does not say it."""
-    if limit.field != "index_topk":
-        return ""
-    return ", beyond which its sparse attention would select keys, which megarl does not train"
 
 
 def _extension(architecture: Architecture) -> str:
@@ -278,7 +270,7 @@ def _extension(architecture: Architecture) -> str:
     """
     extended = extended_context(architecture.rope_scaling)
     positions = architecture.max_position_embeddings
-    if architecture.row_limit.tokens < positions or extended <= positions:
+    if extended <= positions:
         return ""
     return f", or set max_position_embeddings to {extended} in config.json, to which YaRN extends the context"
 

@@ -27,6 +27,7 @@ from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import has_dense_layers, replaces_core
 from megarl.models.mapping import PartKind, size_of
+from megarl.models.sparse_attention import REUSED_SELECTION, SPARSE_ATTENTION
 from megarl.models.tensor_table import dimension_sizes
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision
@@ -365,6 +366,8 @@ ACTIVATIONS: dict[PartKind, Callable[[LayerSizes], PartMemory]] = {
     SINK_ATTENTION: partial(_own_attention, has_sinks=True),
     WINDOWED_ATTENTION: partial(_own_attention, has_sinks=False),
     LATENT_ATTENTION: _latent_attention,
+    SPARSE_ATTENTION: _latent_attention,
+    REUSED_SELECTION: _latent_attention,
     DELTA_NET: _delta_net,
     # Gate, up and their product; on a CPU, also the activated gate.
     MLP: lambda layer: PartMemory((3 + (layer.kernels is Kernels.cpu)) * layer.gate),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.batch.metrics import values_of
 from megarl.config.schema import ExpertsConfig, OptimConfig, ParallelConfig
+from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from tests.families import RENAMED_FAMILIES
 from tests.ranks import RankPool
@@ -29,6 +30,7 @@ from tests.unit.engine.models import (
     load_lm,
     make_batch,
     make_image_batch,
+    make_long_batch,
     record_routers,
     reference_logits,
     reference_values,
@@ -158,12 +160,16 @@ class Compared(NamedTuple):
     routers: dict[str, float] = {}
 
 
-def weighted_batch(*, has_images: bool) -> dict[str, Any]:
+def weighted_batch(architecture: Architecture) -> dict[str, Any]:
     """Add a weight per token and output, so that no two gradients are equal by symmetry.
 
     In every layout, rows with one prompt share a micro-batch.
     """
-    batch = make_image_batch() if has_images else with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
+    if architecture.vision is not None:
+        batch = make_image_batch()
+    else:
+        texts = make_batch() if architecture.indexer is None else make_long_batch()
+        batch = with_one_prompt(texts, (0, 4, 2), (1, 5))
     generator = torch.Generator().manual_seed(2)
 
     for key in ("log_probs", "entropy", "values"):
@@ -278,7 +284,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         save_model(family, folder / "lm")
         save_critic(folder / "lm", folder / "critic")
         folders = {key: str(folder / key) for key in ("lm", "critic")}
-        batch = weighted_batch(has_images=read_architecture(folders["lm"]).vision is not None)
+        batch = weighted_batch(read_architecture(folders["lm"]))
         names = OF_DENSE if family in WITH_EVERY_CASE else OF_LAYERS
         if family in EXPERT_FAMILIES:
             names = OF_EXPERTS
