@@ -62,6 +62,9 @@ EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
 EXPERT_FAMILIES["moonlight"] = example_config(
     "deepseek_v3", **_HEADS, q_lora_rank=None, rope_scaling=None, n_group=1, rms_norm_eps=1e-5
 )
+# Half of the layers share the selection of the layer before them.
+EXPERT_FAMILIES["glm-shared"] = example_config("glm_moe_dsa", **_HEADS, index_topk=SELECTED_KEYS)
+EXPERT_FAMILIES["glm-shared"].indexer_types = ["full", "shared"] * 2
 # The context is longer than the original one, and rows are too.
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 8}
 # Dense models with a part that no family's example has.

@@ -134,7 +134,7 @@ VARIANT_CASES: list[Comparison] = [
 ]
 # Latent attention has gradients of its own in every kind of layout. Another family has all layouts.
 NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5, "qwen3_next": 5}
-NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5, "qwen3_vl_moe": 5, "glm_moe_dsa": 1}
+NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5, "qwen3_vl_moe": 5, "deepseek_v32": 5, "glm_moe_dsa": 1}
 NUM_EXPERT_LAYOUTS |= dict.fromkeys(RENAMED_FAMILIES, 1)
 NUM_EXPERT_LAYOUTS |= {"minimax_m2": 5}
 EXPERT_CASES: list[Comparison] = [
@@ -144,6 +144,8 @@ EXPERT_CASES: list[Comparison] = [
 ]
 # Its attention is another one, so stages and ranks that share rows have to show that it is theirs too.
 EXPERT_CASES += [("gpt_oss", "PP2"), ("gpt_oss", "CP2xEP2")]
+EXPERT_CASES += [("deepseek_v32", "CP2xTP2+SP"), ("deepseek_v32", "PP2xDP2xEP2")]
+EXPERT_CASES += [("glm-shared", layout) for layout in ("PP2", "CP2xEP2")]
 EVERY_CASE = [*FAMILY_CASES, *REPLICA_CASES, *VARIANT_CASES, *EXPERT_CASES]
 
 
