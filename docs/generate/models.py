@@ -95,7 +95,7 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequenc
 
 
 def _sglang_class(family: Family) -> str:
-    name = family.sglang_policy_class or f"{family.class_prefix}{family.lm_class}"
+    name = f"{family.class_prefix}{family.lm_class}"
     return f"`{name}`" if family.sglang_class else "none"
 
 

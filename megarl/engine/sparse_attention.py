@@ -37,11 +37,9 @@ from megarl.engine.layers import whole_keys
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 from megarl.models.architecture import Architecture
-from megarl.models.sparse_attention import has_indexer, indexer_of
+from megarl.models.sparse_attention import BLOCK_QUERIES, MOST_SCORES, has_indexer, indexer_of
 
 _NORM_EPS = 1e-6  # of the norm of index keys, in the published code and in transformers
-_BLOCK = 512  # queries that are attended at a time
-_SCORES = 2**26  # the most index scores of all heads that are in memory at a time
 
 
 class IndexInputs(NamedTuple):
@@ -128,7 +126,7 @@ class LightningIndexer(torch.nn.Module):
         return torch.cat((rotated, rest), dim=-1)
 
 
-class Piece(NamedTuple):
+class KeyedPiece(NamedTuple):
     """Consecutive queries of a rank with the keys that they see.
 
     The last query sees all keys, each earlier one a key less than the next.
@@ -186,7 +184,7 @@ class SparseRows(NamedTuple):
         selections: The selection (T, topk) of each layer, by its number, that others share.
     """
 
-    pieces: list[Piece]
+    pieces: list[KeyedPiece]
     selections: dict[int, Tensor]
 
 
@@ -200,12 +198,12 @@ def sparse_rows_of(packed: PackedRows) -> SparseRows:
     return packed.sparse_rows
 
 
-def _piece(piece: QueryPiece, order: Tensor | None, device: torch.device) -> Piece:
+def _piece(piece: QueryPiece, order: Tensor | None, device: torch.device) -> KeyedPiece:
     seen = [each for each in (piece.prompt, piece.own) if each]
     keys: Any = tuple(slice(each.start, each.stop) for each in seen)
     if order is not None:
         keys = to_device(torch.cat([order[each] for each in keys]), device)
-    return Piece(piece.start, piece.length, keys, sum(map(len, seen)))
+    return KeyedPiece(piece.start, piece.length, keys, sum(map(len, seen)))
 
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -227,7 +225,7 @@ def hidden_keys(num_queries: int, num_keys: int, device: torch.device) -> Tensor
 
 
 @torch.no_grad()
-def select_keys(inputs: IndexInputs, pieces: Sequence[Piece], topk: int) -> Tensor:
+def select_keys(inputs: IndexInputs, pieces: Sequence[KeyedPiece], topk: int) -> Tensor:
     """Return the places (T, topk) int32 of the selected keys of each query among the keys of its piece.
 
     A query that sees fewer keys selects all of them, and its further places are -1.
@@ -235,10 +233,10 @@ def select_keys(inputs: IndexInputs, pieces: Sequence[Piece], topk: int) -> Tens
     selected = torch.full((len(inputs.queries), topk), -1, dtype=torch.int32, device=inputs.keys.device)
     for piece in pieces:
         keys = piece.of(inputs.keys)
-        size = max(1, _SCORES // (inputs.queries.shape[1] * piece.num_keys))
+        size = max(1, MOST_SCORES // (inputs.queries.shape[1] * piece.num_keys))
         for block, _, num_keys in piece.blocks(size):
             scores = index_scores(inputs.queries[block], inputs.weights[block], keys[:num_keys])
-            scores.masked_fill_(hidden_keys(*scores.shape, scores.device), float("-inf"))
+            scores.masked_fill_(hidden_keys(len(scores), num_keys, scores.device), float("-inf"))
             best, places = scores.topk(min(topk, num_keys), dim=-1)
             places = places.int().masked_fill_(best == float("-inf"), -1)
             selected[block, : places.shape[1]] = places
@@ -272,14 +270,14 @@ class _SparseAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         selected: Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[KeyedPiece],
         scale: float | None,
     ) -> Tensor:
         mixed = value.new_empty(*query.shape[:2], value.shape[-1])
         for piece in pieces:
             keys = piece.of(key)
             values = piece.of(value)
-            for block, _, seen in piece.blocks(_BLOCK):
+            for block, _, seen in piece.blocks(BLOCK_QUERIES):
                 mask = selected_mask(selected[block], seen)
                 mixed[block] = _attend(query[block], keys[:seen], values[:seen], mask, scale)
 
@@ -297,12 +295,12 @@ class _SparseAttention(torch.autograd.Function):
             of_keys = piece.of(key).detach()
             of_values = piece.of(value).detach()
             sums = torch.zeros_like(of_keys), torch.zeros_like(of_values)
-            for block, _, seen in piece.blocks(_BLOCK):
+            for block, _, seen in piece.blocks(BLOCK_QUERIES):
                 inputs = (query[block], of_keys[:seen], of_values[:seen])
-                leaves = [each.detach().requires_grad_() for each in inputs]
+                q, k, v = (each.detach().requires_grad_() for each in inputs)
                 with torch.enable_grad():
-                    mixed = _attend(*leaves, selected_mask(selected[block], seen), ctx.scale)
-                found = torch.autograd.grad(mixed, leaves, gradient[block])
+                    mixed = _attend(q, k, v, selected_mask(selected[block], seen), ctx.scale)
+                found = torch.autograd.grad(mixed, (q, k, v), gradient[block])
                 totals[0][block] = found[0]
                 sums[0][:seen] += found[1]
                 sums[1][:seen] += found[2]
@@ -401,7 +399,7 @@ def with_selection(attention: Any) -> Any:
             value = F.pad(value, (0, query.shape[-1] - width))
             inputs = IndexInputs(*map(_rows_first, self.indexer(x.detach(), qr.detach(), None)))
             pieces = [
-                Piece(start, length, (slice(start, start + length),), length)
+                KeyedPiece(start, length, (slice(start, start + length),), length)
                 for start in range(0, batch * length, length)
             ]
             selected = select_keys(inputs, pieces, self.topk)
@@ -435,8 +433,10 @@ def set_rotation(model: torch.nn.Module, architecture: Architecture, frequencies
     """Give attention and indexers one rotary embedding. For arguments see latent_attention."""
     latent_attention.set_rotation(model, architecture, frequencies)
     for attention in model.modules():
-        if isinstance(attention, LatentSelfAttention) and attention.core_attention.indexer is not None:
-            attention.core_attention.indexer.rotary_pos_emb = attention.rotary_pos_emb
+        if isinstance(attention, LatentSelfAttention):
+            core: Any = attention.core_attention
+            if core.indexer is not None:
+                core.indexer.rotary_pos_emb = attention.rotary_pos_emb
 
 
 def _rows_first(tokens: Tensor) -> Tensor:

@@ -216,12 +216,12 @@ DEEPSEEK_V32 = replace(
     rows=(*trunk_rows((*LATENT_ROWS, *INDEXER_ROWS)), *_EXPERT_ROWS),
     example_fields=DEEPSEEK_V3.example_fields
     | {"index_topk": 128, "index_n_heads": 16, "index_head_dim": 16},
-    # SGLang's classes of models with sparse attention differ from it in nothing but their indexers.
-    sglang_policy_class="DeepseekV2ForCausalLM",
+    # It differs from SGLang's classes of models with sparse attention in nothing but their indexers.
+    sglang_cpu_class="DeepseekV2ForCausalLM",
     models="DeepSeek-V3.2 and V3.2-Exp",
     limits=(
-        "rows of at most `index_topk` (2,048) tokens, in which sparse attention is dense; indexers are not "
-        "trained, but [kept](large_models.md#sparse-attention)",
+        "SGLang serves rows of at most `index_topk` (2,048) tokens on a CPU; kernels for CUDA that skip keys "
+        "are not used ([sparse attention](large_models.md#sparse-attention))",
         *DEEPSEEK_V3.limits,
     ),
 )
@@ -230,6 +230,8 @@ GLM_MOE_DSA = replace(
     model_type="glm_moe_dsa",
     class_prefix="GlmMoeDsa",
     read=partial(_read_sparse, is_glm=True),
+    # transformers' class has no such field.
+    sglang_fields=DEEPSEEK_V3.sglang_fields | {"indexer_rope_interleave": True},
     example_fields=DEEPSEEK_V32.example_fields
     | {"rope_theta": 1e6, "rope_scaling": None, "rms_norm_eps": 1e-5, "n_group": 1, "n_shared_experts": 1},
     models="GLM-5 and its later versions of the same class",

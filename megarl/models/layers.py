@@ -19,6 +19,7 @@ from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.mapping import (
     FEED_FORWARD,
+    INDEXER,
     MEGATRON_LAYER,
     MIXER,
     TOWER,
@@ -80,7 +81,13 @@ class Matrix(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Whether it is a linear layer of Megatron, unlike routers, gates of experts and convolutions."""
-        return "linear_" in self.name or self.name.endswith("_proj.weight")
+        is_named_so = "linear_" in self.name or self.name.endswith("_proj.weight")
+        return is_named_so and not self.selects
+
+    @property
+    def selects(self) -> bool:
+        """Whether it belongs to an indexer, which sees all tokens on every rank, and passes no gradient."""
+        return self.name.startswith(INDEXER)
 
     def shards(self, tensor: int, expert_tensor: int) -> tuple[int, int]:
         """Return the numbers of ranks that share its outputs, and its inputs.
@@ -223,6 +230,18 @@ def token_products(architecture: Architecture) -> int:
         + sum(matrix.outputs * matrix.inputs * matrix.num_met for matrix in part.matrices)
         for layer in layers_of(architecture)
         for part in layer
+    )
+
+
+@lru_cache(maxsize=64)
+def selection_products(architecture: Architecture) -> tuple[int, int]:
+    """Return the multiply-adds of the indexers of all layers, for one token and for each pair of tokens."""
+    sizes = dimension_sizes(architecture)
+    parts = [part for layer in layers_of(architecture) for part in layer]
+    matrices = [matrix for part in parts for matrix in part.matrices if matrix.selects]
+    return (
+        sum(matrix.outputs * matrix.inputs for matrix in matrices),
+        sum(size_of(each, sizes) for part in parts for each in part.kind.of_every_pair),
     )
 
 

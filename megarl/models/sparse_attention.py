@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megarl.models.architecture import Architecture, Indexer
 from megarl.models.config_reader import ConfigReader
-from megarl.models.latent import LATENT_ATTENTION
+from megarl.models.latent import latent_kind
 from megarl.models.mapping import HF_LAYER, INDEXER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
+
+# The queries that are attended at a time, and the most scores of all heads of an indexer that are in memory.
+BLOCK_QUERIES = 512
+MOST_SCORES = 2**25
 
 
 def indexer_of(architecture: Architecture) -> Indexer:
@@ -22,19 +24,13 @@ def has_indexer(architecture: Architecture, layer: int | None) -> bool:
 
 
 # Engines also cache the keys of indexers.
-SPARSE_ATTENTION = replace(
-    LATENT_ATTENTION,
-    name="sparse attention",
-    applies=has_indexer,
-    most_keys="t",
-    of_every_pair=("i",),
-    cached_apart="j",
+SPARSE_ATTENTION = latent_kind(
+    "sparse attention", has_indexer, most_keys="t", of_every_pair=("i",), cached_apart="j"
 )
 # A layer that takes the selection of the last one before it that has an indexer.
-REUSED_SELECTION = replace(
-    LATENT_ATTENTION,
-    name="sparse attention without indexer",
-    applies=lambda architecture, layer: architecture.indexer is not None,
+REUSED_SELECTION = latent_kind(
+    "sparse attention without indexer",
+    lambda architecture, layer: architecture.indexer is not None,
     most_keys="t",
 )
 
