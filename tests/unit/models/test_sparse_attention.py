@@ -110,7 +110,7 @@ def test_other_names_of_layers_do_not_change_the_model(tmp_path: Path) -> None:
         {},
         {"index_topk_freq": 2},
         {"index_topk_freq": 3, "index_skip_topk_offset": 3},
-        {"index_topk_freq": 2, "index_skip_topk_offset": 0},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 1},
         {"index_topk_pattern": "FSSF"},
         {"index_topk_pattern": "FSSF", "indexer_types": ["full", "full", "shared", "full"]},
     ],
