@@ -406,10 +406,11 @@ class MegatronEngine:
         """
         architecture = self.spec.architecture
         losses = self.spec.routers
-        if not routes_tokens(architecture):
+        indexer_loss = self.spec.indexer_loss
+        if not routes_tokens(architecture) and not indexer_loss:
             return None
         if not losses.aux_loss_coefficient:
-            return RouterStatistics(architecture, self._device, losses)
+            return RouterStatistics(architecture, self._device, losses, indexer_loss=indexer_loss)
 
         # The fractions of the mini-batch are constants of the loss: they must be known before any backward
         # pass.
@@ -418,7 +419,7 @@ class MegatronEngine:
             self._run(batch, micro_batches, None, (), counted)
         counted.reduce(self.groups)
 
-        return RouterStatistics(architecture, self._device, losses, counted.shares)
+        return RouterStatistics(architecture, self._device, losses, counted.shares, indexer_loss)
 
     def step(self) -> StepStatistics:
         """Apply the gradients."""
@@ -546,11 +547,11 @@ class MegatronEngine:
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         routed = {}
-        if routes_tokens(self.spec.architecture):
+        if routes_tokens(self.spec.architecture) or self.spec.indexer_loss:
             # Megatron passes the attention bias, which megarl's models do not use, to each layer, even under
             # recomputation. Its padding mask is lost if only some layers are recomputed.
-            counts = self.groups.own_part(micro_batch.inputs.counts.t().flatten())  # hidden is (S, b, H)
-            tokens = RoutedTokens(counts, tally, micro_batch.routes)
+            counts = micro_batch.inputs.counts.t().flatten()  # hidden is (S, b, H)
+            tokens = RoutedTokens(self.groups.own_part(counts), counts, tally, micro_batch.routes)
             routed = {"extra_block_kwargs": {"attention_bias": tokens}}
 
         # A recomputation in the backward pass repeats these modules, and must not be recorded again.

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from megarl.engine import latent_attention
 from megarl.engine.context import QueryPiece, whole_order
 from megarl.engine.latent_attention import LatentSelfAttention, ReplicatedLinear
 from megarl.engine.layers import whole_keys
+from megarl.engine.moe_router import RoutedTokens, RouterStatistics
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 from megarl.models.architecture import Architecture
@@ -309,11 +311,100 @@ class _SparseAttention(torch.autograd.Function):
         return *totals, None, None, None
 
 
+def attend_selected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    selected: Tensor,
+    pieces: Sequence[KeyedPiece],
+    scale: float | None,
+) -> Tensor:
+    """Attend to selected keys.
+
+    Args:
+        query: (T, heads, D).
+        key: (T, heads, D); with context parallelism those of all ranks.
+        value: As `key`. Values may have another size.
+        selected: (T, topk), see `select_keys`.
+
+    Returns:
+        (T, heads, size of a value).
+    """
+    return _SparseAttention.apply(query, key, value, selected, pieces, scale)
+
+
+class _IndexerLoss(torch.autograd.Function):
+    """The sum over queries of the divergence of the softmax of index scores from attention.
+
+    The attention of a query over its selected keys is summed over all heads and divided by their number. The
+    gradients of index queries, weights and keys are computed in the forward pass, a block of queries at a
+    time, and saved; nothing else has a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        index_queries: Tensor,
+        index_keys: Tensor,
+        head_weights: Tensor,
+        query: Tensor,
+        key: Tensor,
+        selected: Tensor,
+        pieces: Sequence[KeyedPiece],
+        scale: float,
+        weights: Tensor,
+        tensor_group: dist.ProcessGroup,
+    ) -> Tensor:
+        inputs = index_queries, head_weights, index_keys
+        totals = tuple(torch.zeros_like(each, dtype=torch.float32) for each in inputs)
+        loss = weights.new_zeros(())
+        heads = max(index_queries.shape[1], query.shape[1])
+
+        for piece in pieces:
+            keys = piece.of(key).float()
+            of_indexer = piece.of(index_keys)
+            sums = torch.zeros_like(of_indexer, dtype=torch.float32)
+            for block, _, seen in piece.blocks(max(1, MOST_SCORES // (heads * piece.num_keys))):
+                mask = selected_mask(selected[block], seen)
+                products = torch.einsum("lhd,khd->hlk", query[block].float(), keys[:seen])
+                target = products.mul_(scale).masked_fill_(~mask, float("-inf")).softmax(-1).sum(0)
+                # Tensor-parallel ranks have different heads.
+                if tensor_group.size() > 1:
+                    dist.all_reduce(target, group=tensor_group)
+                target /= target.sum(-1, keepdim=True)
+
+                leaves = [
+                    each.detach().requires_grad_()
+                    for each in (index_queries[block], head_weights[block], of_indexer[:seen])
+                ]
+                with torch.enable_grad():
+                    scores = index_scores(*leaves).masked_fill(~mask, float("-inf"))
+                    predicted = scores.log_softmax(-1).masked_fill(~mask, 0.0)
+                    divergence = (torch.xlogy(target, target) - target * predicted).sum(-1)
+                    of_block = divergence @ weights[block]
+                found = torch.autograd.grad(of_block, leaves)
+                loss += of_block.detach()
+                totals[0][block] = found[0]
+                totals[1][block] = found[1]
+                sums[:seen] += found[2]
+            piece.add_to(totals[2], sums)
+
+        ctx.save_for_backward(*(total.to(each.dtype) for total, each in zip(totals, inputs, strict=True)))
+        return loss
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_queries, of_weights, of_keys = (gradient * each for each in ctx.saved_tensors)
+        return of_queries, of_keys, of_weights, *(None,) * 7
+
+
 def with_selection(attention: Any) -> Any:
     """Extend a core of dense attention to rows of which queries see a selection of the keys."""
 
     class SparseCore(attention):
         requires_dsa_inputs = True  # Megatron then passes hidden states and latent vectors
+        tokens: RoutedTokens | None = None  # those of the current forward pass
 
         def __init__(
             self,
@@ -344,6 +435,7 @@ def with_selection(attention: Any) -> Any:
             self.ranks_of_rows: dist.ProcessGroup | None = (
                 pg_collection.cp if config.context_parallel_size > 1 else None
             )
+            self.tensor_group: dist.ProcessGroup = pg_collection.tp
             self.indexer: LightningIndexer | None = None
             if has_indexer(architecture, layer_number - 1):
                 self.indexer = LightningIndexer(config, architecture, pg_collection)
@@ -361,51 +453,101 @@ def with_selection(attention: Any) -> Any:
         ) -> Tensor:
             packed = packed_seq_params
             longest = len(query) if packed is None else packed.max_seqlen_kv
+            tally = self._tally()
+            mixed: Tensor | None = None
             if longest <= self.topk:
-                return super().forward(query, key, value, *arguments, packed_seq_params=packed, **options)
+                mixed = super().forward(query, key, value, *arguments, packed_seq_params=packed, **options)
+                if tally is None:
+                    return mixed
+
+            # From here on, rows are one after another.
+            length, width = len(query), value.shape[-1]
+            pieces = _padded_pieces(query) if packed is None else sparse_rows_of(packed).pieces
             if packed is None:
-                return self._attend_padded(query, key, value, x, qr)
-
-            if self.ranks_of_rows is not None:
+                value = F.pad(value, (0, query.shape[-1] - width))
+                query, key, value = (_rows_first(each) for each in (query, key, value))
+            elif self.ranks_of_rows is not None:
                 key, value = whole_keys(key, value, self.ranks_of_rows)
-            selected = self._selection(x, qr, packed)
-            pieces = sparse_rows_of(packed).pieces
-            mixed = _SparseAttention.apply(query, key, value, selected, pieces, self.scale_of_scores)
-            return mixed.flatten(1)
 
-        def _selection(self, x: Tensor, qr: Tensor, packed: PackedRows) -> Tensor:
-            """Return the selection of this layer: its indexer's, or that of an earlier layer."""
-            pieces, selections = sparse_rows_of(packed)
+            inputs = self._index_inputs(x, qr, packed, trains=tally is not None)
+            selected = self._selection(inputs, packed, pieces)
+            if mixed is None:
+                mixed = attend_selected(query, key, value, selected, pieces, self.scale_of_scores).flatten(1)
+                if packed is None:
+                    by_row = mixed.view(len(query) // length, length, -1, query.shape[-1])
+                    mixed = by_row[..., :width].flatten(2).transpose(0, 1).contiguous()
+
+            if tally is None or inputs is None:
+                return mixed
+            return self._with_loss(mixed, inputs, query, key, selected, pieces, tally)
+
+        def _tally(self) -> RouterStatistics | None:
+            """Return where the loss of the indexer is counted, if this pass computes one.
+
+            With recomputation, a layer runs twice: the pass without gradients adds nothing.
+            """
+            tally = None if self.tokens is None else self.tokens.tally
+            computes = tally is not None and tally.losses is not None and tally.indexer_loss
+            return tally if computes and self.indexer is not None and torch.is_grad_enabled() else None
+
+        def _index_inputs(
+            self, x: Tensor, qr: Tensor, packed: PackedRows | None, *, trains: bool
+        ) -> IndexInputs | None:
+            """Return what the indexer computes, None without one. Only its own weights have gradients."""
             if self.indexer is None:
-                return selections[self.source]
-
-            inputs = self.indexer(x.detach(), qr.detach(), packed)
-            if self.ranks_of_rows is not None:
+                return None
+            with torch.set_grad_enabled(trains):
+                inputs = self.indexer(x.detach(), qr.detach(), packed)
+                if packed is None:
+                    return IndexInputs(*map(_rows_first, inputs))
+                if self.ranks_of_rows is None:
+                    return inputs
                 keys = gather_from_sequence_parallel_region(
                     inputs.keys, tensor_parallel_output_grad=True, group=self.ranks_of_rows
                 )
-                inputs = inputs._replace(keys=keys)
+                return inputs._replace(keys=keys)
+
+        def _selection(
+            self, inputs: IndexInputs | None, packed: PackedRows | None, pieces: Sequence[KeyedPiece]
+        ) -> Tensor:
+            """Return the selection of this layer: its indexer's, or that of an earlier layer."""
+            if inputs is None:
+                assert packed is not None, "layers that share a selection need packed rows"
+                return sparse_rows_of(packed).selections[self.source]
             selected = select_keys(inputs, pieces, self.topk)
             # A layer that is computed again in the backward pass needs the selection once more.
-            if self.is_shared:
-                selections[self.source] = selected
+            if self.is_shared and packed is not None:
+                sparse_rows_of(packed).selections[self.source] = selected
             return selected
 
-        def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor, x: Tensor, qr: Tensor) -> Tensor:
-            """Attend in padded rows: query (S, b, heads, D) -> (S, b, heads * D)."""
-            assert self.indexer is not None, "layers that share a selection need packed rows"
-            length, batch = query.shape[:2]
-            width = value.shape[-1]
-            value = F.pad(value, (0, query.shape[-1] - width))
-            inputs = IndexInputs(*map(_rows_first, self.indexer(x.detach(), qr.detach(), None)))
-            pieces = [
-                KeyedPiece(start, length, (slice(start, start + length),), length)
-                for start in range(0, batch * length, length)
-            ]
-            selected = select_keys(inputs, pieces, self.topk)
-            heads = (_rows_first(each) for each in (query, key, value))
-            mixed = _SparseAttention.apply(*heads, selected, pieces, self.scale_of_scores)
-            return mixed[..., :width].reshape(batch, length, -1).transpose(0, 1).contiguous()
+        def _with_loss(
+            self,
+            mixed: Tensor,
+            inputs: IndexInputs,
+            query: Tensor,
+            key: Tensor,
+            selected: Tensor,
+            pieces: Sequence[KeyedPiece],
+            tally: RouterStatistics,
+        ) -> Tensor:
+            """Return the output, whose backward pass also has the gradient of the indexer's loss."""
+            assert self.tokens is not None
+            counts = self.tokens.all_counts
+            if mixed.ndim == 3:
+                counts = _rows_first(counts.view(mixed.shape[:2]))
+            loss = _IndexerLoss.apply(
+                *inputs,
+                query.detach(),
+                key.detach(),
+                selected,
+                pieces,
+                self.scale_of_scores,
+                tally.weights(counts),
+                self.tensor_group,
+            )
+            # Every tensor-parallel rank has all tokens.
+            tally.divergences[self.source] += loss.detach() / self.tensor_group.size()
+            return MoEAuxLossAutoScaler.apply(mixed, tally.indexer_loss * loss)
 
     return SparseCore
 
@@ -437,6 +579,13 @@ def set_rotation(model: torch.nn.Module, architecture: Architecture, frequencies
             core: Any = attention.core_attention
             if core.indexer is not None:
                 core.indexer.rotary_pos_emb = attention.rotary_pos_emb
+
+
+def _padded_pieces(query: Tensor) -> list[KeyedPiece]:
+    """Return the rows of padded queries (S, b, heads, D), one after another."""
+    length, batch = query.shape[:2]
+    starts = range(0, batch * length, length)
+    return [KeyedPiece(start, length, (slice(start, start + length),), length) for start in starts]
 
 
 def _rows_first(tokens: Tensor) -> Tensor:

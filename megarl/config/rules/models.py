@@ -233,6 +233,28 @@ def kernels_fit(config: RunConfig, role: ModelRole, architecture: Architecture) 
         )
 
 
+def selections_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
+    """Check that layers that share the selection of an earlier one receive it, if rows are long enough."""
+    indexer = architecture.indexer
+    layers = architecture.num_hidden_layers
+    if indexer is None or len(indexer.layers) == layers or config.max_row_tokens <= indexer.topk:
+        return
+    named = f"{role.path} ({architecture.model_type}) has layers that share the selection of an earlier layer"
+    if not config.engine.packing:
+        yield Finding(("engine.packing",), f"is false, but {named}, which needs packed rows; use true")
+
+    stages = range(role.parallel.pipeline_parallel_size)
+    chunks = [chunk for stage in stages for chunk in role.parallel.chunks_of_stage(layers, stage)]
+    lacking = [chunk[0] for chunk in chunks if chunk and chunk[0] not in indexer.layers]
+    if lacking:
+        yield Finding(
+            (role.parallel_key,),
+            f"a (virtual) pipeline stage begins with layer {lacking[0]}, but {named}, and stages do not pass "
+            f"selections on; let stages begin with layers among {list(indexer.layers)}, by pipeline_layout "
+            "or another number of stages",
+        )
+
+
 def head_fits(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a model whose tokens count is a language model. A critic may start from any model."""
     called = model_called(read_fields(role.path))
