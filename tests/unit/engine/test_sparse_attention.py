@@ -3,6 +3,8 @@ the loss of indexers in float64."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def test_blocks_of_queries_give_what_a_whole_mask_gives() -> None:
     ]
     query, key, value = (random_heads(1160, 2, 8, seed).requires_grad_() for seed in range(3))
     inputs = IndexInputs(
-        random_heads(1160, 4, 8, 3), random_heads(1160, 1, 8, 4)[:, 0], random_heads(1160, 4, 1, 5)[..., 0]
+        random_heads(1160, 16, 8, 3), random_heads(1160, 1, 8, 4)[:, 0], random_heads(1160, 16, 1, 5)[..., 0]
     )
     selected = select_keys(inputs, pieces, 16)
     mixed = attend_selected(query, key, value, selected, pieces, 0.3)
@@ -66,7 +68,7 @@ def test_blocks_of_queries_give_what_a_whole_mask_gives() -> None:
     logits = 0.3 * torch.einsum("qhd,khd->hqk", query, key)
     expected = torch.einsum("hqk,khd->qhd", logits.masked_fill(~chosen, -torch.inf).softmax(-1), value)
 
-    assert max_difference(mixed, expected) < 1e-5
+    assert max_difference(mixed.detach(), expected.detach()) < 1e-5
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9))
     found, wanted = (
         torch.autograd.grad((each * weights).sum(), (query, key, value)) for each in (mixed, expected)
@@ -150,12 +152,11 @@ def divergence(attention: Any, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], m
     is_glm = isinstance(indexer, glm.GlmMoeDsaIndexer)
     turn = "apply_rotary_pos_emb_interleave" if is_glm else "apply_rotary_pos_emb"
     module = glm if is_glm else deepseek
-    with torch.enable_grad():
-        queries = indexer.wq_b(latent.detach()).view(1, length, indexer.n_heads, indexer.head_dim)
-        keys = indexer.k_norm(indexer.wk(hidden.detach()))[:, :, None]
-        queries, keys = (rotated(each, module, size, turn)[0] for each in (queries, keys))
-        weights = indexer.weights_proj(hidden.detach())[0] * (indexer.n_heads * indexer.head_dim) ** -0.5
-        scores = (torch.einsum("qhd,kd->qhk", queries, keys[:, 0]).relu() * weights[..., None]).sum(1)
+    queries = indexer.wq_b(latent.detach()).view(1, length, indexer.n_heads, indexer.head_dim)
+    keys = indexer.k_norm(indexer.wk(hidden.detach()))[:, :, None]
+    queries, keys = (rotated(each, module, size, turn)[0] for each in (queries, keys))
+    weights = indexer.weights_proj(hidden.detach())[0] * (indexer.n_heads * indexer.head_dim) ** -0.5
+    scores = (torch.einsum("qhd,kd->qhk", queries, keys[:, 0]).relu() * weights[..., None]).sum(1)
 
     # The attention of all heads over the selected keys.
     best = scores.detach().masked_fill(~mask, -torch.inf).topk(min(SELECTED_KEYS, length)).indices
@@ -178,32 +179,42 @@ def divergence(attention: Any, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], m
 
 
 def reference(folder: Path, batch: Tensors) -> tuple[float, Tensors]:
-    """Return the loss of the indexers and its gradients, in float64, row by row."""
-    model = load_lm(folder).double()
+    """Return the loss of the indexers and its gradients, row by row.
+
+    The hidden states of each layer are transformers' in float32, and everything after them is in float64.
+    """
+    model = load_lm(folder)
+    wide = {
+        f"model.layers.{number}.self_attn": deepcopy(layer.self_attn).double()
+        for number, layer in enumerate(model.model.layers)
+        if layer.self_attn.indexer is not None
+    }
     losses: list[Tensor] = []
 
-    def compute(attention: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        length = options["hidden_states"].shape[1]
-        if attention.indexer is not None:
-            mask = torch.ones(length, length, dtype=torch.bool).tril()
-            losses.append(
-                divergence(attention, options["hidden_states"], options["position_embeddings"], mask).sum()
-            )
+    def compute(module: Any, arguments: tuple[Any, ...], options: dict[str, Any], attention: Any) -> None:
+        hidden = options["hidden_states"].double()
+        mask = torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+        cos, sin = (each.double() for each in options["position_embeddings"])
+        with torch.enable_grad():
+            losses.append(divergence(attention, hidden, (cos, sin), mask).sum())
 
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(compute, with_kwargs=True)
-    num_tokens = 0
+    for name, attention in wide.items():
+        model.get_submodule(name).register_forward_pre_hook(
+            partial(compute, attention=attention), with_kwargs=True
+        )
     with torch.no_grad():
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-            # The last token of a row predicts none, but it is a token of the row.
             model(ids[mask][None], use_cache=False)
-            num_tokens += int(mask.sum())
 
-    loss = torch.stack(losses).sum() / num_tokens
+    loss = torch.stack(losses).sum() / batch["attention_mask"].sum()
     (COEFFICIENT * loss).backward()
-    num_layers = sum(layer.self_attn.indexer is not None for layer in model.model.layers)
-    gradients = {name: each.grad for name, each in model.named_parameters() if ".indexer." in name}
-    return float(loss) / num_layers, gradients
+    gradients = {
+        f"{name}.{inner}": each.grad
+        for name, attention in wide.items()
+        for inner, each in attention.named_parameters()
+        if inner.startswith("indexer.")
+    }
+    return float(loss) / len(wide), gradients
 
 
 LAYOUTS = {
@@ -243,7 +254,8 @@ def test_the_loss_of_indexers_is_that_of_a_plain_computation(
         **options,
     )
     gradients = merge([each for _, each, _ in ranks])
-    found = {name: value.double() for name, value in gradients.items() if ".indexer." in name}
+    found = {name: value.double() for name, value in gradients.items() if name in expected}
+    assert found.keys() == expected.keys()
     assert_same(found, expected, 1e-4)
     for _, _, metrics in ranks:
         assert metrics["indexer_loss"] == pytest.approx(loss, rel=1e-4)
