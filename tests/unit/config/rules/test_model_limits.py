@@ -107,3 +107,43 @@ def test_only_an_engine_on_a_cpu_limits_rows_to_the_selected_keys(tmp_path: Path
     assert "is cpu, and rows may have 29 tokens, but SGLang has sparse attention on GPUs only" in refused
     assert "serves rows of at most index_topk 28 tokens of " in refused
     assert refused.endswith("; use device=cuda, or shorter rows")
+
+
+def test_layers_that_share_a_selection_need_packed_rows_and_stages_that_select(tmp_path: Path) -> None:
+    fields = FAMILIES["glm_moe_dsa"].example() | {"index_topk": 20, "indexer_types": ["full", "shared"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+    def found(*overrides: str) -> list[str]:
+        given = violations(run, f"model.path={tmp_path}", "device=cuda", *overrides)
+        return [each for each in given if "share the selection" in each]
+
+    stages = "actor.parallel.pipeline_parallel_size=2"
+    assert found() == found(stages) == []
+    (padded,) = {each.partition(": ")[2] for each in found("engine.packing=false") if "false" in each}
+    assert padded.endswith("which needs packed rows; use true")
+    (uneven,) = found(stages, "actor.parallel.pipeline_layout=[1,3]")
+    assert "a (virtual) pipeline stage begins with layer 1, but " in uneven
+    assert "let stages begin with layers among [0, 2]" in uneven
+
+    # In short rows, every layer sees all keys.
+    short = "data.max_response_length=4"
+    assert found(short, "engine.packing=false") == []
+
+
+def test_only_models_with_indexers_train_them(tmp_path: Path) -> None:
+    key = "model.sparse_attention.indexer_loss_coefficient"
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+    def found(family: str, *overrides: str) -> list[str]:
+        folder = tmp_path / family
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(FAMILIES[family].example()))
+        given = violations(run, f"model.path={folder}", f"{key}=0.01", *overrides)
+        return [each for each in given if "indexer_loss_coefficient" in each]
+
+    assert found("deepseek_v32") == []
+    (refused,) = found("deepseek_v3")
+    assert refused.startswith(key)
+    (frozen,) = found("deepseek_v32", "actor.lora.rank=8")
+    assert "is 0.01, which trains indexers, but with adapters the model is frozen; use 0" in frozen
