@@ -196,6 +196,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "",
             "Load-balancing loss and router z-loss without their coefficients, mean over layers.",
         ),
+        MetricRow(
+            "{actor,sft}/moe/indexer_loss",
+            "nats",
+            "Divergence of the indexers of sparse attention from the attention, mean over tokens and layers.",
+        ),
     ),
     "Critic": (
         MetricRow("critic/vf_loss", "", "Value loss, mean over the step's updates."),

@@ -95,7 +95,7 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequenc
 
 
 def _sglang_class(family: Family) -> str:
-    name = family.sglang_policy_class or f"{family.class_prefix}{family.lm_class}"
+    name = f"{family.class_prefix}{family.lm_class}"
     return f"`{name}`" if family.sglang_class else "none"
 
 
@@ -106,7 +106,7 @@ def _example(model_type: str) -> Architecture:
 
 def _attention(architecture: Architecture) -> str:
     parts = ["latent" if architecture.latent else "grouped-query"]
-    if architecture.index_topk is not None:
+    if architecture.indexer is not None:
         parts.append("sparse (DSA)")
     if architecture.delta_net:
         parts = ["gated delta nets", *parts]
@@ -159,7 +159,7 @@ def _published() -> Iterator[tuple[str, ...]]:
             _billions(num_active_parameters(model)) if model.experts else "-",
             str(model.num_hidden_layers),
             f"{model.hidden_size:,}",
-            f"{model.row_limit.tokens:,}",
+            f"{model.max_position_embeddings:,}",
             _rope(model),
         )
 

@@ -25,7 +25,7 @@ def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture
     """
     limits = (
         model.max_length,
-        architecture.row_limit.tokens,
+        architecture.max_position_embeddings,
         micro_batch_room(model.micro_batch, model.parallel),
     )
     return min(limit for limit in limits if limit is not None)

@@ -14,7 +14,13 @@ from megarl.config.schema.keys import OnlyWith, Reader, default_of, leaves, need
 from megarl.machine.errors import written
 from megarl.models.architecture import Architecture
 
-_PROPERTIES = {"experts": "has no experts", "vision": "has no vision tower"}
+_PROPERTIES = {
+    "experts": "has no experts",
+    "vision": "has no vision tower",
+    "indexer": "has no sparse attention",
+}
+# The parts of models that keys need.
+_PARTS = {"experts": "experts", "vision": "a vision tower", "indexer": "sparse attention"}
 
 
 def unread_keys(
@@ -59,7 +65,7 @@ def needs_in_words(entry: Field[Any]) -> list[str]:
 def _in_words(reader: Reader) -> str:
     key = reader.key.removeprefix(".")
     if reader.architecture:
-        return "a model with " + {"experts": "experts", "vision": "a vision tower"}[reader.architecture]
+        return "a model with " + _PARTS[reader.architecture]
     if reader.values:
         return f"`{key}` {', '.join(f'`{written(value)}`' for value in reader.values)}"
     return f"`{key}` above {reader.above:g}" if reader.above else f"`{key}`"

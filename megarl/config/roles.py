@@ -30,7 +30,7 @@ from megarl.config.schema import (
     RunConfig,
     RunKind,
 )
-from megarl.models.architecture import LoRA
+from megarl.models.architecture import Architecture, LoRA
 
 REWARD_MODEL = "reward_model"
 TEACHER = "teacher"
@@ -128,6 +128,7 @@ class ModelRole(Role):
         lora_path: The folder of the adapters to start from. None: new adapters.
         serves_adapters: Whether engines get the adapters separately, not merged.
         freeze_vision: Whether a vision tower is not trained.
+        indexer_loss: The weight of the loss that trains indexers; 0: they are frozen.
         megatron_key: The section of these options.
         shares_with: The role whose devices it shares by default.
         base_of: The role in whose processes it runs, as that role's model without adapters. None: it has a
@@ -148,11 +149,19 @@ class ModelRole(Role):
     lora_path: str | None = None
     serves_adapters: bool = False
     freeze_vision: bool = False
+    indexer_loss: float = 0.0
     megatron: MegatronConfig = MegatronConfig()
     megatron_key: str = "actor.megatron"
     shares_with: str | None = None
     runs_base: bool = False
     before_training: bool = False
+
+    def trained(self, architecture: Architecture) -> Architecture:
+        """Return the model of its folder with what the role trains: its adapters, and its indexers."""
+        indexer = architecture.indexer
+        if indexer is not None:
+            indexer = replace(indexer, trains=self.indexer_loss > 0)
+        return replace(architecture, lora=self.lora, indexer=indexer)
 
 
 def needs_reference(config: PPOConfig) -> bool:
@@ -420,6 +429,9 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
         lora_path=None if section is None else section.lora.path,
         serves_adapters=section is not None and section.served_adapters is not None,
         freeze_vision=section is not None and section.freeze_vision,
+        indexer_loss=config.model.sparse_attention.indexer_loss_coefficient
+        if section is not None and role.trained_key == "actor"
+        else 0.0,
         megatron=megatron,
         megatron_key=megatron_key,
         shares_with=next((other for other in role.may_share_with if other in names), None),

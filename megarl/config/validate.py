@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from types import UnionType
@@ -231,6 +231,7 @@ RULES = (
             models.head_fits: (),
             models.rows_fit: (),
             models.kernels_fit: (),
+            models.selections_fit: (),
             experts.layers_fit: (),
             lora.layers_fit: (),
         },
@@ -319,13 +320,13 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Finding]]
     violations = []
 
     # Judges that the run serves are no model roles, but their memory is planned.
-    for name, folder, key, adapters in [
-        *((role.name, role.path, role.path_key, role.lora) for role in model_roles(config)),
+    for name, folder, key, role in [
+        *((role.name, role.path, role.path_key, role) for role in model_roles(config)),
         *((name, judge.path, f"{judge.key}.path", None) for name, judge in judge_roles(config).items()),
     ]:
         try:
             architecture = read_architecture(folder, config.model.trust_remote_code)
-            architectures[name] = replace(architecture, lora=adapters)
+            architectures[name] = architecture if role is None else role.trained(architecture)
         except ConfigError as error:
             violations.append(Finding((key,), f"{error.source}: {'; '.join(error.problems)}"))
 

@@ -29,7 +29,7 @@ from megarl.engine.context import RankSlice
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import drop_quantized_weights, ends_with_predictors, layers_for
-from megarl.engine.lora import AdapterSwitch, freeze_base
+from megarl.engine.lora import AdapterSwitch, freeze_untrained
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.model import build_chunks, keep_hidden
@@ -126,8 +126,7 @@ class MegatronEngine:
         for model in self.models:
             model.train(trainable).requires_grad_(trainable)
             freeze_routers(model, biases_only=not spec.routers.freeze_router)
-            if spec.architecture.lora is not None:
-                freeze_base(model, spec.architecture, spec.head)
+            freeze_untrained(model, spec.architecture, spec.head)
             if spec.freeze_vision and model.visual is not None:
                 model.visual.requires_grad_(False)
 
@@ -407,10 +406,11 @@ class MegatronEngine:
         """
         architecture = self.spec.architecture
         losses = self.spec.routers
-        if not routes_tokens(architecture):
+        indexer_loss = self.spec.indexer_loss
+        if not routes_tokens(architecture) and not indexer_loss:
             return None
         if not losses.aux_loss_coefficient:
-            return RouterStatistics(architecture, self._device, losses)
+            return RouterStatistics(architecture, self._device, losses, indexer_loss=indexer_loss)
 
         # The fractions of the mini-batch are constants of the loss: they must be known before any backward
         # pass.
@@ -419,7 +419,7 @@ class MegatronEngine:
             self._run(batch, micro_batches, None, (), counted)
         counted.reduce(self.groups)
 
-        return RouterStatistics(architecture, self._device, losses, counted.shares)
+        return RouterStatistics(architecture, self._device, losses, counted.shares, indexer_loss)
 
     def step(self) -> StepStatistics:
         """Apply the gradients."""
@@ -547,11 +547,11 @@ class MegatronEngine:
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         routed = {}
-        if routes_tokens(self.spec.architecture):
+        if routes_tokens(self.spec.architecture) or self.spec.indexer_loss:
             # Megatron passes the attention bias, which megarl's models do not use, to each layer, even under
             # recomputation. Its padding mask is lost if only some layers are recomputed.
-            counts = self.groups.own_part(micro_batch.inputs.counts.t().flatten())  # hidden is (S, b, H)
-            tokens = RoutedTokens(counts, tally, micro_batch.routes)
+            counts = micro_batch.inputs.counts.t().flatten()  # hidden is (S, b, H)
+            tokens = RoutedTokens(self.groups.own_part(counts), counts, tally, micro_batch.routes)
             routed = {"extra_block_kwargs": {"attention_bias": tokens}}
 
         # A recomputation in the backward pass repeats these modules, and must not be recorded again.

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.config.schema import Layers, ParallelConfig
-from megarl.engine import delta_net, latent_attention, sinks
+from megarl.engine import delta_net, latent_attention, sinks, sparse_attention
 from megarl.engine.moe_router import router_class
 from megarl.engine.rotary import attention_factor, set_local_rotation
 from megarl.models.architecture import Architecture
@@ -25,6 +25,7 @@ from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import VISION, has_dense_layers, routing_layers
 from megarl.models.mapping import PartKind
+from megarl.models.sparse_attention import REUSED_SELECTION, SPARSE_ATTENTION
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 
 
@@ -134,6 +135,13 @@ def _attention(set_modules: Callable[[ModuleSpec, Architecture, Any], Any] = _no
     return KindModules(set_modules=set_modules, set_rotation=_set_rotation)
 
 
+_SPARSE = KindModules(
+    config_class=MLATransformerConfig,
+    options=lambda architecture, *build: latent_attention.latent_options(architecture),
+    set_modules=sparse_attention.set_modules,
+    set_rotation=sparse_attention.set_rotation,
+)
+
 # The mixer of a layer sets its modules before the feed-forward does.
 MODULES: dict[PartKind, KindModules] = {
     ATTENTION: _attention(),
@@ -145,6 +153,8 @@ MODULES: dict[PartKind, KindModules] = {
         set_modules=latent_attention.set_modules,
         set_rotation=latent_attention.set_rotation,
     ),
+    SPARSE_ATTENTION: _SPARSE,
+    REUSED_SELECTION: _SPARSE,
     DELTA_NET: KindModules(
         options=lambda architecture, *build: delta_net.delta_options(architecture),
         set_modules=delta_net.set_modules,

@@ -364,9 +364,10 @@ def sharing_prompts(attention: type) -> Any:
 class DecoderLayer(TransformerLayer):
     """Megatron's layer with what some models need in all or some of their layers.
 
-    It passes the routed tokens to its router, if it has one. The first layers of a model that reads images
-    add features of images to their output (see `Deepstack`). The last layer keeps, after its attention, only
-    the tokens of packed rows that predict another; for the attention, all tokens are keys and values.
+    It passes the routed tokens to its router and its indexer, if it has them. The first layers of a model
+    that reads images add features of images to their output (see `Deepstack`). The last layer keeps, after
+    its attention, only the tokens of packed rows that predict another; for the attention, all tokens are keys
+    and values.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -386,6 +387,9 @@ class DecoderLayer(TransformerLayer):
     ) -> tuple[Tensor, Any]:
         # Dense layers also receive the routers' tokens as an attention bias, which they must not apply.
         options["padding_mask"] = attention_bias
+        core: Any = getattr(self.self_attention, "core_attention", None)
+        if hasattr(core, "indexer"):
+            core.tokens = attention_bias
         outputs: Any = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
         deepstack = None if packed_seq_params is None else packed_seq_params.deepstack
         if deepstack is None or self.layer_number > len(deepstack[0]):

@@ -237,7 +237,7 @@ def _with_gradient(module: torch.nn.Module, inputs: Any, hidden: Tensor) -> Tens
     return hidden.requires_grad_() if torch.is_grad_enabled() and hidden.is_leaf else hidden
 
 
-def freeze_base(model: Any, architecture: Architecture, head: Head) -> None:
+def freeze_untrained(model: Any, architecture: Architecture, head: Head) -> None:
     """Freeze everything that the tensor table does not train, before Megatron allocates gradients."""
     trained = {weight.megatron_name for weight in weights_of(architecture, head) if weight.trains}
     for name, parameter in model.canonical_parameters():

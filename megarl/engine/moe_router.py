@@ -1,5 +1,7 @@
 """Routers of experts: which tokens of a micro-batch count, statistics of their routes, and router losses.
 
+The loss of the indexers of sparse attention, which sparse_attention.py computes, is averaged in the same way.
+
 Both losses refer to a mini-batch: they are sums over its tokens divided by their number, so that splitting it
 into micro-batches does not change them. The load-balancing loss multiplies by the fraction of tokens that
 each expert receives. This fraction is a constant for the gradient and covers the whole mini-batch, so it must
@@ -39,11 +41,13 @@ class RoutedTokens(NamedTuple):
 
     Attributes:
         counts: (T,) int64, how often each token counts (see ModelInputs).
+        all_counts: The same of the tokens of all sequence-parallel ranks.
         tally: Where they are counted, or None.
         routes: See router_replay.py.
     """
 
     counts: Tensor
+    all_counts: Tensor
     tally: RouterStatistics | None
     routes: MicroBatchRoutes | None
 
@@ -57,7 +61,8 @@ class RouterStatistics:
         tokens: (L, E) float64, the number of tokens that go to each expert.
         probabilities: (L, E) float64, the mean of the tokens' probabilities, for a load-balancing loss.
         squares: (L,) float64, the mean of the squared log-sum-exp of the tokens' logits, for a z loss.
-        num_tokens: The number of tokens in the mini-batch, which both losses need.
+        divergences: (L,) float64, the mean of the tokens' divergences, for a loss of indexers.
+        num_tokens: The number of tokens in the mini-batch, which all losses need.
     """
 
     def __init__(
@@ -66,21 +71,26 @@ class RouterStatistics:
         device: torch.device,
         losses: ExpertsConfig | None,
         shares: Tensor | None = None,
+        indexer_loss: float = 0.0,
     ) -> None:
         """Create empty statistics.
 
         Args:
             losses: The coefficients of the losses. None: the pass only counts.
             shares: (L, E) fractions of the mini-batch's tokens, for a load-balancing loss.
+            indexer_loss: The coefficient of the loss of indexers.
         """
         num_layers = architecture.num_hidden_layers
         self._num_experts = architecture.num_experts
         self._score = experts_of(architecture).score
         self.losses = losses
+        self.indexer_loss = indexer_loss
+        self._num_indexers = len(architecture.indexer.layers) if architecture.indexer else 0
         self._shares = shares
         self.tokens = torch.zeros(num_layers, self._num_experts, dtype=torch.float64, device=device)
         self.probabilities = torch.zeros_like(self.tokens)
         self.squares = self.tokens.new_zeros(num_layers)
+        self.divergences = self.tokens.new_zeros(num_layers)
         self.num_tokens = self.tokens.new_zeros(())
 
     def begin(self, num_counted: int, groups: ParallelGroups) -> None:
@@ -89,7 +99,9 @@ class RouterStatistics:
         Args:
             num_counted: The number of counted tokens of all micro-batches on this rank.
         """
-        if self.losses is not None and (self.losses.aux_loss_coefficient or self.losses.z_loss_coefficient):
+        if self.losses is not None and (
+            self.losses.aux_loss_coefficient or self.losses.z_loss_coefficient or self.indexer_loss
+        ):
             self.num_tokens.fill_(num_counted)
             dist.all_reduce(self.num_tokens, group=groups.data_context)
 
@@ -112,7 +124,7 @@ class RouterStatistics:
         logits = logits.float()
 
         # Divided by the tokens of the mini-batch, the sums over micro-batches and ranks become means.
-        weights = counts.float() / self.num_tokens.clamp(min=1).float()
+        weights = self.weights(counts)
 
         if coefficient := self.losses.aux_loss_coefficient:
             assert self._shares is not None
@@ -127,6 +139,10 @@ class RouterStatistics:
 
         return loss
 
+    def weights(self, counts: Tensor) -> Tensor:
+        """Return the weights (T,) float32 with which a sum over tokens is a mean over the mini-batch."""
+        return counts.float() / self.num_tokens.clamp(min=1).float()
+
     def _probabilities_of(self, logits: Tensor) -> Tensor:
         if self._score is RouterScore.softmax:
             return logits.softmax(-1)
@@ -135,7 +151,7 @@ class RouterStatistics:
 
     def reduce(self, groups: ParallelGroups) -> None:
         """Sum the statistics over all ranks, which have different tokens or layers."""
-        parts = (self.tokens, self.probabilities, self.squares)
+        parts = (self.tokens, self.probabilities, self.squares, self.divergences)
 
         # A single tensor needs only one collective per group.
         whole = torch.cat([part.flatten() for part in parts])
@@ -174,6 +190,8 @@ class RouterStatistics:
             found["aux_loss"] = self._num_experts * (self.shares * self.probabilities).sum() / num_layers
         if self.losses is not None and self.losses.z_loss_coefficient:
             found["z_loss"] = self.squares.sum() / num_layers
+        if self.losses is not None and self.indexer_loss:
+            found["indexer_loss"] = self.divergences.sum() / self._num_indexers
 
         return {name: Metric.same(value) for name, value in found.items()}
 

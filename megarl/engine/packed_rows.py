@@ -57,6 +57,7 @@ class PackedRows(PackedSeqParams):
         # Features that the first layers add to image tokens (see vision.py).
         self.deepstack: Deepstack | None = None
         self.delta_rows: Any = None  # a DeltaRows, made by the first gated delta net
+        self.sparse_rows: Any = None  # a SparseRows, made by the first layer with sparse attention
         prompt_of = prompt_of or [None] * len(lengths)
         self.shares_prompts = any(prompt is not None for prompt in prompt_of)
         starts = [0, *accumulate(self.lengths)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.config.batch_arithmetic import optimizer_steps
 from megarl.config.roles import ModelRole
@@ -45,6 +45,7 @@ class ModelSpec:
         pushes_adapters: Whether engines get the adapters separately, not merged.
         pushes_fp8: Whether engines get block-scaled FP8.
         freeze_vision: Whether a vision tower is not trained.
+        indexer_loss: The weight of the loss that trains indexers; 0: they are frozen.
         megatron: Options that are passed on to Megatron.
         offloaded_at_first: State that is offloaded when the model has been built, because others need its
             memory.
@@ -71,6 +72,7 @@ class ModelSpec:
     pushes_adapters: bool = False
     pushes_fp8: bool = False
     freeze_vision: bool = False
+    indexer_loss: float = 0.0
     megatron: MegatronConfig = MegatronConfig()
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
@@ -89,7 +91,7 @@ def spec_of(
     """Return the specification of one role of a run."""
     return ModelSpec(
         path=role.path,
-        architecture=replace(architecture, lora=role.lora),
+        architecture=role.trained(architecture),
         head="value" if role.with_value_head else "lm",
         dtype=config.model.dtype,
         parallel=role.parallel,
@@ -106,6 +108,7 @@ def spec_of(
         pushes_adapters=role.serves_adapters,
         pushes_fp8=isinstance(config, PPOConfig) and config.rollout.dtype is EngineDType.fp8,
         freeze_vision=role.freeze_vision,
+        indexer_loss=role.indexer_loss,
         megatron=role.megatron,
         offloaded_at_first=offloaded_at_first,
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
 
 from megarl.models.vision import Vision
 
@@ -240,6 +239,40 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """The indexers of sparse attention (DeepSeek-AI 2025, DeepSeek-V3.2, section 2.1).
+
+    The indexer of a layer scores each key for each query by a weighted sum over its heads, and the query
+    attends to the `topk` keys with the highest scores. In a row of at most `topk` tokens these are all keys.
+
+    Attributes:
+        topk: The number of keys that a query attends to.
+        num_heads: The number of heads, all of which share a key.
+        head_dim: The size of a query of one head, and of a key. The first numbers are rotated.
+        pairs_neighbors: Whether the rotation pairs neighbors (2i, 2i + 1), as that of latent attention does;
+            otherwise the two halves.
+        layers: The numbers of the layers that have an indexer. The others take what the last one before them
+            that has one selected.
+        trains: Whether the loss of the indexers updates them. No other loss has a gradient for them.
+    """
+
+    topk: int
+    num_heads: int
+    head_dim: int
+    pairs_neighbors: bool
+    layers: tuple[int, ...]
+    trains: bool = False
+
+    def letters(self, num_heads: int) -> dict[str, int]:
+        return {
+            "i": self.num_heads * self.head_dim,
+            "j": self.head_dim,
+            "k": self.num_heads,
+            "t": self.topk,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A.
 
@@ -267,13 +300,6 @@ class LoRA:
         return self.alpha / self.rank
 
 
-class RowLimit(NamedTuple):
-    """The longest row that a model takes: its tokens, and the field of `config.json` that limits them."""
-
-    tokens: int
-    field: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The architecture of a model. Field names are Hugging Face's.
@@ -295,9 +321,7 @@ class Architecture:
     to the dtype of the model. Layers of `layers_without_rope` do not rotate queries and keys. `local_rope` is
     the base frequency and the scaling of layers with a sliding window, if those of other layers differ.
 
-    With `index_topk`, attention is sparse: a token attends to that many keys, which an indexer selects
-    (DeepSeek-AI 2025, DeepSeek-V3.2). megarl has no indexers, so rows must have at most that many tokens, all
-    of which are selected.
+    With `indexer`, latent attention is sparse: a token attends to the keys that an indexer selects.
 
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are not trained (see
@@ -337,7 +361,7 @@ class Architecture:
     embedding_scale: float = 1.0
     softmax_scale: float | None = None
     activation: Activation = Activation.silu
-    index_topk: int | None = None
+    indexer: Indexer | None = None
     lora: LoRA | None = None
     vision: Vision | None = None
     is_packed: bool = field(default=False, compare=False)
@@ -351,14 +375,6 @@ class Architecture:
     def trains_fully(self, module: str) -> bool:
         """Return whether gradients update the weight of a module, such as `lm_head`, if the model trains."""
         return self.lora is None or module in self.lora.modules_to_save
-
-    @property
-    def row_limit(self) -> RowLimit:
-        """The longest row for which megarl computes the model."""
-        positions = RowLimit(self.max_position_embeddings, "max_position_embeddings")
-        return (
-            positions if self.index_topk is None else min(positions, RowLimit(self.index_topk, "index_topk"))
-        )
 
     @property
     def num_image_layers(self) -> int:
@@ -378,9 +394,9 @@ class Architecture:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def parts(self) -> tuple[Experts | LatentAttention | DeltaNet | LoRA, ...]:
+    def parts(self) -> tuple[Experts | LatentAttention | Indexer | DeltaNet | LoRA, ...]:
         """The parts that only some models have, each with the letters of its sizes (see mapping.py)."""
-        parts = (self.experts, self.latent, self.delta_net, self.lora)
+        parts = (self.experts, self.latent, self.indexer, self.delta_net, self.lora)
         return tuple(part for part in parts if part is not None)
 
     @property

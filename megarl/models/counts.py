@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.families import engine_stages
-from megarl.models.layers import pair_products, token_products, tower_of
+from megarl.models.layers import pair_products, selection_products, token_products, tower_of
 from megarl.models.mapping import Cut, MappingRow, StagePlacement, TensorPart
 from megarl.models.tensor_table import dimension_sizes, entry_size, rows_of, tower_rows
 from megarl.models.vision import Vision
@@ -231,7 +231,8 @@ def training_flops(
     not counted. Attention counts the pairs that the causal mask leaves, the output layer counts the positions
     that predict response tokens, and experts count only if selected. A gated delta net counts its recurrence,
     whose operations are linear in the length of a row. Frozen matrices have one product in the backward pass,
-    that of their inputs' gradients.
+    that of their inputs' gradients. Sparse attention counts the pairs that are selected, and indexers every
+    pair; those that do not train have no backward pass.
 
     Args:
         rows: (prompt tokens, response tokens) of each row.
@@ -243,11 +244,14 @@ def training_flops(
     adapters = 0 if lora is None else _adapters(architecture)
     trained_output = with_value_head or architecture.trains_fully(OUTPUT_MODULE)
     products = 0  # multiply-adds of forward and backward passes
+    indexer = architecture.indexer
+    of_token, of_pair = selection_products(architecture) if indexer and not indexer.trains else (0, 0)
 
     for prompt, response in rows:
         length = prompt + response
         products += length * ((3 if lora is None else 2) * layers + 3 * adapters)
         products += 3 * _pair_products(architecture, length)
+        products -= (2 if lora is None else 1) * length * of_token + length * (length + 1) * of_pair
         products += (3 if trained_output else 2) * response * output
 
     return 2 * products

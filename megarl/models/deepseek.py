@@ -2,14 +2,14 @@
 
 GLM-4.5, 4.6 and 4.7 have grouped-query attention, and experts as in DeepSeek-V3. DeepSeek-V3.2 and GLM-5 have
 sparse attention: an indexer selects `index_topk` keys for each token. In a row of at most that many tokens it
-selects all of them, so that the layers are those of DeepSeek-V3, and megarl trains on such rows only
-(`Architecture.row_limit`). Indexers are kept as they are. SGLang serves the model without them.
+selects all of them, so that the layers are those of DeepSeek-V3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megarl.models.architecture import Architecture, YarnScaling
@@ -26,7 +26,7 @@ from megarl.models.experts import (
 )
 from megarl.models.family import Family, SGLangStages
 from megarl.models.latent import LATENT_ROWS, read_latent
-from megarl.models.mapping import HF_LAYER
+from megarl.models.sparse_attention import INDEXER_ROWS, read_indexer
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, trunk_rows
 
 _MODEL_TYPE = "deepseek_v3"
@@ -36,6 +36,11 @@ _FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_
 _FIXED_IN_V2 = {"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"}
 # Fields that DeepSeek-V2 has not, or that have another meaning there.
 _NOT_IN_V2 = ("rope_interleave", "n_group", "topk_group", "num_nextn_predict_layers")
+_EXPERT_ROWS = (
+    *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    SELECTION_BIAS_ROW,
+    *shared_expert_rows("mlp.shared_experts"),
+)
 _LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # transformers' names, newer and older
 
 
@@ -72,16 +77,12 @@ def _read_lite(reader: ConfigReader) -> Architecture:
     return architecture
 
 
-def _read_sparse(reader: ConfigReader) -> Architecture:
-    """Read a model with indexers (DSA, DeepSeek-AI 2025)."""
-    index_topk = reader.number("index_topk", int)
-    for name in ("index_n_heads", "index_head_dim"):
-        reader.number(name, int)
-    # How an indexer computes its scores, and in which layers it reuses the selection of an earlier layer.
-    for name in ("indexer_rope_interleave", "index_share_for_mtp_iteration"):
-        reader.flag(name)
-    for name in ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern", "indexer_types"):
-        reader.take(name)
+def _read_sparse(reader: ConfigReader, *, is_glm: bool) -> Architecture:
+    """Read a model with indexers (DSA, DeepSeek-AI 2025).
+
+    The indexers of GLM rotate like its attention, and some of its models have them in a part of the layers.
+    """
+    indexer = read_indexer(reader, pairs_neighbors=is_glm, may_share=is_glm)
     reader.require("moe_router_dtype", "float32", "only 'float32' is supported")
 
     # transformers' classes have no queries without a latent vector.
@@ -94,7 +95,7 @@ def _read_sparse(reader: ConfigReader) -> Architecture:
     if inner.get("rope_interleave") is None:
         inner["rope_interleave"] = True
     reader.take("head_dim")
-    architecture = replace(_read_layers(replace(reader, fields=inner)), index_topk=index_topk)
+    architecture = replace(_read_layers(replace(reader, fields=inner)), indexer=indexer)
     _check_types_of_layers(reader, architecture)
     return architecture
 
@@ -119,12 +120,7 @@ DEEPSEEK_V3 = Family(
     class_prefix="DeepseekV3",
     # Kimi-K2 has a name of its own.
     read=lambda reader: replace(_read_layers(reader), model_type=_MODEL_TYPE),
-    rows=(
-        *trunk_rows(LATENT_ROWS),
-        *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        SELECTION_BIAS_ROW,
-        *shared_expert_rows("mlp.shared_experts"),
-    ),
+    rows=(*trunk_rows(LATENT_ROWS), *_EXPERT_ROWS),
     example_fields=EXAMPLE
     | {
         "num_key_value_heads": 8,
@@ -216,15 +212,16 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
     class_prefix="DeepseekV32",
-    read=_read_sparse,
-    example_fields=DEEPSEEK_V3.example_fields | {"index_topk": 128, "index_n_heads": 4, "index_head_dim": 16},
-    kept={f"{HF_LAYER}self_attn.indexer.": "the indexers of sparse attention"},
-    # SGLang's classes of models with sparse attention differ from it in nothing but their indexers.
-    sglang_policy_class="DeepseekV2ForCausalLM",
+    read=partial(_read_sparse, is_glm=False),
+    rows=(*trunk_rows((*LATENT_ROWS, *INDEXER_ROWS)), *_EXPERT_ROWS),
+    example_fields=DEEPSEEK_V3.example_fields
+    | {"index_topk": 128, "index_n_heads": 16, "index_head_dim": 16},
+    # It differs from SGLang's classes of models with sparse attention in nothing but their indexers.
+    sglang_cpu_class="DeepseekV2ForCausalLM",
     models="DeepSeek-V3.2 and V3.2-Exp",
     limits=(
-        "rows of at most `index_topk` (2,048) tokens, in which sparse attention is dense; indexers are not "
-        "trained, but [kept](large_models.md#sparse-attention)",
+        "SGLang serves rows of at most `index_topk` (2,048) tokens on a CPU; kernels for CUDA that skip keys "
+        "are not used ([sparse attention](large_models.md#sparse-attention))",
         *DEEPSEEK_V3.limits,
     ),
 )
@@ -232,6 +229,9 @@ GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     class_prefix="GlmMoeDsa",
+    read=partial(_read_sparse, is_glm=True),
+    # transformers' class has no such field.
+    sglang_fields=DEEPSEEK_V3.sglang_fields | {"indexer_rope_interleave": True},
     example_fields=DEEPSEEK_V32.example_fields
     | {"rope_theta": 1e6, "rope_scaling": None, "rms_norm_eps": 1e-5, "n_group": 1, "n_shared_experts": 1},
     models="GLM-5 and its later versions of the same class",
@@ -254,12 +254,7 @@ GLM4_MOE = Family(
     sglang_groups=True,
     class_prefix="Glm4Moe",
     read=_read_glm,
-    rows=(
-        *TRUNK_ROWS,
-        *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        SELECTION_BIAS_ROW,
-        *shared_expert_rows("mlp.shared_experts"),
-    ),
+    rows=(*TRUNK_ROWS, *_EXPERT_ROWS),
     example_fields=EXAMPLE
     | {
         "head_dim": 32,

@@ -43,8 +43,8 @@ class Family:
         rows: The tensor table of the family, without output layers and vision towers.
         kept: Beginnings of the names of tensors that are not trained but kept (see weights/kept_tensors.py),
             with what they are: layers that predict further tokens, if these are not layers after the last
-            one, indexers, and the vision tower of models whose images megarl does not read. `{layer}` stands
-            for the number of any layer.
+            one, and the vision tower of models whose images megarl does not read. `{layer}` stands for the
+            number of any layer.
         tower_rows: The rows of a vision tower, for families that read images.
         module_prefixes: Prefixes of the parameters of transformers' class, with those of the tensors in
             folders, where they differ.
@@ -58,7 +58,8 @@ class Family:
         sglang_derived: Returns further such fields, whose values follow from the architecture; None if there
             are none.
         sglang_replaced: Returns fields that SGLang gets with other values, from those of the folder.
-        sglang_policy_class: The class with which SGLang serves a policy; None: the one that the folder names.
+        sglang_cpu_class: The class with which SGLang serves a policy on a CPU, where it has no kernels for
+            the one that the folder names; None: the latter.
         sglang_differences: What SGLang's class of the family would compute differently, each with the
             condition on the architecture.
         cpu_engine_lacks: What SGLang's class of the family cannot compute on a CPU, in words, although it
@@ -82,7 +83,7 @@ class Family:
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_derived: Callable[[Architecture], Mapping[str, Any]] | None = None
     sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
-    sglang_policy_class: str | None = None
+    sglang_cpu_class: str | None = None
     sglang_differences: Mapping[str, Callable[[Architecture], bool]] = field(default_factory=dict)
     cpu_engine_lacks: str = ""
     models: str = ""
@@ -106,17 +107,17 @@ class Family:
         layer = layer_of(name)
         return name.startswith(tuple(beginning.format(layer=layer) for beginning in self.kept))
 
-    def added_for_sglang(self, config: Mapping[str, Any], *, is_policy: bool = True) -> dict[str, Any]:
+    def added_for_sglang(self, config: Mapping[str, Any], *, on_cpu: bool = False) -> dict[str, Any]:
         """Return the fields that SGLang gets in addition to `config`, or with other values.
 
         Args:
             config: The fields of a folder of the family.
-            is_policy: Whether it serves a policy, to which a trainer sends weights.
+            on_cpu: Whether it serves a policy, to which a trainer sends weights, on a CPU.
         """
         required = dict(self.sglang_fields)
         if self.sglang_derived is not None:
             required |= self.sglang_derived(self.read(self.reader(config)))
         missing = {name: value for name, value in required.items() if name not in config}
-        if is_policy and self.sglang_policy_class is not None:
-            missing["architectures"] = [self.sglang_policy_class]
+        if on_cpu and self.sglang_cpu_class is not None:
+            missing["architectures"] = [self.sglang_cpu_class]
         return missing | dict(self.sglang_replaced(config))

@@ -22,6 +22,8 @@ SCALE_SUFFIX = "_scale_inv"
 SCALE_BYTES = 4
 # The layers that SGLang quantizes. Its router, norms, embeddings and output layer keep their dtype.
 _QUANTIZED = ("_proj.weight", ".kv_a_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+_QUANTIZED += (".indexer.wq_b.weight", ".indexer.wk.weight")
+_UNQUANTIZED = ".indexer.weights_proj.weight"
 
 # Elements of a GPU's weights that a trainer rank converts at a time, and the bytes of temporary memory that
 # each of them takes: the elements, three float32 numbers and the result.
@@ -46,7 +48,7 @@ def quantized_tensors(architecture: Architecture) -> Mapping[str, tuple[int, ...
             for weight in weights_of(architecture.base, "lm")
             if _is_quantized(weight)
             for tensor in weight.tensors
-            if tensor.name.endswith(_QUANTIZED)
+            if tensor.name.endswith(_QUANTIZED) and not tensor.name.endswith(_UNQUANTIZED)
         }
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megarl.models.architecture import Architecture, LatentAttention
@@ -44,21 +44,31 @@ def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterat
         yield "o_proj", "columns", sizes["O"] / ranks
 
 
-# Engines keep the latent vector and the shared key of each token, on every rank.
-LATENT_ATTENTION = PartKind(
-    name="latent attention",
-    prefix=MIXER,
-    applies=lambda architecture, layer: architecture.latent is not None,
-    of_pair=("Q", "O"),
-    gathered="I",
-    cached="B",
-    cached_at_least="B",
-    shared_out=(("num_attention_heads", "N"),),
-    replicable=(("num_key_value_heads", "G"),),
-    fp8_blocks=_blocks,
-    serves_adapters=False,
-    megatron_arguments=megatron_sizes,
-    stored_norm="self_attention.linear_qkv.layer_norm_weight",
+def latent_kind(name: str, applies: Callable[[Architecture, int | None], bool], **own: Any) -> PartKind:
+    """Return a kind of layers with latent attention, with what only this kind has.
+
+    Engines keep the latent vector and the shared key of each token, on every rank.
+    """
+    return PartKind(
+        name=name,
+        prefix=MIXER,
+        applies=applies,
+        of_pair=("Q", "O"),
+        gathered="I",
+        cached="B",
+        cached_at_least="B",
+        shared_out=(("num_attention_heads", "N"),),
+        replicable=(("num_key_value_heads", "G"),),
+        fp8_blocks=_blocks,
+        serves_adapters=False,
+        megatron_arguments=megatron_sizes,
+        stored_norm="self_attention.linear_qkv.layer_norm_weight",
+        **own,
+    )
+
+
+LATENT_ATTENTION = latent_kind(
+    "latent attention", lambda architecture, layer: architecture.latent is not None
 )
 
 # The down projections are replicated: their outputs are small, and every head needs all of them.

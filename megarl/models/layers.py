@@ -19,6 +19,7 @@ from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.mapping import (
     FEED_FORWARD,
+    INDEXER,
     MEGATRON_LAYER,
     MIXER,
     TOWER,
@@ -29,6 +30,7 @@ from megarl.models.mapping import (
     num_row_axes,
     size_of,
 )
+from megarl.models.sparse_attention import REUSED_SELECTION, SPARSE_ATTENTION
 from megarl.models.tensor_table import block_of, dimension_sizes, entry_size, name_of, rows_of
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision
@@ -41,7 +43,8 @@ VISION = PartKind(
     has_fp8_engine=False,
 )
 KINDS = (
-    *(VISION, DELTA_NET, LATENT_ATTENTION, SINK_ATTENTION, WINDOWED_ATTENTION, ATTENTION),
+    *(VISION, DELTA_NET, SPARSE_ATTENTION, REUSED_SELECTION, LATENT_ATTENTION),
+    *(SINK_ATTENTION, WINDOWED_ATTENTION, ATTENTION),
     *(MLP, EXPERTS),
 )
 
@@ -78,7 +81,13 @@ class Matrix(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Whether it is a linear layer of Megatron, unlike routers, gates of experts and convolutions."""
-        return "linear_" in self.name or self.name.endswith("_proj.weight")
+        is_named_so = "linear_" in self.name or self.name.endswith("_proj.weight")
+        return is_named_so and not self.selects
+
+    @property
+    def selects(self) -> bool:
+        """Whether it belongs to an indexer, which sees all tokens on every rank, and passes no gradient."""
+        return self.name.startswith(INDEXER)
 
     def shards(self, tensor: int, expert_tensor: int) -> tuple[int, int]:
         """Return the numbers of ranks that share its outputs, and its inputs.
@@ -119,6 +128,7 @@ class LayerPart(NamedTuple):
 def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
     """Return the parts of each layer of a model, in the order of the forward pass."""
     matrices = list(_matrices(architecture))
+    sizes = dimension_sizes(architecture)
     is_dense = not routes_tokens(architecture)
     windows = architecture.windows or (0,) * architecture.num_hidden_layers
     layers = []
@@ -131,7 +141,8 @@ def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
             if kind is not None:
                 of_part = tuple(matrix for matrix in held if matrix.name.startswith(prefix))
                 is_last = is_dense and prefix == FEED_FORWARD and layer == architecture.num_hidden_layers - 1
-                parts.append(LayerPart(kind, of_part, window * bool(kind.of_pair), is_last))
+                seen = size_of(kind.most_keys, sizes) or window * bool(kind.of_pair)
+                parts.append(LayerPart(kind, of_part, seen, is_last))
         layers.append(tuple(parts))
 
     return tuple(layers)
@@ -223,12 +234,25 @@ def token_products(architecture: Architecture) -> int:
 
 
 @lru_cache(maxsize=64)
+def selection_products(architecture: Architecture) -> tuple[int, int]:
+    """Return the multiply-adds of the indexers of all layers, for one token and for each pair of tokens."""
+    sizes = dimension_sizes(architecture)
+    parts = [part for layer in layers_of(architecture) for part in layer]
+    matrices = [matrix for part in parts for matrix in part.matrices if matrix.selects]
+    return (
+        sum(matrix.outputs * matrix.inputs for matrix in matrices),
+        sum(size_of(each, sizes) for part in parts for each in part.kind.of_every_pair),
+    )
+
+
+@lru_cache(maxsize=64)
 def pair_products(architecture: Architecture) -> Mapping[int, int]:
     """Return the multiply-adds for each pair of tokens that a mask leaves, in all layers of each window."""
     sizes = dimension_sizes(architecture)
     products = Counter[int]()
     for part in (part for layer in layers_of(architecture) for part in layer):
         products[part.window] += sum(size_of(each, sizes) for each in part.kind.of_pair)
+        products[0] += sum(size_of(each, sizes) for each in part.kind.of_every_pair)
     return products
 
 
@@ -237,7 +261,9 @@ def cached_numbers(architecture: Architecture, layers: Iterable[int], ranks: int
     sizes = dimension_sizes(architecture)
     kinds = (part.kind for layer in layers for part in layers_of(architecture)[layer])
     return sum(
-        max(size_of(kind.cached, sizes) // ranks, size_of(kind.cached_at_least, sizes)) for kind in kinds
+        max(size_of(kind.cached, sizes) // ranks, size_of(kind.cached_at_least, sizes))
+        + size_of(kind.cached_apart, sizes)
+        for kind in kinds
     )
 
 

@@ -16,6 +16,8 @@ With latent attention:
 With a gated delta net:
     J key heads   L value heads of a key head   T value heads   X one key   Y one value   Z all values
     W the tokens that the convolution sees
+With sparse attention:
+    i index queries of all heads   j one index query or key   k heads of an indexer   t keys that a query sees
 With adapters:
     r rank of an adapter
 
@@ -293,6 +295,7 @@ def layer_of(name: str) -> int | None:
 # How the names of the parameters of the two parts of a layer begin in the tensor table.
 MIXER = "self_attention."
 FEED_FORWARD = "mlp."
+INDEXER = f"{MIXER}core_attention.indexer."  # within a mixer
 # Towers are no part of a layer: the first pipeline stage runs them before the layers.
 TOWER = "visual."
 # The norms before the two parts.
@@ -308,7 +311,9 @@ class PartKind:
         prefix: How the names of its parameters in the tensor table begin, without the number of the layer.
         applies: Returns whether the layer of that number has such a part. Of the kinds with the same prefix,
             the first one in the table that applies counts.
-        of_pair: The multiply-adds for each pair of a query and a key.
+        of_pair: The multiply-adds for each pair of a query and a key that it sees.
+        most_keys: The most keys that a query sees, if it selects them; 0: no selection.
+        of_every_pair: The multiply-adds for each pair of a query and a key that it may select.
         replaces_core: Whether megarl's own core of attention replaces that of Megatron's layers. It has
             16-bit kernels only, and a copy of the keys for each piece of a sequence.
         recurrence: The multiply-adds of a recurrence. Its backward pass has twice as many.
@@ -318,6 +323,7 @@ class PartKind:
         splits_heads: Whether context-parallel ranks exchange their tokens for heads.
         cached: The numbers that an engine keeps of a token, on all ranks together.
         cached_at_least: The numbers of a token that every rank of an engine keeps, however many there are.
+        cached_apart: Further numbers of a token that every rank of an engine keeps.
         state: The float32 numbers that an engine keeps of a row.
         routes_tokens: Whether tokens are sent to the ranks that have their experts.
         reads_images: Whether it turns images into tokens.
@@ -340,6 +346,8 @@ class PartKind:
     prefix: str
     applies: Callable[[Architecture, int | None], bool] = always
     of_pair: tuple[str, ...] = ()
+    most_keys: str = "0"
+    of_every_pair: tuple[str, ...] = ()
     replaces_core: bool = False
     recurrence: str = "0"
     summed: str = ""
@@ -347,6 +355,7 @@ class PartKind:
     splits_heads: bool = False
     cached: str = "0"
     cached_at_least: str = "0"
+    cached_apart: str = "0"
     state: str = "0"
     routes_tokens: bool = False
     reads_images: bool = False

@@ -13,6 +13,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.mapping import (
     EMBEDDING,
+    INDEXER,
     Cut,
     MappingRow,
     PartGeometry,
@@ -24,7 +25,7 @@ from megarl.models.mapping import (
 
 Head = Literal["lm", "value"]
 
-_OF_KINDS = "EeMSACBIUJLTXYZWr"  # the letters of sizes that some kinds of layers have, and of adapters
+_OF_KINDS = "EeMSACBIUJLTXYZWijktr"  # the letters of sizes that some kinds of layers have, and of adapters
 
 OUTPUT_LAYER = "output_layer.weight"
 VALUE_HEAD_TENSOR = "score.weight"
@@ -108,6 +109,8 @@ def rows_of(architecture: Architecture, head: Head) -> tuple[MappingRow, ...]:
     rows = (*tower_rows(architecture), *family.rows)
     lm_head = _tied_head(family.rows) if architecture.tie_word_embeddings else _LM_HEAD
     rows = (*rows, _VALUE_HEAD if head == "value" else lm_head)
+    if architecture.indexer is not None and architecture.indexer.trains:
+        rows = tuple(replace(row, trains=row.trains or INDEXER in row.megatron) for row in rows)
     return rows if architecture.lora is None else with_adapters(rows, architecture.lora, trained=_VALUE_HEAD)
 
 

@@ -1,8 +1,8 @@
 """The tensors of a Hugging Face folder that are kept without being trained.
 
-They belong to layers that predict further tokens (multi-token prediction, MTP), to the indexers of sparse
-attention, or to the vision tower of a model whose images megarl does not read. Folders of a trained or
-converted model get a copy of those of the original folder. What layers of MTP store of the model themselves,
+They belong to layers that predict further tokens (multi-token prediction, MTP), or to the vision tower of a
+model whose images megarl does not read. Folders of a trained or converted model get a copy of those of the
+original folder. What layers of MTP store of the model themselves,
 such as the embedding and the output layer in DeepSeek-V3, is copied unchanged too.
 """
 

@@ -144,12 +144,12 @@ class Writer:
         ids = render_whole(self.tokenizer, chat, LossyText.refuse, for_generation=True, tools=tools)
         architecture = self._model.source.architecture
         (request, *_) = self.requests([ids])
-        check_request(request, architecture.vocab_size, architecture.row_limit.tokens)
+        check_request(request, architecture.vocab_size, architecture.max_position_embeddings)
 
         return ids
 
     def _fitting(self, prompts: Sequence[list[int]]) -> SamplingParameters:
-        room = self._model.source.architecture.row_limit.tokens - max(map(len, prompts))
+        room = self._model.source.architecture.max_position_embeddings - max(map(len, prompts))
         return (
             self._sampling
             if self._is_limit_given or room >= _MAX_TOKENS

@@ -349,7 +349,7 @@ def _limits(lengths: Sequence[int], model: Architecture, use: Use) -> tuple[int,
     Returns:
         The limits of a prompt and of a response, in tokens, and what to say about them.
     """
-    most = model.row_limit.tokens
+    most = model.max_position_embeddings
     # A reward model of the same size reads the conversation with its own template, which may be longer.
     most -= 0 if use.words else most // _SHARE_LEFT
     response = min(_TOKENS, most // 2)

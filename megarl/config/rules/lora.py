@@ -48,6 +48,11 @@ def options(config: RunConfig, role: ModelRole) -> Findings:
             f"is {role.routers.bias_update_rate:g}, which changes selection biases, but with adapters the "
             "model is frozen; use 0",
         ),
+        (
+            ("model.sparse_attention.indexer_loss_coefficient", f"{key}.rank"),
+            settings.rank is not None and role.indexer_loss != 0,
+            f"is {role.indexer_loss:g}, which trains indexers, but with adapters the model is frozen; use 0",
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from megarl.config.schema import (
 from megarl.config.schema.models import balanced_layout
 from megarl.machine.errors import counted
 from megarl.machine.folder_kinds import model_called
-from megarl.models.architecture import Architecture, RowLimit
+from megarl.models.architecture import Architecture
 from megarl.models.families import read_fields
 from megarl.models.layers import kinds_of, replaces_core
 from megarl.models.rope import extended_context
@@ -233,6 +233,28 @@ def kernels_fit(config: RunConfig, role: ModelRole, architecture: Architecture) 
         )
 
 
+def selections_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
+    """Check that layers that share the selection of an earlier one receive it, if rows are long enough."""
+    indexer = architecture.indexer
+    layers = architecture.num_hidden_layers
+    if indexer is None or len(indexer.layers) == layers or config.max_row_tokens <= indexer.topk:
+        return
+    named = f"{role.path} ({architecture.model_type}) has layers that share the selection of an earlier layer"
+    if not config.engine.packing:
+        yield Finding(("engine.packing",), f"is false, but {named}, which needs packed rows; use true")
+
+    stages = range(role.parallel.pipeline_parallel_size)
+    chunks = [chunk for stage in stages for chunk in role.parallel.chunks_of_stage(layers, stage)]
+    lacking = [chunk[0] for chunk in chunks if chunk and chunk[0] not in indexer.layers]
+    if lacking:
+        yield Finding(
+            (role.parallel_key,),
+            f"a (virtual) pipeline stage begins with layer {lacking[0]}, but {named}, and stages do not pass "
+            f"selections on; let stages begin with layers among {list(indexer.layers)}, by pipeline_layout "
+            "or another number of stages",
+        )
+
+
 def head_fits(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a model whose tokens count is a language model. A critic may start from any model."""
     called = model_called(read_fields(role.path))
@@ -246,8 +268,7 @@ def head_fits(_: RunConfig, role: ModelRole, architecture: Architecture) -> Find
 
 def rows_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a model that reads the policy's tokens takes the longest row."""
-    limit = architecture.row_limit
-    most = limit.tokens
+    most = architecture.max_position_embeddings
     tokens = config.max_row_tokens
     if not role.reads_policy_tokens or tokens <= most:
         return
@@ -260,15 +281,8 @@ def rows_fit(config: RunConfig, role: ModelRole, architecture: Architecture) -> 
         hint = f"max_response_length {most - prompt}" if prompt < most else "shorter prompts"
     yield Finding(
         config.length_keys,
-        f"{said} {limit.field} {most} of {role.path}{_reason(limit)}; use {hint}{_extension(architecture)}",
+        f"{said} max_position_embeddings {most} of {role.path}; use {hint}{_extension(architecture)}",
     )
-
-
-def _reason(limit: RowLimit) -> str:
-    """Return why a row may not be longer, if the name of the limit does not say it."""
-    if limit.field != "index_topk":
-        return ""
-    return ", beyond which its sparse attention would select keys, which megarl does not train"
 
 
 def _extension(architecture: Architecture) -> str:
@@ -278,7 +292,7 @@ def _extension(architecture: Architecture) -> str:
     """
     extended = extended_context(architecture.rope_scaling)
     positions = architecture.max_position_embeddings
-    if architecture.row_limit.tokens < positions or extended <= positions:
+    if extended <= positions:
         return ""
     return f", or set max_position_embeddings to {extended} in config.json, to which YaRN extends the context"
 

@@ -92,11 +92,10 @@ def _scores_with_one_number(folder: Path) -> Findings:
 
 def _lengths(config: PPOConfig, architecture: Architecture) -> Findings:
     model = config.reward.model
-    longest = architecture.row_limit
     tokens = config.max_row_tokens
     # A conversation must fit both the model and one micro-batch.
     for name, limit in {
-        longest.field: longest.tokens,
+        "max_position_embeddings": architecture.max_position_embeddings,
         "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel),
     }.items():
         if model.max_length is not None and limit is not None and model.max_length > limit:
@@ -119,8 +118,9 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Findings:
                 "data.max_response_length",
             ),
             f"a row may have {tokens} of the policy's tokens, but the reward model reads at most {limit} of "
-            f"its own tokens (limited by max_length, {longest.field} {longest.tokens}, and a micro-batch); "
-            f"use shorter rows, raise these limits up to {longest.field}, or use "
+            "its own tokens (limited by max_length, max_position_embeddings "
+            f"{architecture.max_position_embeddings}, and a micro-batch); "
+            "use shorter rows, raise these limits up to max_position_embeddings, or use "
             "reward.model.overlong=truncate to remove the oldest tokens",
         )
 

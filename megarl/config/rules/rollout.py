@@ -176,6 +176,15 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
                 f"is cpu, but {path} ({policy.model_type}) has {lack}; use device=cuda",
             )
 
+    most = config.max_row_tokens if policy.indexer is None else policy.indexer.topk
+    if config.device is Device.cpu and config.max_row_tokens > most:
+        yield Finding(
+            ("device", "rollout.engine", *config.length_keys),
+            f"is cpu, and rows may have {config.max_row_tokens} tokens, but SGLang has sparse attention on "
+            f"GPUs only: on a CPU it serves rows of at most index_topk {most} tokens of {path} "
+            f"({policy.model_type}), which need none; use device=cuda, or shorter rows",
+        )
+
     given = config.rollout.sglang.server_args.get(ATTENTION_GROUPS)
     # Another rule refuses a number that does not divide the ranks.
     groups = given if isinstance(given, int) and given > 0 and tensor % given == 0 else 1

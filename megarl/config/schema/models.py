@@ -73,6 +73,16 @@ class Decay(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SparseAttentionConfig:
+    """How the indexers of sparse attention (DSA) are trained."""
+
+    # weight of the loss that trains the indexers of the policy: in each layer, the mean over tokens of the
+    # Kullback-Leibler divergence between the attention of all heads and the softmax of the index scores, over
+    # the selected keys. It has no gradient for other weights. 0: indexers stay as loaded
+    indexer_loss_coefficient: float = ranged(0.0, at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The policy: a Hugging Face folder (`config.json`, safetensors, tokenizer)."""
 
@@ -80,6 +90,11 @@ class ModelConfig:
     path: str = matters(field(default=MISSING, metadata=names(PathKind.data)), "always: the model to train")
     trust_remote_code: bool = False  # run Python files from the folder; enable only for trusted authors
     dtype: DType = DType.auto  # data type of weights and activations, in trainer and engine
+    sparse_attention: SparseAttentionConfig = only_with(
+        field(default_factory=SparseAttentionConfig),
+        Reader("model.path", architecture="indexer"),
+        is_refused=True,
+    )
 
 
 class RankCoordinate(NamedTuple):

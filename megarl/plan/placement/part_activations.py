@@ -27,6 +27,13 @@ from megarl.models.experts import EXPERTS, experts_of
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import has_dense_layers, replaces_core
 from megarl.models.mapping import PartKind, size_of
+from megarl.models.sparse_attention import (
+    BLOCK_QUERIES,
+    MOST_SCORES,
+    REUSED_SELECTION,
+    SPARSE_ATTENTION,
+    indexer_of,
+)
 from megarl.models.tensor_table import dimension_sizes
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
 from megarl.models.vision import Vision
@@ -64,6 +71,7 @@ class LayerSizes:
         kernels: The kernels of the run. On CUDA, flash-linear-attention is taken to be installed.
         element: The bytes of an element of the weights' dtype.
         longest: The tokens of the longest row.
+        tokens: The tokens of the micro-batch on the rank.
         whole: A hidden state.
         part: A hidden state, sharded if sequence parallelism is on.
         key: The keys; the values have the same size.
@@ -95,6 +103,9 @@ class LayerSizes:
         cut = parallel.tensor_parallel_size
         heads = architecture.num_attention_heads // cut
         self.longest = longest_row(config, role, architecture).tokens
+        self.tokens = (
+            micro_batch_tokens(rows, parallel.context_parallel_size) / parallel.context_parallel_size
+        )
         self.whole = architecture.hidden_size
         self.part = self.whole // (cut if parallel.sequence_parallel else 1)
         self.query = heads * architecture.head_dim
@@ -237,6 +248,42 @@ def _latent_attention(layer: LayerSizes) -> PartMemory:
     return memory._replace(kept=_kept_gate(layer) + kept)
 
 
+def _sparse_attention(layer: LayerSizes, *, has_indexer: bool) -> PartMemory:
+    """Return the memory of latent attention over selected keys, as `megarl.engine.sparse_attention` has it.
+
+    In rows of at most as many tokens as an indexer selects it is latent attention. Otherwise the queries, the
+    keys and values of all ranks, and the selection are saved, and attention is computed again.
+    """
+    memory = _latent_attention(layer)
+    indexer = indexer_of(layer.architecture)
+    if layer.longest <= indexer.topk:
+        return memory
+
+    sizes = dimension_sizes(layer.architecture)
+    cut = layer.parallel.tensor_parallel_size
+    part = cut if layer.parallel.sequence_parallel else 1
+    query = sizes["Q"] // cut
+    keys = 2 * layer.context * query  # and values
+    selection = indexer.topk * _FLOAT32 / layer.element
+
+    vectors = 2 * (sizes["A"] + sizes["C"]) / part + sizes["I"]
+    kept = ceil(vectors + query + keys + selection + sizes["O"] // cut)
+    if layer.core_again:
+        kept = memory.kept
+
+    # A block of queries has a mask of its keys, and places of the selected ones in 8 bytes; its scores are
+    # float32, and a second time while the best are found. Pieces have copies of their keys.
+    block = BLOCK_QUERIES * (layer.longest * (1 + layer.element) + 8 * indexer.topk)
+    scores = has_indexer * 2 * _FLOAT32 * MOST_SCORES
+    apart = max(block, scores) / layer.element / layer.tokens
+    inputs = has_indexer * (layer.whole + sizes["A"] + 2 * sizes["i"] + sizes["j"] * (1 + layer.context))
+    return PartMemory(
+        kept,
+        backward=ceil(2 * query + 3 * keys + selection + inputs + apart),
+        scoring=ceil(2 * query + 2 * keys + selection + inputs + apart),
+    )
+
+
 def _own_attention(layer: LayerSizes, *, has_sinks: bool) -> PartMemory:
     """Return the memory of attention with windows or sinks.
 
@@ -365,6 +412,8 @@ ACTIVATIONS: dict[PartKind, Callable[[LayerSizes], PartMemory]] = {
     SINK_ATTENTION: partial(_own_attention, has_sinks=True),
     WINDOWED_ATTENTION: partial(_own_attention, has_sinks=False),
     LATENT_ATTENTION: _latent_attention,
+    SPARSE_ATTENTION: partial(_sparse_attention, has_indexer=True),
+    REUSED_SELECTION: partial(_sparse_attention, has_indexer=False),
     DELTA_NET: _delta_net,
     # Gate, up and their product; on a CPU, also the activated gate.
     MLP: lambda layer: PartMemory((3 + (layer.kernels is Kernels.cpu)) * layer.gate),

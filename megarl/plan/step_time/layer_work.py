@@ -46,9 +46,10 @@ def _part_work(part: LayerPart, architecture: Architecture, edge: Edge, batch: P
     # Each rank's heads contribute to the gradient of the norm of heads.
     summed = call(parallel, "all_reduce", "tensor", size_of(kind.summed, sizes), edge.dtype)
     gathered = edge._replace(width=size_of(kind.gathered, sizes)).entered(trains=False)
+    selects = _selects(part, architecture, batch)
     return joined(
         (
-            *(matrix_work(matrix, edge) for matrix in part.matrices),
+            *(matrix_work(matrix, edge) for matrix in part.matrices if selects or not matrix.selects),
             PassCounts(Counts((), flops, flops), Counts((), 2 * flops, 2 * flops)),
             PassCounts(NOTHING, summed if kind.summed else NOTHING),
             gathered if kind.gathered else IDLE,
@@ -56,6 +57,12 @@ def _part_work(part: LayerPart, architecture: Architecture, edge: Edge, batch: P
             _exchanges(part, edge),
         )
     )
+
+
+def _selects(part: LayerPart, architecture: Architecture, batch: PackedBatch) -> bool:
+    """Return whether a micro-batch has rows of which a query sees a selection of the keys only."""
+    most = size_of(part.kind.most_keys, dimension_sizes(architecture))
+    return 0 < most < max((each.keys for each in batch.attention), default=0)
 
 
 def _heads_for_tokens(part: LayerPart, edge: Edge, batch: PackedBatch) -> PassCounts:
@@ -77,6 +84,9 @@ def _core(part: LayerPart, architecture: Architecture, edge: Edge, batch: Packed
     The forward pass has two products per pair of a query and a key: one with the key, one with the value. The
     backward pass has the gradients of both inputs of both, and fused kernels, which do not save the first
     product, repeat it. With latent attention, values are padded to the size of keys.
+
+    Attention over selected keys computes all keys with a mask, and again in the backward pass. An indexer
+    scores every pair.
     """
     if not part.kind.of_pair:
         return IDLE
@@ -85,12 +95,21 @@ def _core(part: LayerPart, architecture: Architecture, edge: Edge, batch: Packed
     forward = 2 * product
     backward = (4 if edge.dtype == "float32" else 5) * product
     pairs = batch.share * sum(each.queries * each.keys for each in batch.attention)
-    masked = batch.share * sum(each.pairs(part.window) for each in batch.attention)
+    sizes = dimension_sizes(architecture)
+    window = 0 if size_of(part.kind.most_keys, sizes) else part.window
+    scores = 0
+    if _selects(part, architecture, batch):
+        backward += forward
+        scores = 2 * sum(size_of(each, sizes) for each in part.kind.of_every_pair)
+    masked = batch.share * sum(each.pairs(window) for each in batch.attention)
 
     return joined(
         (
             PassCounts(
-                Counts(attention_flops=forward * pairs, masked_attention_flops=forward * masked),
+                Counts(
+                    attention_flops=(forward + scores) * pairs,
+                    masked_attention_flops=(forward + scores) * masked,
+                ),
                 Counts(attention_flops=backward * pairs, masked_attention_flops=backward * masked),
             ),
             _key_exchange(architecture, parallel, batch, edge.dtype),
@@ -190,6 +209,10 @@ def matrix_work(matrix: Matrix, edge: Edge) -> PassCounts:
     # side of an adapter is sharded like tokens: it is gathered after A, or summed before B.
     low = edge._replace(width=matrix.rank * len(matrix.adapters))
     own = edge.own_tokens
+    if matrix.selects:
+        work = linear(edge.tokens, held.inputs, held.outputs)
+        entered = edge._replace(width=held.inputs).entered(trains=False).forward
+        return PassCounts(total((work.forward, entered)), work.backward if matrix.trains else NOTHING)
     if matrix.cut is Cut.replicated:
         # Megatron's router has both gradients always.
         trains = matrix.trains or matrix.name.startswith("mlp.router.")

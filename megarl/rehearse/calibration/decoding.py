@@ -84,7 +84,7 @@ def _spec(request: CalibrationRequest, rollout: RolloutConfig, folder: Path) -> 
 
 def _step(backend: InProcessBackend, loop: LoopThread, batch: int, architecture: Architecture) -> DecodeTime:
     """Return the time of a step: the difference between long and short samples, by their tokens."""
-    longest = architecture.row_limit.tokens
+    longest = architecture.max_position_embeddings
     prompt = min(_MOST_PROMPT, longest // 4)
     many = min(_MOST_STEPS, longest - prompt)
     few = many // 4

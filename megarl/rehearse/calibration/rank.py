@@ -75,7 +75,7 @@ def _measure(
 
     report("attention")
     architecture = request.architecture
-    length = min(architecture.row_limit.tokens, 4096 if request.is_cuda else 512)
+    length = min(architecture.max_position_embeddings, 4096 if request.is_cuda else 512)
     attention = kernels.attention_tflops(architecture, length, request.dtype, device)
 
     report("memory and storage")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megarl.agents.trajectory import Sample
-from megarl.config.schema import SGLangMode
+from megarl.config.schema import Device, SGLangMode
 from megarl.config.speculation import draft_folder
 from megarl.machine.background import LoopThread
 from megarl.machine.errors import EngineDeadError
@@ -101,7 +101,7 @@ class SGLangEngine(RolloutEngine):
 
         self._end_token_ids = end_token_ids(spec.model.path)
         self._vocab_size = vocab_size(spec.model.path)
-        self._max_length = context_length(spec.model.path)
+        self._max_length = context_length(spec.model.path, on_cpu=spec.device is Device.cpu)
         self._read_routes = None
 
         if spec.returns_routes:

@@ -54,7 +54,7 @@ def _arguments(spec: RolloutEngineSpec, *, is_policy: bool) -> dict[str, Any]:
     refuse_own_server_args(given)
     _refuse_nameless_class(model.path)
     has_draft = draft_folder(given) is not None
-    longest = context_length(model.path) if is_policy else _positions(model.path)
+    longest = context_length(model.path, on_cpu=on_cpu and is_policy)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "trust_remote_code": model.trust_remote_code,
@@ -65,7 +65,7 @@ def _arguments(spec: RolloutEngineSpec, *, is_policy: bool) -> dict[str, Any]:
         "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
-        "json_model_override_args": json.dumps(_overridden_fields(model.path, is_fp8, is_policy)),
+        "json_model_override_args": json.dumps(_overridden_fields(model.path, is_fp8, on_cpu and is_policy)),
         "skip_tokenizer_init": not needs_tokenizer(rollout, model.path),
         "load_format": "dummy",  # the weights come from a weight sync, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
@@ -154,11 +154,11 @@ def node_args(node: EngineNode, ranks_port: int) -> dict[str, Any]:
     return {"nnodes": node.num_nodes, "node_rank": node.rank, "dist_init_addr": f"{host}:{ranks_port}"}
 
 
-def _overridden_fields(path: str, is_fp8: bool, is_policy: bool) -> dict[str, Any]:
+def _overridden_fields(path: str, is_fp8: bool, on_cpu: bool) -> dict[str, Any]:
     """Return the fields of config.json that SGLang gets with other values, or in addition."""
     config = read_fields(path)
     family = family_of(config.get("model_type"))
-    missing = family.added_for_sglang(config, is_policy=is_policy) if family else {}
+    missing = family.added_for_sglang(config, on_cpu=on_cpu) if family else {}
 
     # The format of the weights that a sync sends, whatever that of the folder.
     if is_fp8:
@@ -211,14 +211,16 @@ def image_token_id(path: str) -> int | None:
     return read_fields(path).get("image_token_id")
 
 
-def context_length(path: str) -> int:
-    """Return the maximum tokens of prompt and sample of a policy together (see Architecture.row_limit)."""
-    positions = _positions(path)
-    return min(positions, _model_config(path).get("index_topk", positions))
+def context_length(path: str, *, on_cpu: bool) -> int:
+    """Return the maximum tokens of prompt and sample together.
 
-
-def _positions(path: str) -> int:
-    return _model_config(path)["max_position_embeddings"]
+    Args:
+        on_cpu: Whether the engine serves a policy on a CPU, by a class without sparse attention. It computes
+            the same model for as many tokens as an indexer selects, and refuses requests for more.
+    """
+    fields = _model_config(path)
+    positions: int = fields["max_position_embeddings"]
+    return min(positions, fields.get("index_topk", positions)) if on_cpu else positions
 
 
 def vocab_size(path: str) -> int:

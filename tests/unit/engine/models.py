@@ -36,7 +36,6 @@ from tests.unit.engine.rank_side import RowImages
 from tests.unit.weights.models import as_stored, stored_state
 
 VOCAB_SIZE = 199  # for every example; odd, so that every tensor-parallel size pads it
-LONGEST_ROW = 15
 _HEADS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -51,10 +50,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2": example_config("qwen2", **_HEADS),
     "llama2": example_config("llama", **_HEADS, rope_scaling=None, rope_theta=1e4),
 }
-# Each MoE family, if possible with a dense layer between sparse ones. Indexers select all keys of the longest
-# row of `make_batch`.
+# Each MoE family, if possible with a dense layer between sparse ones. Rows are up to 8 times as long as indexers
+# select keys (see `make_long_batch`).
+SELECTED_KEYS = 4
 EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
-    family: example_config(family, **_HEADS, mlp_only_layers=[1], index_topk=LONGEST_ROW)
+    family: example_config(family, **_HEADS, mlp_only_layers=[1], index_topk=SELECTED_KEYS)
     for family in SPARSE_FAMILIES
 }
 # A model with latent attention whose queries have no latent vector, and with another epsilon than the norms
@@ -62,6 +62,9 @@ EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
 EXPERT_FAMILIES["moonlight"] = example_config(
     "deepseek_v3", **_HEADS, q_lora_rank=None, rope_scaling=None, n_group=1, rms_norm_eps=1e-5
 )
+# Half of the layers share the selection of the layer before them.
+EXPERT_FAMILIES["glm-shared"] = example_config("glm_moe_dsa", **_HEADS, index_topk=SELECTED_KEYS)
+EXPERT_FAMILIES["glm-shared"].indexer_types = ["full", "shared"] * 2
 # The context is longer than the original one, and rows are too.
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 8}
 # Dense models with a part that no family's example has.
@@ -251,8 +254,12 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     frozen = {
         key: torch.zeros_like(value) for key, value in model.named_buffers() if key.endswith(SELECTION_BIAS)
     }
+    # Nothing has a gradient for an indexer.
+    frozen |= {key: torch.zeros_like(value) for key, value in model.named_parameters() if ".indexer." in key}
     gradients = {
-        key: parameter.grad for key, parameter in model.named_parameters() if not is_kept(key, trunk.config)
+        key: parameter.grad
+        for key, parameter in model.named_parameters()
+        if key not in frozen and not is_kept(key, trunk.config)
     }
     named = as_stored(frozen | gradients, trunk)  # type: ignore[operator, arg-type]
 
@@ -286,6 +293,11 @@ def make_batch(
         "attention_mask": mask.long(),
         "response_mask": mask[:, prompt_length:],
     }
+
+
+def make_long_batch() -> dict[str, Tensor]:
+    """Return rows of `make_batch` that are long enough for sparse attention to select keys."""
+    return make_batch(prompt_length=2 * SELECTED_KEYS, response_length=6 * SELECTED_KEYS)
 
 
 def with_one_prompt(batch: dict[str, Tensor], *groups: Sequence[int]) -> dict[str, Tensor]:

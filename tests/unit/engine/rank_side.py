@@ -113,9 +113,13 @@ def build(
     """
     from megarl.engine.engine import MegatronEngine
 
+    architecture = replace(read_architecture(folder), lora=lora)
+    if architecture.indexer is not None:
+        trains = spec.get("indexer_loss", 0) > 0
+        architecture = replace(architecture, indexer=replace(architecture.indexer, trains=trains))
     made = ModelSpec(
         path=folder,
-        architecture=replace(read_architecture(folder), lora=lora),
+        architecture=architecture,
         dtype=DType(str(dtype).removeprefix("torch.")),
         parallel=groups.parallel,
         engine=EngineConfig(

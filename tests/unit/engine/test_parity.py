@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.batch.metrics import values_of
 from megarl.config.schema import ExpertsConfig, OptimConfig, ParallelConfig
+from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from tests.families import RENAMED_FAMILIES
 from tests.ranks import RankPool
@@ -29,6 +30,7 @@ from tests.unit.engine.models import (
     load_lm,
     make_batch,
     make_image_batch,
+    make_long_batch,
     record_routers,
     reference_logits,
     reference_values,
@@ -132,7 +134,7 @@ VARIANT_CASES: list[Comparison] = [
 ]
 # Latent attention has gradients of its own in every kind of layout. Another family has all layouts.
 NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5, "qwen3_next": 5}
-NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5, "qwen3_vl_moe": 5, "glm_moe_dsa": 1}
+NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5, "qwen3_vl_moe": 5, "deepseek_v32": 5, "glm_moe_dsa": 1}
 NUM_EXPERT_LAYOUTS |= dict.fromkeys(RENAMED_FAMILIES, 1)
 NUM_EXPERT_LAYOUTS |= {"minimax_m2": 5}
 EXPERT_CASES: list[Comparison] = [
@@ -142,6 +144,8 @@ EXPERT_CASES: list[Comparison] = [
 ]
 # Its attention is another one, so stages and ranks that share rows have to show that it is theirs too.
 EXPERT_CASES += [("gpt_oss", "PP2"), ("gpt_oss", "CP2xEP2")]
+EXPERT_CASES += [("deepseek_v32", "CP2xTP2+SP"), ("deepseek_v32", "PP2xDP2xEP2")]
+EXPERT_CASES += [("glm-shared", layout) for layout in ("PP2", "CP2xEP2")]
 EVERY_CASE = [*FAMILY_CASES, *REPLICA_CASES, *VARIANT_CASES, *EXPERT_CASES]
 
 
@@ -158,12 +162,16 @@ class Compared(NamedTuple):
     routers: dict[str, float] = {}
 
 
-def weighted_batch(*, has_images: bool) -> dict[str, Any]:
+def weighted_batch(architecture: Architecture) -> dict[str, Any]:
     """Add a weight per token and output, so that no two gradients are equal by symmetry.
 
     In every layout, rows with one prompt share a micro-batch.
     """
-    batch = make_image_batch() if has_images else with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
+    if architecture.vision is not None:
+        batch = make_image_batch()
+    else:
+        texts = make_batch() if architecture.indexer is None else make_long_batch()
+        batch = with_one_prompt(texts, (0, 4, 2), (1, 5))
     generator = torch.Generator().manual_seed(2)
 
     for key in ("log_probs", "entropy", "values"):
@@ -278,7 +286,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         save_model(family, folder / "lm")
         save_critic(folder / "lm", folder / "critic")
         folders = {key: str(folder / key) for key in ("lm", "critic")}
-        batch = weighted_batch(has_images=read_architecture(folders["lm"]).vision is not None)
+        batch = weighted_batch(read_architecture(folders["lm"]))
         names = OF_DENSE if family in WITH_EVERY_CASE else OF_LAYERS
         if family in EXPERT_FAMILIES:
             names = OF_EXPERTS

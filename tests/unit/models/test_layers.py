@@ -103,7 +103,8 @@ def test_questions_about_a_whole_model(name: str) -> None:
     assert stores_layers_apart(architecture) == (
         architecture.delta_net is not None or (architecture.experts is not None and has_dense)
     )
-    windows = architecture.windows or (0,) * architecture.num_hidden_layers
+    most = 0 if architecture.indexer is None else architecture.indexer.topk
+    windows = architecture.windows or (most,) * architecture.num_hidden_layers
     assert tuple(window_of(architecture, layer) for layer in range(len(windows))) == windows
     for layer in range(architecture.num_hidden_layers):
         stored = kind_of(architecture, layer, FEED_FORWARD).stored_norm

@@ -47,23 +47,10 @@ _TOWER = {
     "model.visual.blocks.0.attn.qkv.bias": (48,),
     "model.visual.merger.linear_fc2.weight": (HIDDEN, 64),
 }
-# Of the example, in every layer.
-_INDEXERS = {
-    f"model.layers.{layer}.self_attn.indexer.{name}": shape
-    for layer in range(NUM_LAYERS)
-    for name, shape in {
-        "wq_b.weight": (4 * 16, 24),
-        "wk.weight": (16, HIDDEN),
-        "k_norm.weight": (16,),
-        "k_norm.bias": (16,),
-        "weights_proj.weight": (4, HIDDEN),
-    }.items()
-}
 SHAPES = {
     "deepseek_v3": {f"model.layers.{NUM_LAYERS}.{name}": shape for name, shape in _AFTER_LAST.items()},
     "glm4_moe": {f"model.layers.{NUM_LAYERS}.{name}": shape for name, shape in _AFTER_LAST.items()},
-    "glm_moe_dsa": {f"model.layers.{NUM_LAYERS}.{name}": shape for name, shape in _AFTER_LAST.items()}
-    | _INDEXERS,
+    "glm_moe_dsa": {f"model.layers.{NUM_LAYERS}.{name}": shape for name, shape in _AFTER_LAST.items()},
     "qwen3_next": _OF_QWEN,
     "qwen3_5_moe": _OF_QWEN | _TOWER,
 }

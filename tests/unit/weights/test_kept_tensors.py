@@ -1,4 +1,4 @@
-"""Layers that predict further tokens, indexers and vision towers are copied from the original folder, whatever is
+"""Layers that predict further tokens and vision towers are copied from the original folder, whatever is
 trained or converted."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.models.fp8 import scale_name
 from megarl.weights.hf_folder import write_kept_tensors_and_index
 from megarl.weights.kept_tensors import read_kept_tensors
 from megarl.weights.tensors import WeightTransferError
-from tests.families import example_config, is_kept
+from tests.families import example_config
 from tests.unit.weights.block_fp8 import dequantized_by_hand
 from tests.unit.weights.kept_tensors import (
     INDEX,
@@ -68,20 +68,14 @@ def test_conversion_there_and_back_keeps_all_bits(
     assert_transformers_loads(tmp_path / "back", tmp_path / "hf")
 
 
-def assert_transformers_loads(folder: Path, original: Path, *, lacks_indexers: bool = False) -> None:
-    """Transformers ignores what is kept, except indexers."""
+def assert_transformers_loads(folder: Path, original: Path) -> None:
+    """Transformers ignores what is kept."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
-    missing = info["missing_keys"]
-    assert bool(missing) == lacks_indexers
-    assert all(is_kept(name, model.config) for name in missing)
+    assert not info["missing_keys"]
     assert not info["mismatched_keys"]
     assert all(name.startswith((f"model.layers.{NUM_LAYERS}.", "mtp.")) for name in info["unexpected_keys"])
     expected = AutoModelForCausalLM.from_pretrained(original, dtype="auto")
-    states = [
-        {name: value for name, value in each.state_dict().items() if name not in missing}
-        for each in (model, expected)
-    ]
-    assert same_bits(*states)
+    assert same_bits(model.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -100,13 +94,12 @@ def test_without_the_original_folder_they_are_not_written(
     assert main(["convert", "megatron-to-hf", "--input", str(there), "--output", str(back)]) == 0
 
     (line,) = capsys.readouterr().err.splitlines()
-    named = "the indexers of sparse attention and " * (family == "glm_moe_dsa")
-    assert f"is written without {named}the layers that predict further tokens" in line
+    assert "is written without the layers that predict further tokens" in line
     assert line.endswith("pass --config HF_DIR, the folder of the original model")
     assert same_bits(load_file(back / "model.safetensors"), without_kept(expected, family))
     assert [path.name for path in back.glob("*.safetensors*")] == ["model.safetensors"]
     assert not promised(back)
-    assert_transformers_loads(back, tmp_path / "hf", lacks_indexers=family == "glm_moe_dsa")
+    assert_transformers_loads(back, tmp_path / "hf")
 
 
 def test_a_single_file_gets_a_second_one(tmp_path: Path) -> None:
@@ -158,9 +151,7 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     assert read_kept_tensors(tmp_path / "hf", read_architecture(str(tmp_path / "hf")), "lm", dtype) is None
 
 
-def test_indexers_are_kept_without_layers_that_are_not_stored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_that_are_not_stored_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """transformers writes such folders: it ignores the layers, but keeps the field."""
     tensors = write_original(tmp_path / "hf", "glm_moe_dsa")
     after_last = f"model.layers.{NUM_LAYERS}."
@@ -172,7 +163,7 @@ def test_indexers_are_kept_without_layers_that_are_not_stored(
     (line,) = capsys.readouterr().err.splitlines()
     assert "is written without the layers that predict further tokens: " in line
     assert line.endswith(f"layer {NUM_LAYERS} is not stored")
-    assert same_bits(indexed(tmp_path / "x"), stored)
+    assert same_bits(load_file(tmp_path / "x" / "model.safetensors"), stored)
     assert promised(tmp_path / "x") == 0
 
 

@@ -91,20 +91,59 @@ def test_a_context_that_yarn_extends_needs_the_new_length(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_rows_are_no_longer_than_the_keys_that_sparse_attention_selects(tmp_path: Path, family: str) -> None:
+def test_only_an_engine_on_a_cpu_limits_rows_to_the_selected_keys(tmp_path: Path, family: str) -> None:
     """The model selects 28 keys and has 256 positions. Prompts have up to 16 tokens."""
     fields = FAMILIES[family].example() | {"index_topk": 28}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
 
-    def found(response: int) -> list[str]:
-        models = [f"model.path={tmp_path}", f"critic.model.path={tmp_path}"]
+    def found(response: int, device: str) -> list[str]:
+        models = [f"model.path={tmp_path}", f"critic.model.path={tmp_path}", f"device={device}"]
         given = violations(run, ENGINE, *models, f"data.max_response_length={response}")
         return [each for each in given if "index_topk" in each]
 
-    assert found(12) == []
-    refused = found(13)
-    assert refused
-    assert all("16 + 13 = 29 tokens exceed index_topk 28 of " in each for each in refused)
-    assert all("sparse attention would select keys" in each for each in refused)
-    assert all(each.endswith("; use max_response_length 12") for each in refused)
+    assert found(13, "cuda") == found(12, "cpu") == []
+    (refused,) = found(13, "cpu")
+    assert "is cpu, and rows may have 29 tokens, but SGLang has sparse attention on GPUs only" in refused
+    assert "serves rows of at most index_topk 28 tokens of " in refused
+    assert refused.endswith("; use device=cuda, or shorter rows")
+
+
+def test_layers_that_share_a_selection_need_packed_rows_and_stages_that_select(tmp_path: Path) -> None:
+    fields = FAMILIES["glm_moe_dsa"].example() | {"index_topk": 20, "indexer_types": ["full", "shared"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+    def found(*overrides: str) -> list[str]:
+        given = violations(run, f"model.path={tmp_path}", "device=cuda", *overrides)
+        return [each for each in given if "share the selection" in each]
+
+    stages = "actor.parallel.pipeline_parallel_size=2"
+    assert found() == found(stages) == []
+    (padded,) = {each.partition(": ")[2] for each in found("engine.packing=false") if "false" in each}
+    assert padded.endswith("which needs packed rows; use true")
+    (uneven,) = found(stages, "actor.parallel.pipeline_layout=[1,3]")
+    assert "a (virtual) pipeline stage begins with layer 1, but " in uneven
+    assert "let stages begin with layers among [0, 2]" in uneven
+
+    # In short rows, every layer sees all keys.
+    short = "data.max_response_length=4"
+    assert found(short, "engine.packing=false") == []
+
+
+def test_only_models_with_indexers_train_them(tmp_path: Path) -> None:
+    key = "model.sparse_attention.indexer_loss_coefficient"
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+    def found(family: str, *overrides: str) -> list[str]:
+        folder = tmp_path / family
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(FAMILIES[family].example()))
+        given = violations(run, f"model.path={folder}", f"{key}=0.01", *overrides)
+        return [each for each in given if "indexer_loss_coefficient" in each]
+
+    assert found("deepseek_v32") == []
+    (refused,) = found("deepseek_v3")
+    assert "(deepseek_v3) has no sparse attention; remove it" in refused
+    (frozen,) = found("deepseek_v32", "actor.lora.rank=8")
+    assert "is 0.01, which trains indexers, but with adapters the model is frozen; use 0" in frozen

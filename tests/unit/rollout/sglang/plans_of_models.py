@@ -77,7 +77,7 @@ def build_model(
     from sglang.srt.server_args import ServerArgs
 
     fields = json.loads((folder / "config.json").read_text())
-    added = FAMILIES[fields["model_type"]].added_for_sglang(fields)
+    added = FAMILIES[fields["model_type"]].added_for_sglang(fields, on_cpu=True)
     arguments = ServerArgs(
         model_path=str(folder),
         json_model_override_args=json.dumps(added),
@@ -107,6 +107,9 @@ def build_model(
             setattr(text, f"{heads}_cpu", getattr(text, heads))
     if "quantization_config" in fields:
         return loaded_with_scales(model_config)
+    # Arguments for sparse attention are resolved on GPUs only, but a model with indexers can be built on a CPU.
+    if FAMILIES[fields["model_type"]].sglang_cpu_class is not None:
+        config.architectures = fields["architectures"]
     kind, _ = ModelRegistry.resolve_model_cls(config.architectures)
 
     return kind(config=config)

@@ -37,8 +37,6 @@ MODELS = {
 }
 # SGLang has one class for both families.
 OWN_NAMES = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}
-# Policies with sparse attention are served by the class without it.
-OWN_NAMES |= dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), "DeepseekV2ForCausalLM")
 PROGRAM = Path(__file__).with_name("plans_of_models.py")
 
 
@@ -147,10 +145,12 @@ IN_FP8 = {
     "qwen3": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
     "qwen3_moe": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
     "deepseek_v3": {"q_lora_rank": 128},
+    "deepseek_v32": {"q_lora_rank": 128},
     "minimax_m2": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
 }
 WITH_CACHE_SCALES = {
     "deepseek_v3",
+    "deepseek_v32",
     "minimax_m2",
 }  # SGLang gives the quantization to the attention of these only
 

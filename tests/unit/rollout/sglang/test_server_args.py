@@ -280,8 +280,8 @@ def test_the_format_of_the_folder_is_not_that_of_the_engine(tmp_path: Path) -> N
     assert fields == {"eos_token_id": [3], "quantization_config": None}
 
 
-def test_a_policy_with_sparse_attention_is_served_without_it(tmp_path: Path) -> None:
-    """Its rows have at most `index_topk` tokens. A judge reads its own weights, and longer rows."""
+def test_a_policy_with_sparse_attention_is_served_without_it_on_a_cpu(tmp_path: Path) -> None:
+    """Its rows then have at most `index_topk` tokens. A judge reads its own weights, and longer rows."""
     asked = spec(tmp_path)
     fields = FAMILIES["glm_moe_dsa"].example()
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -292,7 +292,10 @@ def test_a_policy_with_sparse_attention_is_served_without_it(tmp_path: Path) -> 
 
     assert served(build_server_args(asked)) == (["DeepseekV2ForCausalLM"], 128 + 8)
     assert served(judge_server_args(asked)) == (["GlmMoeDsaForCausalLM"], 256 + 8)
-    assert context_length(asked.model.path) == 128
+    on_cuda = build_server_args(dataclasses.replace(asked, device=Device.cuda))
+    assert served(on_cuda) == (["GlmMoeDsaForCausalLM"], 256 + 8)
+    assert json.loads(on_cuda["json_model_override_args"])["indexer_rope_interleave"] is True
+    assert [context_length(asked.model.path, on_cpu=on_cpu) for on_cpu in (True, False)] == [128, 256]
 
 
 def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:
@@ -317,7 +320,7 @@ def test_the_text_part_of_a_models_config_counts(tmp_path: Path) -> None:
     path = spec(tmp_path).model.path
     text = {"max_position_embeddings": 32, "vocab_size": 11}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "vocab_size": 5}))
-    assert (context_length(path), vocab_size(path)) == (32, 11)
+    assert (context_length(path, on_cpu=True), vocab_size(path)) == (32, 11)
 
 
 def test_arguments_that_megarl_sets_are_refused(tmp_path: Path) -> None:
