@@ -30,6 +30,9 @@ from megarl.machine.files import YAML_ERRORS, yaml_problem
 SETTING = re.compile(r"[+~]*([A-Za-z_][\w/@]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+# What shell.py leaves of arguments and arrays that the script does not have.
+_PASSED_ON = re.compile(r"\$@|\$\{\w+\[@\]\}")
+_VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)  # before the program
 _OPERATORS = {"mul": "*", "div": "//", "add": "+", "sub": "-"}  # of references such as `${mul:2,3}`
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MOST_FILES = 20  # of `defaults`, so that files which name each other end
@@ -120,20 +123,49 @@ def _best_command(
     named = FRAMEWORKS.get(framework or "")
     found = []
     for script in _scripts(file, text):
-        for words in _whole_commands(script):
+        for command in _whole_commands(script):
+            words = [word for word in command if not _PASSED_ON.fullmatch(word)]
             settings = _command_settings(words, file.parent)
             best = named or (framework_of(settings) if len(settings) > 1 else None)
             # The options of a Python script may all be those of its own parser.
             if settings and (best is not None or any(word.endswith(file.name) for word in words)):
                 num_known = sum(map(best.knows, settings)) if best is not None else 0
-                found.append((num_known, settings, words))
+                found.append((num_known, settings, words, [*_left_out(command, script, file.parent)]))
     if not found:
         return {}, [], ()
-    _, settings, words = max(found, key=lambda each: each[0])
+    _, settings, words, left_out = max(found, key=lambda each: each[0])
     settings = {"launcher.program": words[_program_end(words) - 1], **settings}
     others = len(found) - 1
-    notes = (f"{others} other command{'s' * (others > 1)} of the file: not converted",) if others else ()
-    return settings, words, notes
+    if others:
+        left_out.append(f"{others} other command{'s' * (others > 1)} of the file: not converted")
+    return settings, words, tuple(left_out)
+
+
+def _left_out(command: Sequence[str], script: ShellScript, folder: Path) -> Iterator[str]:
+    """Yield what a command has besides settings: arguments that the file lacks, and its environment."""
+    for word in dict.fromkeys(word for word in command if _PASSED_ON.fullmatch(word)):
+        what = "the arguments of the script" if word == "$@" else "an array that the file does not set"
+        yield f"{word} is {what}: add the settings that you give there"
+
+    launcher = command[: _program_end(command)]
+    environment = dict(script.environment)
+    environment |= {match[1]: match[2] for word in launcher if (match := _VARIABLE.fullmatch(word))}
+    for name, value in _options(launcher):
+        # Ray's runtime environment, as JSON or as a YAML file.
+        if name == "runtime-env-json" and isinstance(value, dict):
+            environment |= _variables_of(dict(flat(value)))
+        elif name == "runtime-env" and (file := _named_file(value, folder)) is not None:
+            environment |= _variables_of(_yaml_settings(file)[0])
+    if environment:
+        shown = " ".join(f"{name}={value}" for name, value in environment.items())
+        yield f"environment variables, which a run has if they are set before `megarl train`: {shown}"
+
+
+def _variables_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables of Ray's runtime environment."""
+    section = "env_vars."
+    found = {name: value for name, value in settings.items() if name.startswith(section)}
+    return {name.removeprefix(section): str(value) for name, value in found.items()}
 
 
 def _whole_commands(script: ShellScript) -> Iterator[list[str]]:

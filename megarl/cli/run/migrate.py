@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,7 @@ def _lines(
         found.origins[_ALGORITHM] = f"exactly what {name} computes with its settings"
     yield from _section(_in_schema_order(written, kind), found, "", "")
     yield from _listed("What differs", differing)
+    yield from _listed("What else the file has", foreign.notes)
     by_reason: dict[str, list[str]] = {}
     for each, why in found.answers.items():
         by_reason.setdefault(why, []).append(each)
@@ -263,7 +264,7 @@ def _comment(text: str) -> str:
     return f" # {line if len(line) <= _LONGEST_COMMENT else line[: _LONGEST_COMMENT - 3] + '...'}"
 
 
-def _listed(title: str, lines: list[str]) -> Iterator[str]:
+def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
         yield ""
         yield f"# {title}:"
