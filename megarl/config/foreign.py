@@ -41,6 +41,8 @@ _LONGEST_VALUE = 100_000  # of a value whose references are resolved
 _TRL_SCRIPTS = {
     **dict.fromkeys(("grpo", "gspo", "rloo", "papo", "openenv", "wordle"), "GRPOConfig"),
     "dpo": "DPOConfig",
+    "cpo": "CPOConfig",
+    "orpo": "ORPOConfig",
     "sft": "SFTConfig",
     "reward": "RewardConfig",
 }
@@ -103,7 +105,7 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
             f"{program} is another trainer of verl: read as the PPO trainer, verl.trainer.main_ppo",
         )
     if found.name == "TRL":
-        variant = variant or _trl_class(words, settings)
+        variant = variant or _trl_class(words or [file.as_posix()], settings)
         settings = dict(_trl_setting(name, value) for name, value in flat(settings))
         own = frozenset(settings)
         if not (words or any(name in trl_names()[variant] for name in settings)):
@@ -145,7 +147,7 @@ def _left_out(command: Sequence[str], script: ShellScript, folder: Path) -> Iter
     """Yield what a command has besides settings: arguments that the file lacks, and its environment."""
     for word in dict.fromkeys(word for word in command if _PASSED_ON.fullmatch(word)):
         what = "the arguments of the script" if word == "$@" else "an array that the file does not set"
-        yield f"{word} is {what}: add the settings that you give there"
+        yield f"{word} stands for {what}: add the settings that you give there"
 
     launcher = command[: _program_end(command)]
     environment = dict(script.environment)
@@ -424,7 +426,7 @@ _TRAINERS = {
 }
 _VERL_PROGRAMS = re.compile(r"main_ppo|main_dapo|fully_async|one_step_off|partial_rollout")
 _OTHER_TRAINERS = re.compile(
-    r"(?:^|[/_ ])(rloo|kto|orpo|cpo|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|"
+    r"(?:^|[/_ ])(rloo|kto|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|"
     r"distillation)(?:[/_.]|$)"
 )
 
@@ -441,8 +443,8 @@ def _refuse_other_trainers(
     program = " ".join(word for word in words if word.endswith(".py") or words[0] == "trl")
     if framework == "TRL" and (other := _OTHER_TRAINERS.search(program)):
         raise ValueError(
-            f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, SFT and reward "
-            "models are converted"
+            f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, CPO, ORPO, SFT "
+            "and reward models are converted"
         )
 
 
@@ -459,11 +461,12 @@ def _trl_setting(name: str, value: Any) -> tuple[str, Any]:
 
 
 def _trl_class(words: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """Return the class of TRL that reads the settings, by the command or by the most of its own arguments."""
+    """Return the class of TRL that reads the settings, by names in the command or by the most arguments."""
     for word in words:
-        if word.endswith(".py") or (word in _TRL_SCRIPTS and "trl" in words):
+        is_file = word.endswith(".py") or words == [word]
+        if is_file or (word in _TRL_SCRIPTS and "trl" in words):
             for part, name in _TRL_SCRIPTS.items():
-                if part in word.rpartition("/")[2] or f"/{part}/" in word:
+                if part in word.rpartition("/")[2] or f"/{part}/" in f"/{word}":
                     return name
     own = {name: entries for name, entries in trl_names().items() if name in _TRL_SCRIPTS.values()}
     given = [leaf.replace("-", "_") for name, value in settings.items() for leaf in leaf_names(name, value)]

@@ -209,10 +209,16 @@ def _lines(
     yield from _listed("What else the file has", foreign.notes)
     by_reason: dict[str, list[str]] = {}
     for each, why in found.answers.items():
-        by_reason.setdefault(why, []).append(each)
+        by_reason.setdefault(why, []).append(_given(each, foreign))
     reasons = [f"{', '.join(names)}: {why}" for why, names in by_reason.items()]
     yield from _listed(f"Settings of {name} that have no key here", reasons)
     yield from _listed("Settings that no table has: compare them yourself", found.unknown)
+
+
+def _given(name: str, foreign: Foreign) -> str:
+    """Return a setting with its value, unless that is long."""
+    shown = f"{name}={_scalar(foreign.settings.get(name))}"
+    return shown if name in foreign.settings and len(shown) <= _LONGEST_COMMENT else name
 
 
 def _written(found: Migration, kind: RunKind) -> Iterator[str]:
@@ -298,7 +304,8 @@ def _differences(found: Migration, foreign: Foreign, kind: RunKind) -> Iterator[
                 f"megarl's is {_scalar(usual)}"
             )
     for default, why in found.differing.items():
-        yield f"{foreign.framework.name}'s default {default}: {why}"
+        is_given = default.partition("=")[0] in {name.lstrip("+~") for name in foreign.settings}
+        yield f"{default}: {why}" if is_given else f"{foreign.framework.name}'s default {default}: {why}"
     yield (
         "placement.device_memory_gb: not set, so `megarl check` plans for the GPUs that it finds or for "
         "80 GB; set about 90 % of the memory of yours"
