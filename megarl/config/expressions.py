@@ -149,8 +149,10 @@ def printed(pipeline: Sequence[Sequence[str]], look_up: Callable[[str], Any]) ->
     Raises:
         ValueError: It computes something else than a number.
     """
-    first, last = (pipeline[0], pipeline[-1]) if pipeline else ((), ())
-    program = last[0].rpartition("/")[2] if last else ""
+    if not pipeline:
+        return None
+    first, last = pipeline[0], pipeline[-1]
+    program = last[0].rpartition("/")[2]
     if program == "bc":
         given = first[1:] if first[0] == "echo" else last[last.index("<<<") + 1 :]
         return _of_bc(" ".join(given), look_up, has_fractions="-l" in last)

@@ -14,6 +14,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, Recompute
 from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
+from megarl.plan.placement.dataflow import PARAMETERS, Item
 from megarl.plan.placement.layer_sizes import alike_stages
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import PhaseTime, load_device
@@ -110,6 +111,17 @@ def test_the_update_of_each_stage_is_that_of_its_layers() -> None:
     times = times_of(work, DEVICE)["update_actor"].parts
     steps = work["update_actor"].num_passes
     assert times["optimizer"] == pytest.approx(steps * 30 * held[1] / DEVICE.memory_bytes_s)
+
+
+def test_the_stage_with_the_most_state_is_moved_the_longest() -> None:
+    """The middle stage of three has 15 of 28 layers; a weight in bfloat16 has 2 bytes."""
+    config = shipped("qwen2.5_7b_grpo")
+    layout = ParallelConfig(pipeline_parallel_size=3, pipeline_layout=[5, 15, 8])
+    config = replace(config, actor=replace(config.actor, parallel=layout))
+    moved = {"update_actor": frozenset({Item("actor", PARAMETERS)})}
+    moves = offload_times(config, moved, read_architectures(config)[0], DEVICE)
+    layer = 2 * 3584 * (3584 + 512) + 3584 + 2 * 512 + 3 * 3584 * 18944 + 2 * 3584
+    assert moves["update_actor"] == pytest.approx(2 * 15 * layer / (DEVICE.host_gb_s * 1e9))
 
 
 def test_stages_with_the_same_layers_are_alike() -> None:

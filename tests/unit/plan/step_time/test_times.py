@@ -78,7 +78,7 @@ def test_float8_products_need_a_device_that_has_them() -> None:
 
 def test_the_slowest_update_of_a_stage_decides() -> None:
     """At 1000 GB/s, the updates move bytes for 1, 3 and 2 seconds; the last sums 80 GB over 5 ranks more."""
-    reduction = CollectiveCount("all_reduce", "tensor", 5, 1, 1, 80 * GB)
+    reduction = CollectiveCount("all_reduce", "tensor", 5, 1, "bfloat16", 1, 80 * GB)
     idle = (Counts(), 0.0, 0, 0.0)
     work = PassWork(
         stages=(idle, idle, idle),
