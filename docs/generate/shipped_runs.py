@@ -132,7 +132,7 @@ def _phases(config: PPOConfig, step: PredictedStep) -> Iterator[str]:
             counts, _, launched, _ = each.stages[0]
             times = each.num_micro_batches * each.num_passes
             calls = sum(call.calls for call in counts.collectives) * times
-            passes = 1 + again * (each.update is not None)
+            passes = 1 + again * bool(each.updates)
             waits = _WAITS * passes * sparse / len(each.order) * times
             counted = (f"{calls:,.0f}", f"{_KERNELS * launched * times:,.0f}", f"{waits:,.0f}")
         said = ", ".join(f"{part} {seconds:,.1f}" for part, seconds in largest)

@@ -11,7 +11,11 @@ from megarl.config.migration import trl_names
 from megarl.config.schema import RunKind
 
 _WRITTEN = Path(__file__).with_suffix(".md")
-_KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": RunKind.reward_model}
+_KINDS = {
+    "SFTConfig": RunKind.sft,
+    "RewardConfig": RunKind.reward_model,
+    **dict.fromkeys(("DPOConfig", "CPOConfig", "ORPOConfig"), RunKind.dpo),
+}
 
 
 def migration_from_trl() -> str:

@@ -102,6 +102,51 @@ class MiniBatchCounts:
         return Metric.sum(aggregate(per_token.detach(), mask, Aggregation.token_mean, self.num_tokens))
 
 
+class PolicyTerms(NamedTuple):
+    """The terms of a policy loss that are aggregated.
+
+    Attributes:
+        policy: What the kind of loss computes.
+        per_token: (b, R), with the weights of the rollout correction, and 0 for the tokens of `off_policy`.
+        off_policy: (b, R) bool, the tokens that `off_policy_limit` leaves out; None without such a limit.
+    """
+
+    inputs: PolicyInputs
+    policy: TokenLosses
+    per_token: Tensor
+    off_policy: Tensor | None
+
+
+def policy_terms(log_probs: Tensor, rows: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> PolicyTerms:
+    """Return the terms of the policy loss of each token.
+
+    Args:
+        log_probs: (b, R), of the trained policy, with the autograd graph.
+        rows: Those of ActorLoss.
+    """
+    mask = rows["response_mask"]
+    inputs = PolicyInputs.of(
+        log_probs, rows.get("old_log_probs"), rows["advantages"], mask, selected=rows.get(SELECTED_TOKENS)
+    )
+    policy = policy_loss_of(algorithm.policy_loss).per_token(inputs, algorithm.policy_loss)
+    per_token = policy.loss
+
+    # Correction weights come with the batch, or are computed here from the old log-probs.
+    correction = algorithm.rollout_correction
+    if "rollout_weights" in rows:
+        per_token = per_token * masked(rows["rollout_weights"], mask)
+    elif correction.level is not CorrectionLevel.none and "rollout_log_probs" in rows:
+        per_token = per_token * correction_weights(
+            inputs.old_log_probs, rows["rollout_log_probs"], mask, correction
+        )
+
+    limit = algorithm.policy_loss.off_policy_limit
+    if limit is None:
+        return PolicyTerms(inputs, policy, per_token, None)
+    left_out = off_policy(inputs.log_probs, rows["rollout_log_probs"], inputs.advantages, mask, limit)
+    return PolicyTerms(inputs, policy, torch.where(left_out, 0.0, per_token), left_out)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActorLoss:
     """The configured policy loss minus the entropy bonus, plus the KL term if `kl.where` is `loss`.
@@ -154,33 +199,13 @@ class ActorLoss:
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
-        inputs = PolicyInputs.of(
-            outputs["log_probs"],
-            rows.get("old_log_probs"),
-            rows["advantages"],
-            mask,
-            selected=rows.get(SELECTED_TOKENS),
-        )
-        policy = policy_loss_of(self.algorithm.policy_loss).per_token(inputs, self.algorithm.policy_loss)
-        per_token = policy.loss
+        terms = policy_terms(outputs["log_probs"], rows, self.algorithm)
+        metrics = self._policy_metrics(terms.inputs, terms.policy)
+        if terms.off_policy is not None:
+            fraction = terms.off_policy.to(terms.per_token.dtype)
+            metrics["actor/off_policy_fraction"] = self.counts.token_mean(fraction, mask)
 
-        # Correction weights come with the batch, or are computed here from the old log-probs.
-        correction = self.algorithm.rollout_correction
-        if "rollout_weights" in rows:
-            per_token = per_token * masked(rows["rollout_weights"], mask)
-        elif correction.level is not CorrectionLevel.none and "rollout_log_probs" in rows:
-            per_token = per_token * correction_weights(
-                inputs.old_log_probs, rows["rollout_log_probs"], mask, correction
-            )
-
-        limit = self.algorithm.policy_loss.off_policy_limit
-        metrics = self._policy_metrics(inputs, policy)
-        if limit is not None:
-            excluded = off_policy(inputs.log_probs, rows["rollout_log_probs"], inputs.advantages, mask, limit)
-            per_token = torch.where(excluded, 0.0, per_token)
-            metrics["actor/off_policy_fraction"] = self.counts.token_mean(excluded.to(per_token.dtype), mask)
-
-        loss = self._aggregate(per_token, rows)
+        loss = self._aggregate(terms.per_token, rows)
         metrics["actor/pg_loss"] = Metric.sum(loss)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)

@@ -11,7 +11,8 @@ between them, each with the key that it sets before a ` = ` unless that is the e
 | `'loss' if value else 'none'` | a condition; the result `None` sets nothing, and `null` is null |
 
 `here.NAME` is the setting with this name in the section of the entry. A name of a section is true if the
-source sets anything in it. Keys that begin with `@` are only for `placed`.
+source sets anything in it. Keys that begin with `@` are only for `placed`, but `@differs` has a text that the
+file lists under "What differs". An entry `none [<condition>]` is listed there if the condition holds.
 """
 
 from __future__ import annotations
@@ -37,16 +38,25 @@ from megarl.config.migration import (
     of_role,
     trl_names,
 )
-from megarl.config.schema import MISSING, SCHEMAS, RunKind
+from megarl.config.schema import MISSING, SCHEMAS, DataConfig, RunKind
 from megarl.config.shell import UNKNOWN
 from megarl.config.values import schema_keys
 from megarl.machine.errors import counted
 
 _CHOICE = re.compile(r"[^\s=]+=[^\s=]*")
 _TARGET = re.compile(r"(@?\.?[A-Za-z_][\w.]*) = (.*)", re.DOTALL)
+# Megatron's names for the layers of the first and the last pipeline stage.
+_ENDS = {
+    "first": ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
+    "last": ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
+}
 _PASSED_ON = re.compile(r"(\w+)\.megatron\.(transformer|ddp|optimizer)")
 # The classes of TRL, which also stand for the kind of run of another framework.
-_KINDS = {"SFTConfig": RunKind.sft, "DPOConfig": RunKind.dpo, "RewardConfig": RunKind.reward_model}
+_KINDS = {
+    "SFTConfig": RunKind.sft,
+    "RewardConfig": RunKind.reward_model,
+    **dict.fromkeys(("DPOConfig", "CPOConfig", "ORPOConfig"), RunKind.dpo),
+}
 _WITH_CRITIC = [each.value for each in AdvantageEstimator if each.needs.critic]
 _ESTIMATOR = "algorithm.advantage.estimator"
 _LEVEL = "algorithm.rollout_correction.level"
@@ -66,7 +76,7 @@ class Migration:
         answers: The settings without a counterpart, and why.
         unknown: The settings that no table has.
         defaults: The keys that come from a default of the framework.
-        differing: The defaults of the framework that change the result and have no key, and why.
+        differing: The settings and defaults that change the result and have no key, and why.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +91,13 @@ class Migration:
         """Set a key, unless the source itself sets it in another way."""
         if key in self.own and not is_own:
             return
+        before = self.origins.get(key, origin)
+        if key in self.values and key not in self.defaults and origin not in before:
+            # Another setting has set it: the same value, or one that it replaces.
+            if self.values[key] == value:
+                origin = f"{before}, {origin}"
+            else:
+                self.answers[before] = f"{key} comes from {origin}"
         self.values[key] = value
         self.origins[key] = origin
         if is_own:
@@ -110,6 +127,9 @@ def migrated(source: Foreign) -> Migration:
     _set_launched(found, settings, kind_of(source))
     _complete(found, kind_of(source))
     _keep_all(found, source.framework.name)
+    _set_stages(found, settings)
+    if kind_of(source) is RunKind.ppo:
+        _limit_prompts(found)
     if framework == "verl" and found.values.get("reward.functions") == [{"path": MISSING}]:
         found.differing["reward functions"] = (
             "they score known data sets without a setting; for GSM8K and MATH, with answers after #### or in "
@@ -180,6 +200,49 @@ def _keep_all(found: Migration, framework: str) -> None:
         found.defaults.add(key)
 
 
+def _limit_prompts(found: Migration) -> None:
+    """State the limit of prompts, which megarl needs, where the source has none."""
+    key = "data.max_prompt_length"
+    if key in found.values:
+        return
+    found.put(key, DataConfig().max_prompt_length, "megarl's default", is_own=True)
+    found.differing["limit of prompts"] = (
+        f"none in the source, while {key}={found.values[key]} refuses longer prompts; set the length of your "
+        "longest one, or data.overlong=filter, which skips longer ones"
+    )
+
+
+def _set_stages(found: Migration, settings: Mapping[str, Any]) -> None:
+    """Set the layers of each pipeline stage, if the source gives those of the first or the last one."""
+    for section in ("actor", "critic"):
+        given = {
+            end: (name, value)
+            for name, value in settings.items()
+            for end, words in _ENDS.items()
+            if name.rpartition(".")[2] in words
+            and isinstance(value, int)
+            and name.startswith("critic.") == (section == "critic")
+            and not name.startswith("actor_rollout_ref.ref.")
+        }
+        if not given:
+            continue
+
+        num_stages = found.values.get(f"{section}.parallel.pipeline_parallel_size")
+        num_layers = settings.get("num_layers")
+        layout: Any = MISSING
+        if isinstance(num_stages, int) and isinstance(num_layers, int) and num_stages > len(given):
+            num_others = num_stages - len(given)
+            each, rest = divmod(num_layers - sum(value for _, value in given.values()), num_others)
+            first, last = ([given[end][1]] if end in given else [] for end in _ENDS)
+            layout = MISSING if rest else [*first, *[each] * num_others, *last]
+        said = ", ".join(f"{name}={value}" for name, value in given.values())
+        if layout == MISSING:
+            said = f"{said}; the layers of each stage, whose sum is num_hidden_layers"
+        for name, _ in given.values():
+            found.answers.pop(name, None)
+        found.put(f"{section}.parallel.pipeline_layout", layout, said, is_own=True)
+
+
 def _hold_longest_row(found: Migration) -> None:
     """Raise limits of micro-batches, which the longest row must fit."""
     values = found.values
@@ -248,10 +311,9 @@ def _score(found: Migration) -> None:
         if len(weights) == len(names):
             function["weight"] = weights[index]
         functions.append(function)
-    origin = "a Python file with compute_score(data_source, solution_str, ground_truth, extra_info)"
-    for part in ("name", "path"):
-        origin = found.origins.pop(f"reward.functions.{part}", origin)
-    found.put("reward.functions", functions, origin, is_own=True)
+    origins = [found.origins.pop(f"reward.functions.{part}", "") for part in ("path", "name")]
+    usual = "a Python file with compute_score(data_source, solution_str, ground_truth, extra_info)"
+    found.put("reward.functions", functions, ", ".join(filter(None, origins)) or usual, is_own=True)
 
 
 def _convert(
@@ -278,10 +340,10 @@ def _convert(
         elif is_given:
             found.unknown.append(name)
     elif entry.ours is None and not _TARGET.match(entry.how):
-        if is_given:
-            found.answers[name] = entry.note
-        elif entry.how and _result(entry.how, value, name, everything):
+        if entry.how and value is not None and _result(entry.how, value, name, everything):
             found.differing[f"{name}={_text(value)}"] = entry.note
+        elif is_given:
+            found.answers[name] = entry.note
     elif value is not None:
         _set(source, name, entry, everything, found, is_given=is_given, is_own=is_own)
     elif is_given:
@@ -315,12 +377,15 @@ def _set(
             if not is_given:
                 continue
             if _is_choice(how):
-                found.answers[name] = f"{value} has no counterpart; {entry.note}"
+                found.answers[name] = f"has no counterpart; {entry.note}"
                 continue
             result = MISSING
             said = f"{origin}: cannot be computed from the source ({error})"
 
         if result is None:
+            continue
+        if target == "@differs":
+            found.differing[shown] = result
             continue
         if isinstance(result, str) and UNKNOWN in result:
             result = MISSING
@@ -330,13 +395,17 @@ def _set(
             continue
         has_set = True
         found.put(target, result, said, is_own=is_own)
+        if is_given and said not in found.origins[target]:
+            found.answers.setdefault(name, f"{target} comes from {found.origins[target]}")
         if not is_given:
             found.defaults.add(target)
         else:
             found.defaults.discard(target)
 
     if is_given and not has_set:
-        why = f"{_text(value)}: {entry.note or f'nothing to set for {entry.ours}'}"
+        is_said = entry.how == "None"
+        why = f"see {entry.ours}" if is_said else f"nothing to set for {entry.ours} with this value"
+        why = f"{why}; {entry.note}" if entry.note else why
         if elsewhere:
             why = f"this kind of run does not have {elsewhere}"
         found.answers.setdefault(name, why)

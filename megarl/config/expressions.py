@@ -7,8 +7,10 @@ conversions of tables.
 from __future__ import annotations
 
 import ast
+import math
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,24 @@ _ARITHMETIC: Mapping[type, Callable[..., Any]] = {
     ast.In: lambda item, group: item in group,
     ast.NotIn: lambda item, group: item not in group,
 }
+# The functions that formulas of scripts and of tables call, by their names in Python.
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float,
+    "round": round,
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "math.ceil": math.ceil,
+    "ceil": math.ceil,
+    "math.floor": math.floor,
+    "floor": math.floor,
+}
+_PRINTED = re.compile(r"(?:(?:import|from) [\w ,]+[;\n]\s*)*print\((.*)\);?", re.DOTALL)
+_AWK = re.compile(
+    r'BEGIN\s*\{\s*print(?:f\s*(\(?)\s*"(%[\d.]*[dfgi])(?:\\n)?"\s*,)?(.*?)\s*;?\s*\}', re.DOTALL
+)
+_SCALE = re.compile(r"scale\s*=\s*(\d+)\s*[;\n]\s*")
 
 
 def evaluate(expression: str, look_up: Callable[[str], Any]) -> Any:
@@ -71,6 +91,8 @@ def _evaluated(node: ast.expr, look_up: Callable[[str], Any]) -> Any:
             return constant
         case ast.Name() | ast.Attribute():
             return look_up(ast.unparse(node))
+        case ast.Call(func=function, args=[*parts], keywords=[]) if ast.unparse(function) in _FUNCTIONS:
+            return _called(ast.unparse(function), [value(part) for part in parts])
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             return _computed(op, value(left), value(right))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _ARITHMETIC:
@@ -106,6 +128,73 @@ def _computed(op: ast.operator, left: Any, right: Any) -> Any:
     if isinstance(op, ast.Pow) and abs(right) > _LARGEST_BITS:
         raise OverflowError("an exponent is too large")
     return _ARITHMETIC[type(op)](left, right)
+
+
+def _called(name: str, operands: Sequence[Any]) -> Any:
+    """Return the result of a function of numbers. `int` and `float` also take the text of one."""
+    if any(not isinstance(each, int | float) for each in operands) and name not in ("int", "float"):
+        raise TypeError(f"{name} takes numbers")
+    return _FUNCTIONS[name](*operands)
+
+
+def printed(pipeline: Sequence[Sequence[str]], look_up: Callable[[str], Any]) -> str | None:
+    """Return what a pipeline of commands prints if it computes a number; None if it does something else.
+
+    The programs are bc, expr, awk with BEGIN, and Python with `-c "print(...)"`.
+
+    Args:
+        pipeline: The words of each command.
+        look_up: Returns the value of a name.
+
+    Raises:
+        ValueError: It computes something else than a number.
+    """
+    if not pipeline:
+        return None
+    first, last = pipeline[0], pipeline[-1]
+    program = last[0].rpartition("/")[2]
+    if program == "bc":
+        given = first[1:] if first[0] == "echo" else last[last.index("<<<") + 1 :]
+        return _of_bc(" ".join(given), look_up, has_fractions="-l" in last)
+    if len(pipeline) != 1:
+        return None
+    if program == "expr":
+        return str(evaluate(" ".join(last[1:]).replace("/", "//"), look_up))
+    if program in ("awk", "gawk"):
+        return _of_awk(last, look_up)
+    formula = _PRINTED.fullmatch(last[-1].strip()) if program.startswith("python") and "-c" in last else None
+    return None if formula is None else str(evaluate(formula[1], look_up))
+
+
+def _of_bc(text: str, look_up: Callable[[str], Any], *, has_fractions: bool) -> str:
+    """Return the result of bc, which cuts quotients after `scale` digits: none, or 20 with its option -l."""
+    scale = _SCALE.match(text)
+    digits = int(scale[1]) if scale else 20 * has_fractions
+    formula = text[scale.end() if scale else 0 :].strip().removesuffix(";").replace("^", "**")
+    result = evaluate(formula, look_up)
+    if "/" in formula:
+        result = math.floor(result * 10**digits) / 10**digits
+    return _shown(result)
+
+
+def _of_awk(words: Sequence[str], look_up: Callable[[str], Any]) -> str | None:
+    """Return what the BEGIN of awk prints; None if the program has something else."""
+    match = _AWK.fullmatch(words[-1].strip())
+    if match is None:
+        return None
+    bracket, form, formula = match.groups()
+    given = dict(word.split("=", 1) for word in words[1:-1] if "=" in word)  # of its options -v
+
+    def of_awk(name: str) -> Any:
+        return evaluate(given[name], look_up) if name in given else look_up(name)
+
+    result = evaluate(formula.strip().removesuffix(")") if bracket else formula, of_awk)
+    return form % result if form else _shown(result)
+
+
+def _shown(result: Any) -> str:
+    """Return a number as programs print it: without a fraction if it has none."""
+    return f"{result:.12g}" if isinstance(result, float) else str(result)
 
 
 def read_limited(file: Path) -> str:

@@ -30,6 +30,9 @@ from megarl.machine.files import YAML_ERRORS, yaml_problem
 SETTING = re.compile(r"[+~]*([A-Za-z_][\w/@]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+# What shell.py leaves of arguments and arrays that the script does not have.
+_PASSED_ON = re.compile(r"\$@|\$\{\w+\[@\]\}")
+_VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)  # before the program
 _OPERATORS = {"mul": "*", "div": "//", "add": "+", "sub": "-"}  # of references such as `${mul:2,3}`
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MOST_FILES = 20  # of `defaults`, so that files which name each other end
@@ -38,6 +41,8 @@ _LONGEST_VALUE = 100_000  # of a value whose references are resolved
 _TRL_SCRIPTS = {
     **dict.fromkeys(("grpo", "gspo", "rloo", "papo", "openenv", "wordle"), "GRPOConfig"),
     "dpo": "DPOConfig",
+    "cpo": "CPOConfig",
+    "orpo": "ORPOConfig",
     "sft": "SFTConfig",
     "reward": "RewardConfig",
 }
@@ -100,7 +105,7 @@ def read_foreign(file: Path, framework: str | None = None) -> Foreign:
             f"{program} is another trainer of verl: read as the PPO trainer, verl.trainer.main_ppo",
         )
     if found.name == "TRL":
-        variant = variant or _trl_class(words, settings)
+        variant = variant or _trl_class(words or [file.as_posix()], settings)
         settings = dict(_trl_setting(name, value) for name, value in flat(settings))
         own = frozenset(settings)
         if not (words or any(name in trl_names()[variant] for name in settings)):
@@ -120,20 +125,49 @@ def _best_command(
     named = FRAMEWORKS.get(framework or "")
     found = []
     for script in _scripts(file, text):
-        for words in _whole_commands(script):
+        for command in _whole_commands(script):
+            words = [word for word in command if not _PASSED_ON.fullmatch(word)]
             settings = _command_settings(words, file.parent)
             best = named or (framework_of(settings) if len(settings) > 1 else None)
             # The options of a Python script may all be those of its own parser.
             if settings and (best is not None or any(word.endswith(file.name) for word in words)):
                 num_known = sum(map(best.knows, settings)) if best is not None else 0
-                found.append((num_known, settings, words))
+                found.append((num_known, settings, words, [*_left_out(command, script, file.parent)]))
     if not found:
         return {}, [], ()
-    _, settings, words = max(found, key=lambda each: each[0])
+    _, settings, words, left_out = max(found, key=lambda each: each[0])
     settings = {"launcher.program": words[_program_end(words) - 1], **settings}
     others = len(found) - 1
-    notes = (f"{others} other command{'s' * (others > 1)} of the file: not converted",) if others else ()
-    return settings, words, notes
+    if others:
+        left_out.append(f"{others} other command{'s' * (others > 1)} of the file: not converted")
+    return settings, words, tuple(left_out)
+
+
+def _left_out(command: Sequence[str], script: ShellScript, folder: Path) -> Iterator[str]:
+    """Yield what a command has besides settings: arguments that the file lacks, and its environment."""
+    for word in dict.fromkeys(word for word in command if _PASSED_ON.fullmatch(word)):
+        what = "the arguments of the script" if word == "$@" else "an array that the file does not set"
+        yield f"{word} stands for {what}: add the settings that you give there"
+
+    launcher = command[: _program_end(command)]
+    environment = dict(script.environment)
+    environment |= {match[1]: match[2] for word in launcher if (match := _VARIABLE.fullmatch(word))}
+    for name, value in _options(launcher):
+        # Ray's runtime environment, as JSON or as a YAML file.
+        if name == "runtime-env-json" and isinstance(value, dict):
+            environment |= _variables_of(dict(flat(value)))
+        elif name == "runtime-env" and (file := _named_file(value, folder)) is not None:
+            environment |= _variables_of(_yaml_settings(file)[0])
+    if environment:
+        shown = " ".join(f"{name}={value}" for name, value in environment.items())
+        yield f"environment variables, which a run has if they are set before `megarl train`: {shown}"
+
+
+def _variables_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables of Ray's runtime environment."""
+    section = "env_vars."
+    found = {name: value for name, value in settings.items() if name.startswith(section)}
+    return {name.removeprefix(section): str(value) for name, value in found.items()}
 
 
 def _whole_commands(script: ShellScript) -> Iterator[list[str]]:
@@ -392,7 +426,7 @@ _TRAINERS = {
 }
 _VERL_PROGRAMS = re.compile(r"main_ppo|main_dapo|fully_async|one_step_off|partial_rollout")
 _OTHER_TRAINERS = re.compile(
-    r"(?:^|[/_ ])(rloo|kto|orpo|cpo|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|"
+    r"(?:^|[/_ ])(rloo|kto|bco|gkd|gold|xpo|nash_md|online_dpo|prm|ppo|tpo|ssd|sdpo|sdft|"
     r"distillation)(?:[/_.]|$)"
 )
 
@@ -409,8 +443,8 @@ def _refuse_other_trainers(
     program = " ".join(word for word in words if word.endswith(".py") or words[0] == "trl")
     if framework == "TRL" and (other := _OTHER_TRAINERS.search(program)):
         raise ValueError(
-            f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, SFT and reward "
-            "models are converted"
+            f"{file}: is for TRL's trainer {other[1]}, which has no counterpart; GRPO, DPO, CPO, ORPO, SFT "
+            "and reward models are converted"
         )
 
 
@@ -427,11 +461,12 @@ def _trl_setting(name: str, value: Any) -> tuple[str, Any]:
 
 
 def _trl_class(words: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """Return the class of TRL that reads the settings, by the command or by the most of its own arguments."""
+    """Return the class of TRL that reads the settings, by names in the command or by the most arguments."""
     for word in words:
-        if word.endswith(".py") or (word in _TRL_SCRIPTS and "trl" in words):
+        is_file = word.endswith(".py") or words == [word]
+        if is_file or (word in _TRL_SCRIPTS and "trl" in words):
             for part, name in _TRL_SCRIPTS.items():
-                if part in word.rpartition("/")[2] or f"/{part}/" in word:
+                if part in word.rpartition("/")[2] or f"/{part}/" in f"/{word}":
                     return name
     own = {name: entries for name, entries in trl_names().items() if name in _TRL_SCRIPTS.values()}
     given = [leaf.replace("-", "_") for name, value in settings.items() for leaf in leaf_names(name, value)]

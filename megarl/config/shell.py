@@ -2,7 +2,8 @@
 
 Assignments, arrays, arithmetic, `source` of files that exist, and tests of strings and numbers are followed.
 What only a running shell knows stays visible in the words: `${oc.env:NAME}` for a variable that the script
-does not set, and UNKNOWN for the output of a command. Both branches of an undecided test are read.
+does not set, `$@` and `${NAME[@]}` for arguments and arrays that it does not have, and UNKNOWN for the output
+of a command that computes no number. Both branches of an undecided test are read.
 
     script = ShellScript(Path("run.sh"))
     for words in script.commands():
@@ -17,7 +18,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.expressions import MOST_CHARACTERS, evaluate, read_limited
+from megarl.config.expressions import MOST_CHARACTERS, evaluate, printed, read_limited
 
 UNKNOWN = "???"
 _MOST_FILES = 20  # of `source`, so that files which name each other end
@@ -31,7 +32,7 @@ _HEREDOC = re.compile(
     r"<<-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1([^\n]*)\n.*?^[ \t]*\2[ \t]*$", re.DOTALL | re.MULTILINE
 )
 _REDIRECTION = re.compile(r"\d*(>>?|<)(&?\S*)")
-_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^}]*\}")
+_FROM_OUTSIDE = re.compile(r"\$\{oc\.env:[^}]*\}|\$@|\$\{\w+\[@\]\}")
 _OPENINGS = ("then", "else", "do", "{", "!", "time", "exec", "nohup", "sudo")
 
 
@@ -47,9 +48,18 @@ class ShellScript:
         self._file = file
         self._text = text
         self._variables: dict[str, str | list[str]] = {}
+        self._environment: dict[str, str] = {}  # values before a command, or empty for exported variables
+        self._read_names: set[str] = set()
         self._num_files = 0
         self._num_characters = 0
         self._depth = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables that the commands so far have and the script itself does not read."""
+        names = sorted(self._environment.keys() - self._read_names)
+        values = {name: self._environment[name] or self._variables.get(name) for name in names}
+        return {name: value for name, value in values.items() if isinstance(value, str)}
 
     def commands(self) -> Iterator[list[str]]:
         """Yield the words of each command that is neither an assignment nor a test."""
@@ -117,11 +127,17 @@ class ShellScript:
         num_assignments = next(
             (index for index, word in enumerate(rest) if not _ASSIGNMENT.match(word)), len(rest)
         )
-        # Assignments before a command are its environment only.
         if is_declaration or num_assignments == len(rest):
             for word in rest[:num_assignments]:
                 self._assign(word, file)
+            if words[0] == "export":
+                self._environment |= {re.split(r"\+?=", word)[0]: "" for word in rest}
             return
+
+        # Assignments before a command are its environment only.
+        for word in rest[:num_assignments]:
+            name, _, value = word.partition("=")
+            self._environment[name] = " ".join(self._expanded(value, file))
 
         expanded = [each for word in rest[num_assignments:] for each in self._expanded(word, file)]
         if expanded[:1] in (["source"], ["."]) and len(expanded) > 1:
@@ -154,7 +170,7 @@ class ShellScript:
     def _holds(self, words: list[str]) -> bool | None:
         """Return whether a test holds; None if only a running shell knows. An unset variable is empty."""
         texts = [each for word in words for each in (self._expanded(word) or [""])]
-        texts = [_ENVIRONMENT.sub("", text) for text in texts]
+        texts = [_FROM_OUTSIDE.sub("", text) for text in texts]
         if not texts or texts[0] not in ("[", "[[", "test") or any(UNKNOWN in text for text in texts):
             return None
         inner = [text for text in texts[1:] if text not in ("]", "]]")]
@@ -261,30 +277,43 @@ class ShellScript:
 
     def _output(self, command: str, file: Path | None) -> str:
         """Return the output of a command: the script's folder where that is asked for."""
-        words = " ".join(self._expanded(f'"{command}"')).split()
+        pipeline = [
+            [each for word in words for each in self._expanded(word, file)]
+            for _, words in split_commands(command)
+        ]
+        words = pipeline[0] if len(pipeline) == 1 else []
         if words[:1] == ["seq"] and len(words) in (2, 3, 4) and all(word.isdigit() for word in words[1:]):
             numbers = [int(word) for word in words[1:]]
             first, last = (numbers[0], numbers[-1]) if len(numbers) > 1 else (1, numbers[0])
             step = numbers[1] if len(numbers) == 3 else 1
             return " ".join(map(str, range(first, last + 1, max(1, step))[:_MOST_NUMBERS]))
+        if words[:1] == ["echo"]:
+            return " ".join(words[1:])
+        if words[:1] == ["basename"] and len(words) in (2, 3):
+            return Path(words[1]).name.removesuffix(words[2] if len(words) == 3 else "")
         if file is not None and ("BASH_SOURCE" in command or "dirname" in command):
             return str((file.parent / "..").resolve() if "/.." in command else file.parent.resolve())
-        return UNKNOWN
+        try:
+            result = printed([each for each in pipeline if each], self._number_of)
+        except (ValueError, IndexError):
+            return UNKNOWN
+        return UNKNOWN if result is None else result
 
     def _computed(self, expression: str) -> str:
         text = " ".join(self._expanded(f'"{expression}"'))
 
-        def look_up(name: str) -> int:
-            value = self._variables.get(name)
-            self._count(_LOOK_UP)
-            if not isinstance(value, str):
-                raise ValueError(f"{name} is not set")
-            return int(evaluate(value.replace("/", "//"), look_up))
-
         try:
-            return str(evaluate(re.sub(r"(?<!/)/(?!/)", "//", text), look_up))
+            return str(evaluate(re.sub(r"(?<!/)/(?!/)", "//", text), self._number_of))
         except ValueError:
             return UNKNOWN
+
+    def _number_of(self, name: str) -> int:
+        """Return the value of a variable in arithmetic."""
+        value = self._variables.get(name)
+        self._count(_LOOK_UP)
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is not set")
+        return int(evaluate(value.replace("/", "//"), self._number_of))
 
     def _parameter(self, inner: str, file: Path | None) -> str | list[str]:
         """Return the value of `${...}`."""
@@ -292,9 +321,11 @@ class ShellScript:
         if match is None:
             return UNKNOWN
         counts, name, index, change = match.groups()
+        self._read_names.add(name)
         value = self._variables.get(name)
         if name in "@*":
-            value = []
+            # The arguments, also from one on, as in `${@:2}`.
+            return "0" if counts else ["$@"]
         if name == "BASH_SOURCE" and file is not None:
             value = str(file)
         if counts and not change:
@@ -310,7 +341,7 @@ class ShellScript:
         if sign[-1:] == "+":
             return " ".join(self._expanded(word, file)) if value else ""
         if value is None and index in ("[@]", "[*]"):
-            return []
+            return [f"${{{name}[@]}}"]
         if value is None:
             return (
                 ""
@@ -320,7 +351,7 @@ class ShellScript:
                 else UNKNOWN
             )
         if isinstance(value, list):
-            if index in ("[@]", "[*]") or name in "@*":
+            if index in ("[@]", "[*]"):
                 return value
             at = index[1:-1] if index else "0"
             return value[int(at)] if at.isdigit() and int(at) < len(value) else ""
@@ -430,8 +461,11 @@ def _part_end(text: str, index: int) -> int:
     if character == '"':
         index += 1
         while index < len(text) and text[index] != '"':
-            index = _part_end(text, index) if text[index] in "$\\" else index + 1
+            index = _part_end(text, index) if text[index] in "$\\`" else index + 1
         return index + 1
+    if character == "`":
+        end = text.find("`", index + 1)
+        return len(text) if end < 0 else end + 1
     if character == "\\":
         return index + 2
     if character == "$" and text[index + 1 : index + 2] in ("(", "{"):

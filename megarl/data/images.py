@@ -27,6 +27,7 @@ from megarl.data.tables import DataRow
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.layers import reads_images
 from megarl.models.vision import Vision
 
 PLACEHOLDER = "<image>"  # in the text of a prompt
@@ -141,8 +142,7 @@ class ImageProcessor:
     @classmethod
     def of_model(cls, folder: str, architecture: Architecture) -> ImageProcessor | None:
         """Return the processor of a model in a folder, None if it reads no images."""
-        tower = architecture.vision
-        return None if tower is None else cls(folder, tower)
+        return cls(folder, architecture.sizes_of(Vision)) if reads_images(architecture) else None
 
     @cached_property
     def _processor(self) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -26,6 +27,7 @@ from megarl.config.layers import (
 from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
 from megarl.doctor.run_inputs import ExaminedRun
+from megarl.models.layers import kinds_of
 
 CHECK = "versions"
 # The versions that megarl was run with: for each environment, the version of each distribution, and the minor
@@ -212,14 +214,16 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
             "(docs/install.md), or uninstall transformer-engine",
         )
 
-    has_delta_nets = any(each.delta_net is not None for each in subject.architectures.values())
-    if subject.use_gpu and has_delta_nets and find_spec("fla") is None:
-        yield doubtful(
-            "layers",
-            "flash-linear-attention is not installed, so gated delta nets are a loop of small kernels, and "
-            "a training step takes several times longer",
-            "pip install flash-linear-attention",
-        )
+    models = subject.architectures.values() if subject.use_gpu else ()
+    for kind in dict.fromkeys(chain.from_iterable(map(kinds_of, models))):
+        module, package = kind.gpu_package or ("", "")
+        if module and find_spec(module) is None:
+            yield doubtful(
+                "layers",
+                f"{package} is not installed, so {kind.name} are a loop of small kernels, and a training "
+                "step takes several times longer",
+                f"pip install {package}",
+            )
 
     asked = config.engine.flash_attention
     missing = missing_flash_attention(asked) if subject.use_gpu else None

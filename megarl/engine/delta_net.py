@@ -258,7 +258,7 @@ def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) ->
     modules: Any = layer.submodules
     modules.self_attention = ModuleSpec(
         module=GatedDeltaNet,
-        params={"delta_net": architecture.delta_net, "input_layer": inputs, "output_layer": outputs},
+        params={"delta_net": architecture.sizes_of(DeltaNet), "input_layer": inputs, "output_layer": outputs},
     )
 
     # Checkpoints name the norm as Transformer Engine does, which has it in the next projection.

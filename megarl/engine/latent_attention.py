@@ -23,8 +23,8 @@ from torch import Tensor
 from megarl.engine.cpu_kernels import linear
 from megarl.engine.layers import RMSNorm
 from megarl.engine.rotary import attention_factor
-from megarl.models.architecture import Architecture, YarnScaling
-from megarl.models.latent import latent_of, megatron_sizes
+from megarl.models.architecture import Architecture, LatentAttention, YarnScaling
+from megarl.models.latent import megatron_sizes
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -154,4 +154,4 @@ def set_rotation(model: torch.nn.Module, architecture: Architecture, frequencies
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             module: Any = getattr(attention, name, None)
             if hasattr(module, "eps"):
-                module.eps = latent_of(architecture).norm_eps
+                module.eps = architecture.sizes_of(LatentAttention).norm_eps

@@ -19,9 +19,9 @@ from megarl.config.schema import Layers, ParallelConfig
 from megarl.engine import delta_net, latent_attention, sinks, sparse_attention
 from megarl.engine.moe_router import router_class
 from megarl.engine.rotary import attention_factor, set_local_rotation
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Experts
 from megarl.models.delta_net import DELTA_NET
-from megarl.models.experts import EXPERTS, experts_of
+from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import VISION, has_dense_layers, routing_layers
 from megarl.models.mapping import PartKind
@@ -79,7 +79,7 @@ def _expert_options(
     Megatron's own selection bias stays off, because it would be a buffer that Megatron changes in every step
     (see moe_router.py).
     """
-    experts = experts_of(architecture)
+    experts = architecture.sizes_of(Experts)
     num_groups, num_selected_groups = experts.groups or (None, None)
     sparse_layers = routing_layers(architecture)
     options: dict[str, Any] = {

@@ -39,8 +39,9 @@ from megarl.engine.rotary import attention_factor, inverse_frequencies
 from megarl.engine.vision import ImageInputs, build_tower, insert_images, keep_frequencies
 from megarl.models.architecture import Activation, Architecture, QKNorm
 from megarl.models.counts import padded_vocab_size
-from megarl.models.layers import kinds_of, routes_tokens
+from megarl.models.layers import kinds_of, reads_images, routes_tokens
 from megarl.models.tensor_table import Head
+from megarl.models.vision import Vision
 from megarl.weights.shard_layout import layouts_of
 
 
@@ -249,9 +250,10 @@ class ModelChunk(GPTModel):
         )
         self.head = head
         self.architecture = architecture
-        self._vision = architecture.vision if self.pre_process else None
+        self._vision: Vision | None = None
         self.visual: Any = None
-        if self._vision is not None:
+        if self.pre_process and reads_images(architecture):
+            self._vision = architecture.sizes_of(Vision)
             self.visual = build_tower(self._vision)
             if config.recompute_granularity == "full":
                 self.visual.gradient_checkpointing_enable()

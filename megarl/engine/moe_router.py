@@ -30,8 +30,7 @@ from megarl.batch.metrics import Metric
 from megarl.config.schema import ExpertsConfig
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatchRoutes
-from megarl.models.architecture import Architecture, RouterScore
-from megarl.models.experts import experts_of
+from megarl.models.architecture import Architecture, Experts, RouterScore
 
 _SMALLEST_SUM = 1e-20  # keeps a division finite if every sigmoid of a token is zero
 
@@ -82,7 +81,7 @@ class RouterStatistics:
         """
         num_layers = architecture.num_hidden_layers
         self._num_experts = architecture.num_experts
-        self._score = experts_of(architecture).score
+        self._score = architecture.sizes_of(Experts).score
         self.losses = losses
         self.indexer_loss = indexer_loss
         self._num_indexers = len(architecture.indexer.layers) if architecture.indexer else 0
@@ -247,7 +246,7 @@ class BiasedExpertRouter(ExpertRouter):
 
 def router_class(architecture: Architecture) -> type[ExpertRouter]:
     """Return the class of the routers of a model."""
-    return BiasedExpertRouter if experts_of(architecture).has_selection_bias else ExpertRouter
+    return BiasedExpertRouter if architecture.sizes_of(Experts).has_selection_bias else ExpertRouter
 
 
 def selection_biases(model: torch.nn.Module) -> dict[int, Tensor]:

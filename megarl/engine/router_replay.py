@@ -28,8 +28,7 @@ from megarl.engine.micro_batch_layout import TokenPositions
 from megarl.engine.moe_router import ExpertRouter
 from megarl.engine.platform import to_device
 from megarl.machine.errors import counted
-from megarl.models.architecture import Architecture
-from megarl.models.experts import experts_of
+from megarl.models.architecture import Architecture, Experts
 from megarl.models.layers import routing_layers
 
 
@@ -107,7 +106,7 @@ class RouterReplayBuffer:
                 self._layers.append(numbers[layer.layer_number - 1])
                 layer.mlp.router.router_replay = RouterReplay(self._layers[-1], layer.mlp.router, self._dtype)
 
-        self._shape = (len(numbers), experts_of(architecture).num_experts_per_tok)
+        self._shape = (len(numbers), architecture.sizes_of(Experts).num_experts_per_tok)
         self._groups = groups
         self._device = device
         self._kept: list[tuple[TokenPositions, MicroBatchRoutes]] = []

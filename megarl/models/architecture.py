@@ -399,6 +399,12 @@ class Architecture:
         parts = (self.experts, self.latent, self.indexer, self.delta_net, self.lora)
         return tuple(part for part in parts if part is not None)
 
+    def sizes_of[Part: (Experts, LatentAttention, DeltaNet, Vision)](self, kind: type[Part]) -> Part:
+        """Return the sizes of a part that the model must have, such as its `Experts`."""
+        found = [part for part in (*self.parts, self.vision) if isinstance(part, kind)]
+        assert found, (self.model_type, kind)
+        return found[0]
+
     @property
     def num_experts(self) -> int:
         return self.experts.num_experts if self.experts else 0

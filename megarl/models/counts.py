@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.families import engine_stages
-from megarl.models.layers import pair_products, selection_products, token_products, tower_of
+from megarl.models.layers import pair_products, selection_products, token_products
 from megarl.models.mapping import Cut, MappingRow, StagePlacement, TensorPart
 from megarl.models.tensor_table import dimension_sizes, entry_size, rows_of, tower_rows
 from megarl.models.vision import Vision
@@ -271,7 +271,7 @@ def tower_flops(architecture: Architecture, grids: Iterable[tuple[int, int, int]
         grids: The number of patches of each image in time, height and width.
         trains: Whether the tower is trained.
     """
-    vision = tower_of(architecture)
+    vision = architecture.sizes_of(Vision)
     per_patch, per_token = _tower_products(architecture)
     multiply_adds = 0
 

@@ -19,14 +19,9 @@ from megarl.models.mapping import (
     PartKind,
     StagePlacement,
     TensorPart,
+    is_dense,
     is_sparse,
 )
-
-
-def experts_of(architecture: Architecture) -> Experts:
-    """Return the experts of a model that has some."""
-    assert architecture.experts is not None
-    return architecture.experts
 
 
 def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterator[tuple[str, str, float]]:
@@ -148,7 +143,7 @@ SELECTION_BIAS_ROW = MappingRow(
     cut=Cut.replicated,
     tensors=((HF_LAYER + "mlp.gate.e_score_correction_bias", "E"),),
     applies=lambda architecture, layer: (
-        is_sparse(architecture, layer) and experts_of(architecture).has_selection_bias
+        is_sparse(architecture, layer) and architecture.sizes_of(Experts).has_selection_bias
     ),
     dtype="float32",
     trains=False,
@@ -156,7 +151,7 @@ SELECTION_BIAS_ROW = MappingRow(
 
 
 def _has_shared_expert(architecture: Architecture, layer: int | None) -> bool:
-    return is_sparse(architecture, layer) and experts_of(architecture).shared_intermediate_size > 0
+    return is_sparse(architecture, layer) and architecture.sizes_of(Experts).shared_intermediate_size > 0
 
 
 def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
@@ -242,7 +237,8 @@ def check_feed_forwards(
 
 def num_dense_layers(architecture: Architecture) -> Mapping[str, int]:
     """Return the field of the number of dense layers."""
-    return {"first_k_dense_replace": architecture.num_hidden_layers - len(architecture.sparse_layers)}
+    layers = range(architecture.num_hidden_layers)
+    return {"first_k_dense_replace": sum(is_dense(architecture, layer) for layer in layers)}
 
 
 def layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:

@@ -10,15 +10,9 @@ from megarl.models.config_reader import ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, MIXER, Cut, MappingRow, PartKind, StagePlacement
 
 
-def latent_of(architecture: Architecture) -> LatentAttention:
-    """Return the sizes of a model that has latent attention."""
-    assert architecture.latent is not None
-    return architecture.latent
-
-
 def megatron_sizes(architecture: Architecture) -> dict[str, Any]:
     """Return Megatron's arguments for the sizes of latent attention."""
-    latent = latent_of(architecture)
+    latent = architecture.sizes_of(LatentAttention)
     return {
         "multi_latent_attention": True,
         "q_lora_rank": latent.q_lora_rank,
@@ -30,7 +24,7 @@ def megatron_sizes(architecture: Architecture) -> dict[str, Any]:
 
 
 def _has_latent_queries(architecture: Architecture, layer: int | None) -> bool:
-    return latent_of(architecture).q_lora_rank is not None
+    return architecture.sizes_of(LatentAttention).q_lora_rank is not None
 
 
 def _blocks(sizes: Mapping[str, int], ranks: int, expert_ranks: float) -> Iterator[tuple[str, str, float]]:
@@ -57,6 +51,7 @@ def latent_kind(name: str, applies: Callable[[Architecture, int | None], bool], 
         gathered="I",
         cached="B",
         cached_at_least="B",
+        has_groups=True,
         shared_out=(("num_attention_heads", "N"),),
         replicable=(("num_key_value_heads", "G"),),
         fp8_blocks=_blocks,

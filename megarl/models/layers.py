@@ -18,6 +18,7 @@ from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.mapping import (
+    EMBEDDING,
     FEED_FORWARD,
     INDEXER,
     MEGATRON_LAYER,
@@ -33,7 +34,6 @@ from megarl.models.mapping import (
 from megarl.models.sparse_attention import REUSED_SELECTION, SPARSE_ATTENTION
 from megarl.models.tensor_table import block_of, dimension_sizes, entry_size, name_of, rows_of
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
-from megarl.models.vision import Vision
 
 VISION = PartKind(
     name="a vision tower",
@@ -191,10 +191,12 @@ def reads_images(architecture: Architecture) -> bool:
     return any(kind.reads_images for kind in kinds_of(architecture))
 
 
-def tower_of(architecture: Architecture) -> Vision:
-    """Return the vision tower of a model that reads images."""
-    assert architecture.vision is not None
-    return architecture.vision
+def is_of_group(parameter: str) -> bool:
+    """Return whether each group of an engine's ranks has a Megatron parameter of its own, all of it.
+
+    It is one of attention, or the input embedding, whose outputs attention reads.
+    """
+    return parameter == EMBEDDING or any(kind.has_groups and kind.prefix in parameter for kind in KINDS)
 
 
 def has_dense_layers(architecture: Architecture) -> bool:

@@ -327,6 +327,8 @@ class PartKind:
         state: The float32 numbers that an engine keeps of a row.
         routes_tokens: Whether tokens are sent to the ranks that have their experts.
         reads_images: Whether it turns images into tokens.
+        has_groups: Whether groups of an engine's ranks can each compute it for sequences of their own
+            (SGLang's `attn_dp_size`). The ranks of a group then share it like those of an engine.
         shared_out: The fields of `config.json`, with their letters, that tensor-parallel ranks share, such
             as a number of heads. With `splits_heads`, context-parallel ranks share them too.
         replicable: Further such fields, of which the ranks of an engine have copies if there are fewer than
@@ -334,6 +336,8 @@ class PartKind:
         has_fp8_engine: Whether SGLang has its matrices in block-scaled FP8.
         fp8_blocks: Yields the tensor, the dimension and the size of what must consist of whole blocks on a
             rank of an engine in FP8. Takes the sizes of letters, the ranks, and those that share an expert.
+        gpu_package: The module with its kernels for GPUs and the package that has it, without which it is a
+            loop of small kernels.
         cpu_engine_lacks: What SGLang cannot compute on a CPU, in words; empty if it computes everything.
         serves_adapters: Whether SGLang applies adapters of its matrices.
         megatron_arguments: Returns the arguments of Megatron's command line that describe its sizes.
@@ -359,10 +363,12 @@ class PartKind:
     state: str = "0"
     routes_tokens: bool = False
     reads_images: bool = False
+    has_groups: bool = False
     shared_out: tuple[tuple[str, str], ...] = ()
     replicable: tuple[tuple[str, str], ...] = ()
     has_fp8_engine: bool = True
     fp8_blocks: Callable[[Mapping[str, int], int, float], Iterator[tuple[str, str, float]]] | None = None
+    gpu_package: tuple[str, str] | None = None
     cpu_engine_lacks: str = ""
     serves_adapters: bool = True
     megatron_arguments: Callable[[Architecture], dict[str, Any]] | None = None

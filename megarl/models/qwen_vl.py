@@ -13,7 +13,7 @@ from typing import Any
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
-from megarl.models.experts import SGLANG_DIFFERENCES, check_router_gradient, experts_of, transposed_fused
+from megarl.models.experts import SGLANG_DIFFERENCES, check_router_gradient, transposed_fused
 from megarl.models.family import Family
 from megarl.models.mapping import TOWER, Cut, MappingRow, StagePlacement
 from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts, read_sections
@@ -50,7 +50,7 @@ def _read_qwen3_vl_moe(reader: ConfigReader) -> Architecture:
     architecture = _read_qwen3_vl(reader, _read_experts)
 
     # Folders have the matrices of experts transposed or not, and only the shapes tell which.
-    size = experts_of(architecture).intermediate_size
+    size = architecture.sizes_of(Experts).intermediate_size
     if not reader.problems and architecture.hidden_size in (size, 2 * size):
         reader.problems.append(
             f"text_config: field 'moe_intermediate_size' is {size}, but must be neither the 'hidden_size' "

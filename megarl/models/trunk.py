@@ -57,6 +57,7 @@ ATTENTION = PartKind(
     of_pair=("Q", "O"),
     cached="2 K",
     cached_at_least="2 D",
+    has_groups=True,
     shared_out=(("num_attention_heads", "N"),),
     replicable=(("num_key_value_heads", "G"),),
     fp8_blocks=_attention_blocks,

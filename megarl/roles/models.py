@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 # The engine's names of policy scores -> batch keys; other extras keep their name.
 _OF_ACTOR = {"log_probs": "old_log_probs", "entropy": "entropys"}
+# The batch key of the policy's log-probs with bypass, where the old ones are the engine's.
+POLICY_LOG_PROBS = "policy_log_probs"
 
 
 class Absent:
@@ -306,7 +308,8 @@ class Actor(MegatronRole):
         Returns the metrics of ActorLoss.
 
         A batch without `old_log_probs` is scored in the update's own pass, if nothing reads them before
-        (config/roles.py). The batch then has them, and `entropys`, once the future has been awaited.
+        (config/roles.py). The batch then has them, and `entropys`, once the future has been awaited. With
+        bypass and a single update it has POLICY_LOG_PROBS then.
 
         Raises:
             ValueError: The batch lacks `old_log_probs`, which the algorithm needs before the update.
@@ -315,9 +318,10 @@ class Actor(MegatronRole):
         assert algorithm is not None
 
         # Nothing has scored the batch yet: the update's own pass does.
-        if "old_log_probs" not in batch.tensors:
-            return self._update_scored(batch, step, algorithm)
         one_update = self._updates.is_one
+        bypass = algorithm.rollout_correction.bypass
+        if "old_log_probs" not in batch.tensors or (bypass and one_update):
+            return self._update_scored(batch, step, algorithm)
         mini_batches = [
             actor_rows(mini_batch, algorithm, one_update=one_update, seed=self._updates.seed_of(step, number))
             for number, mini_batch in enumerate(self._updates.mini_batches(batch, step))
@@ -329,11 +333,12 @@ class Actor(MegatronRole):
             "update_actor",
             lambda parts, loss: self.group.call(ActorWorker.update, parts, loss),
             lambda counts: ActorLoss(algorithm=algorithm, counts=counts),
-            None if one_update or algorithm.rollout_correction.bypass else self._check_first_ratio,
+            None if one_update or bypass else self._check_first_ratio,
         )
 
     def _update_scored(self, batch: DataProto, step: int, algorithm: AlgorithmConfig) -> DerivedFuture:
-        if not self._scores_in_update:
+        bypass = algorithm.rollout_correction.bypass
+        if "old_log_probs" not in batch.tensors and not self._scores_in_update:
             raise ValueError(
                 "the batch for the actor's update has no old_log_probs, which this algorithm reads before "
                 "the update, or which several updates of a step need: batch = "
@@ -343,12 +348,13 @@ class Actor(MegatronRole):
         # One optimizer step over all rows, so the pass sees the policy that wrote the samples.
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
         plan, parts = self.split(rows, rows.columns)
-        loss = ActorLoss(algorithm=algorithm, counts=counts_of(rows), with_entropy=True)
+        loss = ActorLoss(algorithm=algorithm, counts=counts_of(rows), with_entropy=not bypass)
+        names = {"log_probs": POLICY_LOG_PROBS, "entropy": "entropys"} if bypass else _OF_ACTOR
 
         # The log-probs enter the batch only when the future is awaited, for metrics and stored samples.
         def finish(results: list[Any]) -> dict[str, float]:
             metrics, scores = zip(*results[0], strict=True)  # of each replica
-            batch.take_in(restored_rows(scores, plan.restore_order(), _OF_ACTOR))
+            batch.take_in(restored_rows(scores, plan.restore_order(), names))
             return over_updates([merge_metrics(metrics)])
 
         return self._schedule.run(

@@ -48,9 +48,10 @@ SCHEMA = pa.schema(
         "rollout_log_probs": pa.list_(pa.float32()),
         # The token's factor for the difference between engine and trainer; null without such a correction.
         "rollout_weights": pa.list_(pa.float32()),
-        # What leaves the token out of the loss: 0, REJECTED or LATE; null if the step trains every token.
+        # What leaves the token out of the loss: 0, REJECTED, LATE or OFF_POLICY; null if no rule can.
         "excluded": pa.list_(pa.int8()),
-        # The token's |weight * advantage| over the sum of the step's, as aggregated.
+        # The size of the gradient of the policy loss by the token's log-prob, which is |weight * advantage|,
+        # over the sum of the step's, as aggregated.
         "loss_share": pa.list_(pa.float32()),
         "weight_version": pa.int64(),
         "prompt_length": pa.int32(),
@@ -68,6 +69,7 @@ _NUMBERS = "reward_numbers"
 # Values of `excluded`.
 REJECTED = 1  # its response, by algorithm.rollout_correction.rejection
 LATE = 2  # its weights were too old for rollout.late=mask
+OFF_POLICY = 3  # its response has become unlikely, by algorithm.policy_loss.off_policy_limit
 OF_LOSS = ("rollout_weights", "excluded", "loss_share")
 OF_EPISODES = ("is_model", "turn_rewards", "num_calls", "call_errors", "episode_end")
 

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.groups import group_metrics
+from megarl.algorithms.losses import policy_terms
 from megarl.algorithms.masked import masked_mean, masked_row_sums, row_lengths
 from megarl.algorithms.metrics import (
     age_metrics,
@@ -32,9 +33,17 @@ from megarl.config.roles import scores_in_update
 from megarl.config.schema import Aggregation, CorrectionLevel, Late, PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
 from megarl.machine.strict_json import dump_readable
-from megarl.roles.models import LOSS_MASK, valid_token_count
+from megarl.roles.models import LOSS_MASK, POLICY_LOG_PROBS, valid_token_count
 from megarl.tracking.run_files import writing
-from megarl.tracking.samples import LATE, OF_EPISODES, REJECTED, SCHEMA, SampleTable, list_column
+from megarl.tracking.samples import (
+    LATE,
+    OF_EPISODES,
+    OFF_POLICY,
+    REJECTED,
+    SCHEMA,
+    SampleTable,
+    list_column,
+)
 from megarl.trainers.advantages import AdvantageStep, Metrics
 from megarl.trainers.monitor import Monitor
 
@@ -137,13 +146,14 @@ class SampleRows:
         """Return the columns with a value for each token that the model wrote; None if the run has none."""
         rows = batch.ragged
         weights = self._rollout_weights(rows)
+        gradients, off_policy = self._gradients(rows, weights)
         return {
             "advantages": rows["advantages"],
             "log_probs": rows["old_log_probs"] if self._own_log_probs else None,
             "rollout_log_probs": rows["rollout_log_probs"],
             "rollout_weights": weights,
-            "excluded": self._excluded(batch),
-            "loss_share": self._loss_share(batch, weights),
+            "excluded": self._excluded(batch, off_policy),
+            "loss_share": self._loss_share(batch, gradients),
         }
 
     def _rollout_weights(self, rows: Mapping[str, RaggedTensor]) -> RaggedTensor | None:
@@ -156,25 +166,59 @@ class SampleRows:
         old, engine, mask = (rows[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
         return cast("RaggedTensor", correct(old, engine, mask, config).weights)
 
-    def _excluded(self, batch: DataProto) -> RaggedTensor | None:
-        """Return for each token what leaves it out of the loss: 0 if nothing does, REJECTED or LATE."""
+    def _gradients(
+        self, rows: Mapping[str, RaggedTensor], weights: RaggedTensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradient of each token's policy loss by its log-prob, and what `off_policy_limit` drops.
+
+        The policy is that before the step's first update. With bypass it is known if the step has a single
+        update; otherwise the engine stands for it, so every ratio is 1.
+        """
+        old = rows["old_log_probs"]
+        read = {
+            "response_mask": rows.get(LOSS_MASK, rows["response_mask"]),
+            "old_log_probs": old,
+            "advantages": rows["advantages"],
+            "rollout_log_probs": rows["rollout_log_probs"],
+            **({} if weights is None else {"rollout_weights": weights}),
+        }
+        gradients = []
+        left_out = []
+
+        # A row at a time, so that nothing is padded. No loss mixes rows.
+        with torch.enable_grad():
+            for log_probs, *columns in zip(
+                rows.get(POLICY_LOG_PROBS, old).each(), *(each.each() for each in read.values()), strict=True
+            ):
+                row = {name: column[None] for name, column in zip(read, columns, strict=True)}
+                policy = log_probs[None].detach().clone().requires_grad_()
+                terms = policy_terms(policy, row, self._algorithm)
+                (gradient,) = torch.autograd.grad(terms.per_token.sum(), policy)
+                gradients.append(gradient[0])
+                left_out.append(
+                    torch.zeros_like(log_probs, dtype=torch.bool)
+                    if terms.off_policy is None
+                    else terms.off_policy[0]
+                )
+        return torch.cat(gradients), torch.cat(left_out)
+
+    def _excluded(self, batch: DataProto, off_policy: torch.Tensor) -> RaggedTensor | None:
+        """Return what leaves each token out of the loss: 0 if nothing does, REJECTED, LATE or OFF_POLICY."""
         rows = batch.ragged
-        if LOSS_MASK not in rows:
+        if LOSS_MASK not in rows and self._algorithm.policy_loss.off_policy_limit is None:
             return None
+        in_loss = rows.get(LOSS_MASK, rows["response_mask"])
         ages = batch.meta_info["weight_version"] - rows["token_versions"].flat()
         is_late = (ages > self._max_age) & self._masks_late
-        excluded = torch.where(rows[LOSS_MASK].flat(), 0, torch.where(is_late, LATE, REJECTED)).to(torch.int8)
-        return RaggedTensor.packed_rows(excluded, rows[LOSS_MASK].lengths)
+        by_rule = torch.where(is_late, LATE, REJECTED)
+        excluded = torch.where(in_loss.flat(), torch.where(off_policy, OFF_POLICY, 0), by_rule)
+        return RaggedTensor.packed_rows(excluded.to(torch.int8), in_loss.lengths)
 
-    def _loss_share(self, batch: DataProto, weights: RaggedTensor | None) -> RaggedTensor:
-        """Return each token's share of the sum of |weight * advantage| over the batch, as aggregated."""
+    def _loss_share(self, batch: DataProto, gradients: torch.Tensor) -> RaggedTensor:
+        """Return each token's share of the sum of |gradient| over the batch, as aggregated."""
         rows = batch.ragged
         in_loss = rows.get(LOSS_MASK, rows["response_mask"])
-        sizes = rows["advantages"].flat().abs()
-        if weights is not None:
-            sizes = sizes * weights.flat()
-        # Values that the loss does not read may be NaN, which a product with 0 would keep.
-        sizes = torch.where(in_loss.flat(), sizes, 0.0)
+        sizes = gradients.abs()
         if self._algorithm.policy_loss.aggregation is Aggregation.sequence_mean_token_mean:
             of_rows = row_lengths(in_loss).repeat_interleave(in_loss.lengths)
             of_episodes = episode_tokens(batch, in_loss).get(EPISODE_TOKENS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +206,19 @@ def _lines(
         found.origins[_ALGORITHM] = f"exactly what {name} computes with its settings"
     yield from _section(_in_schema_order(written, kind), found, "", "")
     yield from _listed("What differs", differing)
+    yield from _listed("What else the file has", foreign.notes)
     by_reason: dict[str, list[str]] = {}
     for each, why in found.answers.items():
-        by_reason.setdefault(why, []).append(each)
+        by_reason.setdefault(why, []).append(_given(each, foreign))
     reasons = [f"{', '.join(names)}: {why}" for why, names in by_reason.items()]
     yield from _listed(f"Settings of {name} that have no key here", reasons)
     yield from _listed("Settings that no table has: compare them yourself", found.unknown)
+
+
+def _given(name: str, foreign: Foreign) -> str:
+    """Return a setting with its value, unless that is long."""
+    shown = f"{name}={_scalar(foreign.settings.get(name))}"
+    return shown if name in foreign.settings and len(shown) <= _LONGEST_COMMENT else name
 
 
 def _written(found: Migration, kind: RunKind) -> Iterator[str]:
@@ -263,7 +270,7 @@ def _comment(text: str) -> str:
     return f" # {line if len(line) <= _LONGEST_COMMENT else line[: _LONGEST_COMMENT - 3] + '...'}"
 
 
-def _listed(title: str, lines: list[str]) -> Iterator[str]:
+def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
     if lines:
         yield ""
         yield f"# {title}:"
@@ -297,7 +304,8 @@ def _differences(found: Migration, foreign: Foreign, kind: RunKind) -> Iterator[
                 f"megarl's is {_scalar(usual)}"
             )
     for default, why in found.differing.items():
-        yield f"{foreign.framework.name}'s default {default}: {why}"
+        is_given = default.partition("=")[0] in {name.lstrip("+~") for name in foreign.settings}
+        yield f"{default}: {why}" if is_given else f"{foreign.framework.name}'s default {default}: {why}"
     yield (
         "placement.device_memory_gb: not set, so `megarl check` plans for the GPUs that it finds or for "
         "80 GB; set about 90 % of the memory of yours"

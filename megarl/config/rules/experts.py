@@ -28,7 +28,6 @@ from megarl.config.schema import (
 )
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture, Experts
-from megarl.models.experts import experts_of
 from megarl.models.families import FAMILIES
 from megarl.models.layers import routes_tokens
 
@@ -42,7 +41,7 @@ def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Fin
     if not routes_tokens(architecture):
         return
 
-    experts = experts_of(architecture)
+    experts = architecture.sizes_of(Experts)
     yield from _fit_router(role, architecture, experts)
     if architecture.linear_bias and parallel.expert_tensor_parallel_size > 1:
         yield Finding(
@@ -226,7 +225,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Findings:
         )
         return
 
-    experts = experts_of(policy)
+    experts = policy.sizes_of(Experts)
     for width, size, what in (
         (experts.num_experts, expert_parallel, "num_experts"),
         (experts.intermediate_size, tensor // expert_parallel, "the experts' intermediate size"),

@@ -27,7 +27,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.family import SGLangStages
 from megarl.models.layers import kinds_of
-from megarl.models.mapping import MIXER
 from megarl.models.rope import sglang_rope_differs
 from megarl.models.tensor_table import dimension_sizes
 
@@ -189,8 +188,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
     # Another rule refuses a number that does not divide the ranks.
     groups = given if isinstance(given, int) and given > 0 and tensor % given == 0 else 1
     for kind in kinds:
-        # Each group of ranks computes the attention of its own sequences.
-        is_grouped = kind.prefix == MIXER and groups > 1
+        is_grouped = kind.has_groups and groups > 1
         ranks = tensor // groups if is_grouped else tensor
         of_group = f" / attn_dp_size {groups}" if is_grouped else ""
         for field, letter in kind.shared_out:

@@ -26,8 +26,9 @@ from megarl.config.schema import Layers, PPOConfig, Recompute, RecomputeModule, 
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
-from megarl.models.layers import kinds_of, layers_of, reads_images, replaces_core, routes_tokens, tower_of
+from megarl.models.layers import kinds_of, layers_of, reads_images, replaces_core, routes_tokens
 from megarl.models.mapping import FEED_FORWARD, MIXER, PartKind
+from megarl.models.vision import Vision
 from megarl.plan.placement.layer_sizes import (
     WORKSPACE_BYTES,
     Kernels,
@@ -269,7 +270,7 @@ class _Work:
         """Return the bytes of the vision tower, which runs before the layers."""
         if not (self._is_first and reads_images(self._architecture)):
             return 0
-        tower = tower_of(self._architecture)
+        tower = self._architecture.sizes_of(Vision)
         return tower_bytes(self._role, tower, self._fullest[trains], self._element, trains=trains)
 
     def score(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import Enum
 from itertools import chain
 
 from megarl.config.layers import trains_adapters
 from megarl.config.schema import CPCommType, Device, DType, Layers, ParallelConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.models.layers import linears_of, replaces_core, routes_tokens
+from megarl.models.layers import layers_of, linears_of, replaces_core, routes_tokens
 
 # The workspace of cuBLAS on Hopper. A grouped product runs on four streams with one each.
 WORKSPACE_BYTES = 32 * 1024**2 + 1024
@@ -33,6 +34,18 @@ def kernels_of(config: RunConfig) -> Kernels:
 def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
     """Return a stage's global layer numbers, in the order of its virtual stages."""
     return tuple(chain.from_iterable(parallel.chunks_of_stage(architecture.num_hidden_layers, stage)))
+
+
+def alike_stages(architecture: Architecture, parallel: ParallelConfig) -> tuple[int, ...]:
+    """Return for each stage the first one like it: the first, the last, or one with the same layers."""
+    last = parallel.pipeline_parallel_size - 1
+    found: dict[tuple[bool, bool, frozenset[tuple[object, int]]], int] = {}
+    alike = []
+    for stage in range(parallel.pipeline_parallel_size):
+        layers = layers_of_stage(architecture, parallel, stage)
+        kinds = Counter(layers_of(architecture)[layer] for layer in layers)
+        alike.append(found.setdefault((stage == 0, stage == last, frozenset(kinds.items())), stage))
+    return tuple(alike)
 
 
 def chunks_under_way(parallel: ParallelConfig, stage: int) -> int:

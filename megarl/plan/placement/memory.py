@@ -21,7 +21,6 @@ from megarl.models.counts import num_parameters, stage_shares
 from megarl.models.families import DraftModel, engine_stages, read_draft_if_there
 from megarl.models.fp8 import model_bytes
 from megarl.models.layers import cached_numbers, layers_of, state_bytes
-from megarl.models.mapping import MIXER
 from megarl.plan.placement.activations import RoleMemory, role_memory
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, OffloadPlan, Phase
 from megarl.plan.placement.model_state import Usage, stage_of, weight_bytes
@@ -338,7 +337,7 @@ def _attention_bytes(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of an engine's matrices of attention, and of its input embedding."""
     element = weight_bytes(config.model.dtype)
     of_matrix = 1 if config.rollout.dtype is EngineDType.fp8 else element
-    parts = (part for layer in layers_of(policy.base) for part in layer if part.kind.prefix == MIXER)
+    parts = (part for layer in layers_of(policy.base) for part in layer if part.kind.has_groups)
     elements = sum(matrix.outputs * matrix.inputs for part in parts for matrix in part.matrices)
     return of_matrix * elements + element * policy.vocab_size * policy.hidden_size
 

@@ -21,9 +21,9 @@ from megarl.config.batch_arithmetic import (
 )
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Layers, Recompute, RecomputeModule, RunConfig
-from megarl.models.architecture import Activation, Architecture, QKNorm
+from megarl.models.architecture import Activation, Architecture, Experts, QKNorm
 from megarl.models.delta_net import DELTA_NET
-from megarl.models.experts import EXPERTS, experts_of
+from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import has_dense_layers, replaces_core
 from megarl.models.mapping import PartKind, size_of
@@ -358,7 +358,7 @@ def _experts(layer: LayerSizes) -> PartMemory:
     """
     architecture = layer.architecture
     parallel = layer.parallel
-    experts = experts_of(architecture)
+    experts = architecture.sizes_of(Experts)
     hidden = architecture.hidden_size
     cut = parallel.expert_tensor_parallel_size
 

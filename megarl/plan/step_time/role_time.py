@@ -23,7 +23,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of, num_routing_layers
 from megarl.models.mapping import size_of
 from megarl.models.tensor_table import dimension_sizes
-from megarl.plan.placement.layer_sizes import layers_of_stage
+from megarl.plan.placement.layer_sizes import alike_stages, layers_of_stage
 from megarl.plan.placement.model_state import model_state, weight_bytes
 from megarl.plan.step_time.counts import CollectiveCount, Counts, Product, RankGroup, dtype_bytes, dtype_of
 from megarl.plan.step_time.device import DeviceProfile, PhaseTime, collective_s, peak_flops
@@ -63,12 +63,13 @@ class PassWork(NamedTuple):
     """A phase: some passes over micro-batches, each with an update if it trains.
 
     Attributes:
-        stages: The first stage, one of each number of layers in the middle, and the last, each once.
+        stages: The first stage, one of each kind in the middle, and the last, each once.
         order: The index of each stage's work in `stages`.
         num_chunks: The number of virtual stages of each.
         num_micro_batches: The number of micro-batches of a pass.
         num_passes: The number of passes; 0 if the phase is not needed.
-        update: The calls of the update after each pass, and the bytes that it moves; None if nothing trains.
+        updates: For each of `stages`, the calls of the update after each pass, and the bytes that it moves;
+            empty if nothing trains.
         dtype: The dtype of activations.
         product_dtype: The dtype in which matrices are multiplied: that of activations, or fp8.
     """
@@ -78,7 +79,7 @@ class PassWork(NamedTuple):
     num_chunks: int
     num_micro_batches: int
     num_passes: int
-    update: tuple[tuple[CollectiveCount, ...], float] | None
+    updates: tuple[tuple[tuple[CollectiveCount, ...], float], ...]
     dtype: str
     product_dtype: str
 
@@ -110,19 +111,19 @@ def _pass(
 ) -> PassWork:
     parallel = role.parallel
     num_micro_batches, typical = micro_batches_of(config, role, architecture, lengths, trains=phase.trains)
-    stage_of = parallel.representatives()
+    stage_of = alike_stages(architecture, parallel)
+    stages = sorted(set(stage_of))
     dtype = dtype_of(config)
 
     return PassWork(
         stages=tuple(
-            _stage(config, role, architecture, stage, typical, phase.trains, chunks)
-            for stage in sorted(set(stage_of))
+            _stage(config, role, architecture, stage, typical, phase.trains, chunks) for stage in stages
         ),
-        order=tuple(sorted(set(stage_of)).index(stage) for stage in stage_of),
+        order=tuple(stages.index(stage) for stage in stage_of),
         num_chunks=parallel.virtual_pipeline_parallel_size or 1,
         num_micro_batches=num_micro_batches,
         num_passes=_num_passes(config, role, phase),
-        update=_update(config, role, architecture) if phase.trains else None,
+        updates=tuple(_update(config, role, architecture, stage) for stage in stages if phase.trains),
         dtype=dtype,
         product_dtype="fp8" if role.megatron.transformer.get("fp8") else dtype,
     )
@@ -171,15 +172,15 @@ def _stage(
 
 
 def _update(
-    config: RunConfig, role: ModelRole, architecture: Architecture
+    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int
 ) -> tuple[tuple[CollectiveCount, ...], float]:
     # Moments and master weights are read and written; a rank's share of gradients is read, and its share of
     # parameters is written.
-    state = model_state(role, architecture, config.model.dtype, 0)
+    state = model_state(role, architecture, config.model.dtype, stage)
     share = (state.gradients + state.parameters) / role.parallel.num_copies
     calls = (
-        *gradient_counts(config, role, architecture, 0).collectives,
-        *optimizer_counts(config, role, architecture, 0).collectives,
+        *gradient_counts(config, role, architecture, stage).collectives,
+        *optimizer_counts(config, role, architecture, stage).collectives,
     )
     return calls, 2 * state.optimizer + share
 
@@ -260,11 +261,13 @@ def _pass_time(work: PassWork, device: DeviceProfile) -> PhaseTime:
     # The parts are those of the slowest stage; the rest of the time it waits for other stages.
     slowest = max(of_stage, key=lambda time: time.seconds).times(work.num_micro_batches)
     time = slowest.plus(PhaseTime.of(bubble=seconds - slowest.seconds))
-    if work.update is not None:
-        calls, nbytes = work.update
-        time = time.plus(
-            PhaseTime.of(optimizer=nbytes / device.memory_bytes_s, reduction=_collectives_s(calls, device))
-        )
+    # All stages wait for the slowest update, because the norm of the gradients is that of the whole model.
+    of_updates = [
+        PhaseTime.of(optimizer=nbytes / device.memory_bytes_s, reduction=_collectives_s(calls, device))
+        for calls, nbytes in work.updates
+    ]
+    if of_updates:
+        time = time.plus(max(of_updates, key=lambda update: update.seconds))
     return time.times(work.num_passes)
 
 

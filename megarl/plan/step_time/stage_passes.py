@@ -18,7 +18,8 @@ from megarl.config.schema import (
 from megarl.models.adapters import EMBEDDING_MODULE, OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size, pairs_of_block, tower_matrices
-from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens, tower_of
+from megarl.models.layers import LayerPart, layers_of, reads_images, routes_tokens
+from megarl.models.vision import Vision
 from megarl.plan.step_time.counts import (
     IDLE,
     NOTHING,
@@ -222,7 +223,7 @@ def tower_work(
         edge: The hidden states of the language model.
         trains: Whether the tower is trained.
     """
-    vision = tower_of(architecture)
+    vision = architecture.sizes_of(Vision)
     sides = [isqrt(prompt) for prompt in batch.prompts]
     tokens = round(batch.share * sum(side**2 for side in sides))
     patches = tokens * vision.patches_per_token

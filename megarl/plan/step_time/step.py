@@ -273,8 +273,15 @@ def offload_times(
         moved: What is moved in its placement (`moved_items`).
         architectures: The architecture of each model role, by its name.
     """
+    # All stages wait for the one with the most state.
     states = {
-        role.name: model_state(role, architectures[role.name], config.model.dtype, 0)
+        role.name: max(
+            (
+                model_state(role, architectures[role.name], config.model.dtype, stage)
+                for stage in range(role.parallel.pipeline_parallel_size)
+            ),
+            key=lambda state: state.total,
+        )
         for role in model_roles(config)
     }
     nbytes = {name: sum(_copied(states, item) for item in items) for name, items in moved.items()}

@@ -21,6 +21,7 @@ const EXCLUDED = [
   null,
   `its response was rejected (${CORRECTION}rejection)`,
   "it was sampled by weights older than rollout.max_staleness (rollout.late: mask)",
+  "its advantage is negative, and the policy has made its response unlikely (algorithm.policy_loss.off_policy_limit)",
 ];
 
 async function allSamples(run) {

@@ -15,7 +15,7 @@ from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig,
 from megarl.models.architecture import Architecture
 from megarl.models.families import engine_stages
 from megarl.models.fp8 import quantized_tensors
-from megarl.models.mapping import EMBEDDING, MIXER
+from megarl.models.layers import is_of_group
 from megarl.models.tensor_table import LM_HEAD_TENSOR, hf_tensors, weights_of
 from megarl.plan.placement.model_state import weight_bytes
 from megarl.plan.placement.placement_plan import PlacementPlan
@@ -154,7 +154,7 @@ def rollout_slices(architecture: Architecture, rollout: RolloutConfig) -> list[T
     names = {
         tensor.name
         for weight in weights_of(architecture, "lm")
-        if MIXER in weight.megatron_name or weight.megatron_name == EMBEDDING
+        if is_of_group(weight.megatron_name)
         for tensor in weight.tensors
     }
     return [

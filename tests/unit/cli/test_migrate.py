@@ -17,6 +17,7 @@ OPEN = {
     "total_steps: ???": "total_steps: 10",
     "train_files: ???": "train_files: [rows.jsonl]",
     "path: '???'": "path: reward.py",
+    "pipeline_layout: ???": "pipeline_layout: [3, 5]",
 }
 
 
@@ -162,7 +163,7 @@ def test_values_without_a_counterpart_are_left_out(folder: Path, capsys: pytest.
     assert values["tracking"]["loggers"] == ["console"]
     assert "decay" not in values["actor"]["optim"]
     assert "trainer.critic_warmup=3: trainer.critic_warmup_steps" in text
-    assert "lr_scheduler_type: wsd has no counterpart" in text
+    assert "lr_scheduler_type=wsd: has no counterpart" in text
 
 
 def test_a_variable_of_the_environment_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.conversions import NULL, Migration, migrated
 from megarl.config.expressions import evaluate
-from megarl.config.foreign import parsed, read_foreign
+from megarl.config.foreign import Foreign, parsed, read_foreign
 from megarl.config.migration import foreign_defaults, keys_of, trl_names
 from megarl.config.shell import ShellScript
 
@@ -168,8 +168,10 @@ def test_a_command_of_verl(tmp_path: Path) -> None:
     }
     assert differing(found, expected) == {}
     assert found.unknown == ["trainer.made_up"]
-    stages = "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage"
-    assert found.answers[stages] == "use actor.parallel.pipeline_layout"
+    # The number of layers is in the model's folder.
+    assert found.values["actor.parallel.pipeline_layout"] == "???"
+    assert "num_layers_in_first_pipeline_stage=3" in found.origins["actor.parallel.pipeline_layout"]
+    assert found.differing["actor_rollout_ref.rollout.name=vllm"].startswith("SGLang generates")
     assert not any(key.startswith("critic.") for key in found.values)
 
 
@@ -435,10 +437,11 @@ def test_the_correction_of_trl_is_on_with_vllm(
 
 def test_defaults_of_trl_without_a_counterpart_are_said(tmp_path: Path) -> None:
     found = converted(tmp_path / "run.sh", TRL)
-    assert found.differing.keys() == {"lora_dropout=0.05", "use_bias_correction_kl=true"}
+    always = {"use_vllm=true", "limit of prompts"}
+    assert found.differing.keys() == {"lora_dropout=0.05", "use_bias_correction_kl=true"} | always
     # Neither an adapter nor a KL term.
     found = converted(tmp_path / "run.sh", TRL.replace("--use_peft", "").replace("--beta 0.04", ""))
-    assert found.differing == {}
+    assert found.differing.keys() == always
     found = converted(tmp_path / "sft.yaml", "max_length: 9\ndataset_text_field: a\npacking: true\n")
     assert found.differing.keys() == {"assistant_only_loss=false"}
 
@@ -858,3 +861,217 @@ def test_save_hf_of_slime_is_a_key(tmp_path: Path) -> None:
     (tmp_path / "models" / "tiny.sh").write_text(SHAPE)
     text = SLIME.replace("--advantage-estimator grpo", "--advantage-estimator grpo --save-hf out")
     assert converted(tmp_path / "run.sh", text).values["checkpoint.save_hf"] is True
+
+
+# What a script has besides its own values.
+
+
+@pytest.mark.parametrize(
+    ("formula", "steps"),
+    [
+        ("$((STEPS * 3 / 100))", 6),
+        ('$(echo "$STEPS * 0.05" | bc)', 10),
+        ('$(echo "$STEPS * 0.05 / 1" | bc)', 10),
+        ('$(bc -l <<< "$STEPS / 8")', 25),
+        ('$(echo "scale=1; $STEPS / 3" | bc)', 66.6),
+        ('$(python3 -c "print(int($STEPS * 0.035))")', 7),
+        ('$(python -c "import math; print(math.ceil(${STEPS} / 30))")', 7),
+        ("`expr $STEPS / 30`", 6),
+        ("$(expr $STEPS \\* 2)", 400),
+        ('$(awk "BEGIN {print $STEPS * 0.25}")', 50),
+        ("""$(awk -v s=$STEPS 'BEGIN {printf "%d", s * 0.033}')""", 6),
+        ("""$(awk -v s="$STEPS" 'BEGIN { printf("%.0f\\n", s * 0.033) }')""", 7),
+        ('$(python3 -c "import torch; print(torch.cuda.device_count())")', None),
+        ('$(echo "$UNSET * 2" | bc)', None),
+        ("$(wc -l < rows.jsonl)", None),
+    ],
+)
+def test_formulas_of_a_script(tmp_path: Path, formula: str, steps: float | None) -> None:
+    command = f"STEPS=200\nWARMUP={formula}\npython train.py --hf-checkpoint m --prompt-data a.jsonl "
+    found = read_foreign_text(tmp_path, f"{command} --rollout-batch-size 8 --lr-warmup-iters $WARMUP\n")
+    assert found.settings["lr_warmup_iters"] == ("???" if steps is None else steps)
+
+
+def read_foreign_text(folder: Path, text: str) -> Foreign:
+    (folder / "run.sh").write_text(text)
+    return read_foreign(folder / "run.sh")
+
+
+def test_arguments_and_the_environment_of_a_script_are_said(tmp_path: Path) -> None:
+    text = """
+    export NCCL_DEBUG=INFO MODEL=m
+    export LATER
+    LATER=yes
+    OTHER=no
+    EXTRA=("${@:2}")
+    MORE="--seed 3"
+    ray job submit --runtime-env-json='{"env_vars": {"IN_JSON": "1"}}' -- \\
+        env BEFORE=2 python train.py --hf-checkpoint $MODEL --prompt-data a.jsonl --rollout-batch-size 8 \\
+        --colocate "${EXTRA[@]}" ${MISSING_ARGS[@]} $MORE
+    """
+    found = read_foreign_text(tmp_path, text)
+    assert found.settings["colocate"] is True
+    assert found.settings["seed"] == 3
+    arguments, array, environment = found.notes
+    assert arguments.startswith("$@ stands for the arguments of the script")
+    assert array.startswith("${MISSING_ARGS[@]} stands for an array")
+    assert environment.endswith(": LATER=yes NCCL_DEBUG=INFO BEFORE=2 IN_JSON=1")
+
+    # A script without these has no notes, and an empty array is none of them.
+    command = "A=()\nexport MODEL=m\npython train.py --hf-checkpoint $MODEL --prompt-data a.jsonl ${A[@]}"
+    assert read_foreign_text(tmp_path, f"{command} --rollout-batch-size 8\n").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "layout"),
+    [
+        (5, 7, [5, 8, 8, 7]),  # (28 - 12) / 2
+        (7, None, [7, 7, 7, 7]),  # (28 - 7) / 3
+        (None, 1, [9, 9, 9, 1]),
+        (6, None, "???"),  # 22 layers on 3 stages
+    ],
+)
+def test_layers_of_the_outer_stages(
+    tmp_path: Path, first: int | None, last: int | None, layout: list[int] | str
+) -> None:
+    text = "python train.py --hf-checkpoint m --prompt-data a.jsonl --rollout-batch-size 8 --num-layers 28 "
+    text += "--pipeline-model-parallel-size 4 --num-rollout 9 "
+    text += f"--decoder-first-pipeline-num-layers {first} " * (first is not None)
+    text += f"--decoder-last-pipeline-num-layers {last} " * (last is not None)
+    found = converted(tmp_path / "run.sh", text)
+    assert found.values["actor.parallel.pipeline_layout"] == layout
+    assert not any("pipeline_num_layers" in name for name in found.answers)
+
+
+def test_two_settings_of_one_key_are_both_named(tmp_path: Path) -> None:
+    text = SLIME.replace('source "${SCRIPT_DIR}/models/tiny.sh"', "").replace(
+        "--lr 2e-6", "--num-steps-per-rollout 2 --lr 2e-6"
+    )
+    found = converted(tmp_path / "run.sh", text)
+    assert "adam_beta1=0.9, adam_beta2=0.98" in found.origins["actor.optim.betas"]
+    # 32 x 8 / 64 = 4 updates, and not 2.
+    assert "trainer.updates_per_step comes from" in str(found.answers)
+    named = " ".join([*found.origins.values(), *found.answers])
+    assert "num_steps_per_rollout" in named
+    assert "global_batch_size" in named
+
+
+def test_prompts_have_a_limit_in_every_file(tmp_path: Path) -> None:
+    key = "data.max_prompt_length"
+    found = converted(tmp_path / "run.sh", SLIME.replace('source "${SCRIPT_DIR}/models/tiny.sh"', ""))
+    assert found.values[key] == 1024
+    assert key in found.own
+    assert "data.overlong=filter" in found.differing["limit of prompts"]
+
+    text = SLIME.replace("--eval-interval 5", "--eval-interval 5 --rollout-max-context-len 2560")
+    found = converted(tmp_path / "run.sh", text.replace('source "${SCRIPT_DIR}/models/tiny.sh"', ""))
+    assert found.values[key] == 512  # 2560 - 2048
+    assert "limit of prompts" not in found.differing
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Both are those of the actor unless the reference has its own.
+        ("actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=9000", {"max_tokens": 9000}),
+        (
+            "actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=9000 ref.log_prob_max_token_len_per_gpu=20000",
+            {"max_tokens": 20000},
+        ),
+        (
+            "actor.use_dynamic_bsz=True ref.log_prob_use_dynamic_bsz=False ref.log_prob_micro_batch_size_per_gpu=3",
+            {"sequences": 3, "max_tokens": NULL},
+        ),
+        # 64 rows of 2 x 8 devices.
+        ("ref.log_prob_micro_batch_size=64", {"sequences": 4, "max_tokens": NULL}),
+    ],
+)
+def test_micro_batches_of_the_reference_in_verl(
+    tmp_path: Path, settings: str, expected: dict[str, Any]
+) -> None:
+    words = [f"actor_rollout_ref.{word}" for word in ["actor.use_kl_loss=True", *settings.split()]]
+    text = f"{VERL_MINIMUM} trainer.nnodes=2 trainer.n_gpus_per_node=8 {' '.join(words)}"
+    found = converted(tmp_path / "run.sh", text)
+    section = "reference.micro_batch."
+    of_reference = {
+        key.removeprefix(section): value for key, value in found.values.items() if key.startswith(section)
+    }
+    assert of_reference == expected
+
+
+@pytest.mark.parametrize(
+    ("reward", "path", "differs"),
+    [
+        ("deepscaler", "megarl/recipes/math/reward.py", False),
+        ("boxed_dapo", "megarl/recipes/math/reward.py", True),
+        ("ifbench", "???", False),
+    ],
+)
+def test_rewards_of_slime(tmp_path: Path, reward: str, path: str, differs: bool) -> None:
+    text = SLIME.replace('source "${SCRIPT_DIR}/models/tiny.sh"', "").replace(
+        "--lr 2e-6", f"--rm-type {reward} --lr 2e-6"
+    )
+    found = converted(tmp_path / "run.sh", text)
+    assert found.values["reward.functions"] == [{"path": path}]
+    assert (f"rm_type={reward}" in found.differing) is differs
+    found = converted(
+        tmp_path / "run.sh", text.replace("--lr 2e-6", "--lr 2e-6 --custom-rm-path pack.mod.score")
+    )
+    assert found.values["reward.functions"] == [{"path": "???"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--save_steps 12 --eval_steps 6 --max_steps 240", (6, 3)),  # a step has 2 updates
+        ("--save_steps 0.1 --eval_steps 0.025 --max_steps 240", (12, 3)),
+        ("--save_steps 5 --eval_steps 7 --max_steps 240", (3, 4)),  # rounded up
+    ],
+)
+def test_intervals_of_trl_count_updates(tmp_path: Path, options: str, expected: tuple[int, int]) -> None:
+    text = TRL.replace("--max_steps 500", f"{options} --eval_strategy steps")
+    values = converted(tmp_path / "run.sh", text).values
+    assert (values["checkpoint.every_steps"], values["trainer.validate_every_steps"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "expected"),
+    [
+        ("cpo.py", "", {"kind": "cpo", "sft_coefficient": 1.0, "beta": 0.1}),
+        ("cpo.py", "--cpo_alpha 0.2 --beta 0.3", {"kind": "cpo", "sft_coefficient": 0.2, "beta": 0.3}),
+        (
+            "cpo.py",
+            "--loss_type simpo --cpo_alpha 0 --beta 2 --simpo_gamma 1.5",
+            {"kind": "simpo", "margin": 1.5, "beta": 2, "sft_coefficient": None},
+        ),
+        ("orpo.py", "--beta 0.25", {"kind": "orpo", "beta": 0.25, "margin": None}),
+    ],
+)
+def test_losses_of_trl_without_a_reference(
+    tmp_path: Path, script: str, options: str, expected: dict[str, Any]
+) -> None:
+    text = f"accelerate launch --num_processes 2 {script} --model_name_or_path m --dataset_name d {options}"
+    found = converted(tmp_path / "run.sh", text)
+    assert found.values["kind"] == "dpo"
+    assert found.values["trainer.pairs_per_step"] == 16  # 8 x 2
+    assert {name: found.values.get(f"loss.{name}") for name in expected} == expected
+    assert found.unknown == []
+
+
+def test_a_loss_that_differs_from_that_of_trl_is_said(tmp_path: Path) -> None:
+    start = "accelerate launch cpo.py --model_name_or_path m --dataset_name d --loss_type"
+    assert "loss_type=simpo" in converted(tmp_path / "run.sh", f"{start} simpo").differing
+    assert converted(tmp_path / "run.sh", f"{start} simpo --cpo_alpha 0").differing == {}
+    assert "has no counterpart" in converted(tmp_path / "run.sh", f"{start} hinge").answers["loss_type"]
+
+
+@pytest.mark.parametrize(
+    ("more", "differs"),
+    [("", False), (" --eval-max-response-len 2048", False), (" --eval-max-response-len 9000", True)],
+)
+def test_another_length_of_validation_is_said(tmp_path: Path, more: str, differs: bool) -> None:
+    text = SLIME.replace('source "${SCRIPT_DIR}/models/tiny.sh"', "").replace(
+        "--eval-interval 5", f"--eval-interval 5{more}"
+    )
+    found = converted(tmp_path / "run.sh", text)
+    assert ("eval_max_response_len=9000" in found.differing) is differs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,21 @@ from megarl.config.schema import (
     Late,
     ModelConfig,
     PolicyLossConfig,
+    PolicyLossKind,
     PPOConfig,
     RolloutConfig,
     RolloutCorrectionConfig,
+    VESPOConfig,
 )
 from megarl.recipes.quickstart.prepare import make_tokenizer
-from megarl.roles.models import LOSS_MASK
-from megarl.tracking.samples import LATE, REJECTED
+from megarl.roles.models import LOSS_MASK, POLICY_LOG_PROBS
+from megarl.tracking.samples import LATE, OFF_POLICY, REJECTED
 from megarl.trainers.samples import SampleRows
 
 NAN = float("nan")  # values outside the mask must not count
 MASK = torch.tensor([[True, True], [True, False]])
+ENGINE = torch.log(torch.tensor([[0.25, 0.5], [0.5, NAN]]))
+RATIOS = torch.tensor([[2.0, 1.0], [0.5, 1.0]])  # of trainer to engine
 
 
 @pytest.fixture
@@ -43,14 +48,13 @@ def config(tmp_path: Path) -> PPOConfig:
 
 def batch(**tensors: torch.Tensor) -> DataProto:
     """Return two samples, of two tokens and of one. Their ratios of trainer to engine are 2, 1 and 0.5."""
-    engine = torch.log(torch.tensor([[0.25, 0.5], [0.5, NAN]]))
     columns = {
         "prompts": torch.tensor([[3], [3]]),
         "responses": torch.tensor([[4, 5], [6, 0]]),
         "response_mask": MASK,
         "advantages": torch.tensor([[1.0, -2.0], [3.0, NAN]]),
-        "old_log_probs": engine + torch.log(torch.tensor([[2.0, 1.0], [0.5, 1.0]])),
-        "rollout_log_probs": engine,
+        "old_log_probs": ENGINE + RATIOS.log(),
+        "rollout_log_probs": ENGINE,
         "token_versions": torch.tensor([[7, 7], [5, 0]]),
         "score_parts": torch.tensor([[1.0], [0.0]]),
         **tensors,
@@ -134,3 +138,71 @@ def test_without_the_rule_of_age_only_a_rejection_leaves_out(config: PPOConfig) 
 def test_a_batch_without_advantages_has_no_shares(config: PPOConfig) -> None:
     found = columns(config, batch(advantages=torch.zeros(2, 2)))
     assert found["loss_share"] == [[0.0, 0.0], [0.0]]
+
+
+def with_loss(config: PPOConfig, *, bypass: bool = False, **loss: Any) -> PPOConfig:
+    section = PolicyLossConfig(aggregation=Aggregation.token_mean, **loss)
+    correction = RolloutCorrectionConfig(bypass=bypass)
+    algorithm = AlgorithmConfig(policy_loss=section, rollout_correction=correction)
+    return dataclasses.replace(config, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("limit", "advantages", "expected"),
+    [
+        # Means of log mu - log pi: -log(2) / 2 of the first response, log(2) = 0.693 of the second.
+        (0.6, [[1.0, -2.0], [-3.0, NAN]], [[0, 0], [OFF_POLICY]]),
+        (0.7, [[1.0, -2.0], [-3.0, NAN]], [[0, 0], [0]]),
+        (0.6, [[1.0, -2.0], [3.0, NAN]], [[0, 0], [0]]),  # good responses stay
+    ],
+)
+def test_an_unlikely_bad_response_is_left_out(
+    config: PPOConfig, limit: float, advantages: list[list[float]], expected: list[list[int]]
+) -> None:
+    found = columns(with_loss(config, off_policy_limit=limit), batch(advantages=torch.tensor(advantages)))
+    assert found["excluded"] == expected
+    total = 3.0 if expected[1] == [OFF_POLICY] else 6.0
+    assert found["loss_share"] == [
+        pytest.approx([1 / total, 2 / total]),
+        pytest.approx([0.0 if total == 3.0 else 0.5]),
+    ]
+
+
+def test_a_rejected_token_of_an_unlikely_response_is_rejected(config: PPOConfig) -> None:
+    rows = batch(
+        advantages=torch.tensor([[1.0, -2.0], [-3.0, NAN]]),
+        **{LOSS_MASK: torch.tensor([[True, True], [False, False]])},
+    )
+    assert columns(with_loss(config, off_policy_limit=0.1), rows)["excluded"] == [[0, 0], [REJECTED]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantages", "sizes"),
+    [
+        # Ratios of the responses: 2 x 1 = 2 and 0.5. Good ones have the weight 1, bad ones min(W, 1).
+        ({"kind": PolicyLossKind.topr}, [[1.0, 1.0], [-4.0, NAN]], [[1.0, 1.0], [2.0]]),
+        ({"kind": PolicyLossKind.topr}, [[-1.0, -1.0], [4.0, NAN]], [[1.0, 1.0], [4.0]]),
+        # W^k exp(rate (1 - W)) with k = 1 and rate = 1: 2 / e, and 0.5 sqrt(e).
+        (
+            {"kind": PolicyLossKind.vespo, "vespo": VESPOConfig(power_positive=1, rate_positive=1)},
+            [[1.0, 1.0], [1.0, NAN]],
+            [[2 / math.e, 2 / math.e], [0.5 * math.sqrt(math.e)]],
+        ),
+        # The ratio of each token: 2 is cut at 1.2, where it has no gradient.
+        ({"kind": PolicyLossKind.ppo_clip}, [[1.0, 1.0], [1.0, NAN]], [[0.0, 1.0], [0.5]]),
+    ],
+)
+def test_with_bypass_a_share_has_the_weight_of_the_loss(
+    config: PPOConfig, loss: dict[str, Any], advantages: list[list[float]], sizes: list[list[float]]
+) -> None:
+    policy = {POLICY_LOG_PROBS: ENGINE + RATIOS.log()}
+    rows = batch(advantages=torch.tensor(advantages), old_log_probs=ENGINE, **policy)
+    found = columns(with_loss(config, bypass=True, **loss), rows)["loss_share"]
+    total = sum(map(sum, sizes))
+    assert found == [pytest.approx([size / total for size in row]) for row in sizes]
+
+
+def test_a_batch_without_the_policy_counts_every_ratio_as_1(config: PPOConfig) -> None:
+    loss = with_loss(config, bypass=True, kind=PolicyLossKind.topr)
+    found = columns(loss, batch(old_log_probs=ENGINE))["loss_share"]
+    assert found == [pytest.approx([1 / 6, 2 / 6]), pytest.approx([3 / 6])]

@@ -11,13 +11,15 @@ import pytest
 from benchmarks.tuning.published import MEDIAN_ERROR, WORST_FACTOR, factor, misordered, predict, read_runs
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
-from megarl.config.schema import PPOConfig, Recompute
+from megarl.config.schema import ParallelConfig, PPOConfig, Recompute
 from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
+from megarl.plan.placement.dataflow import PARAMETERS, Item
+from megarl.plan.placement.layer_sizes import alike_stages
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import PhaseTime, load_device
 from megarl.plan.step_time.lengths import expected_lengths
-from megarl.plan.step_time.role_time import role_work
+from megarl.plan.step_time.role_time import role_work, times_of
 from megarl.plan.step_time.step import (
     PredictedCosts,
     PredictedStep,
@@ -84,6 +86,51 @@ def test_gated_delta_nets_loop_over_chunks_without_their_kernels(name: str) -> N
     plain = PredictedCosts(DEVICE, expected_lengths(dense), has_delta_kernels=False)
     step = plain.predict_step(dense, plan_placement(dense), read_architectures(dense)[0])
     assert step.seconds == predicted(dense).seconds
+
+
+def test_the_update_of_each_stage_is_that_of_its_layers() -> None:
+    """A rank without copies moves 30 bytes for each parameter.
+
+    12 bytes of moments and master weights are read and written, 4 of a gradient are read, and 2 of a weight
+    are written.
+    """
+    config = shipped("qwen2.5_7b_grpo")
+    architecture = read_architectures(config)[0]["actor"]
+    layout = ParallelConfig(pipeline_parallel_size=3, pipeline_layout=[5, 15, 8])
+    actor = replace(model_roles(config)[0], parallel=layout)
+    work = role_work(config, actor, architecture, expected_lengths(config))
+
+    attention = 2 * 3584 * (3584 + 512) + 3584 + 2 * 512
+    layer = attention + 3 * 3584 * 18944 + 2 * 3584
+    embedding = 152064 * 3584
+    held = (5 * layer + embedding, 15 * layer, 8 * layer + 3584 + embedding)
+    assert [moved for _, moved in work["update_actor"].updates] == pytest.approx([30 * each for each in held])
+    assert work["old_log_prob"].updates == ()
+
+    # The stage in the middle takes longest, also for the products of its layers.
+    times = times_of(work, DEVICE)["update_actor"].parts
+    steps = work["update_actor"].num_passes
+    assert times["optimizer"] == pytest.approx(steps * 30 * held[1] / DEVICE.memory_bytes_s)
+
+
+def test_the_stage_with_the_most_state_is_moved_the_longest() -> None:
+    """The middle stage of three has 15 of 28 layers; a weight in bfloat16 has 2 bytes."""
+    config = shipped("qwen2.5_7b_grpo")
+    layout = ParallelConfig(pipeline_parallel_size=3, pipeline_layout=[5, 15, 8])
+    config = replace(config, actor=replace(config.actor, parallel=layout))
+    moved = {"update_actor": frozenset({Item("actor", PARAMETERS)})}
+    moves = offload_times(config, moved, read_architectures(config)[0], DEVICE)
+    layer = 2 * 3584 * (3584 + 512) + 3584 + 2 * 512 + 3 * 3584 * 18944 + 2 * 3584
+    assert moves["update_actor"] == pytest.approx(2 * 15 * layer / (DEVICE.host_gb_s * 1e9))
+
+
+def test_stages_with_the_same_layers_are_alike() -> None:
+    """The first three layers of DeepSeek-V3 are dense."""
+    architecture = read_architectures(shipped("deepseek_v3_671b_grpo"))[0]["actor"]
+    layout = ParallelConfig(pipeline_parallel_size=7, pipeline_layout=[2, 2, 2, 2, 3, 2, 48])
+    assert alike_stages(architecture, layout) == (0, 1, 2, 2, 4, 2, 6)
+    alone = ParallelConfig(pipeline_parallel_size=1)
+    assert alike_stages(architecture, alone) == (0,)
 
 
 TIMES = {

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from megarl.plan.step_time.counts import RankGroup
+from megarl.plan.step_time.counts import CollectiveCount, Counts, RankGroup
 from megarl.plan.step_time.device import (
     DeviceProfile,
     Efficiency,
@@ -22,7 +22,7 @@ from megarl.plan.step_time.device import (
 from megarl.plan.step_time.generation import DecodeModel, decode_s
 from megarl.plan.step_time.lengths import Lengths, assumed_lengths, measured_lengths
 from megarl.plan.step_time.measured_run import fit_device
-from megarl.plan.step_time.role_time import pipeline_s
+from megarl.plan.step_time.role_time import PassWork, pipeline_s, times_of
 
 # Round numbers: 8 devices per node, links of 100 and 10 GB/s, hops of 1 and 5 microseconds, all of it reached.
 DEVICE = DeviceProfile(
@@ -74,6 +74,30 @@ def test_a_message_takes_the_link_between_its_two_ranks() -> None:
 def test_float8_products_need_a_device_that_has_them() -> None:
     assert peak_flops(DEVICE, "fp8") == peak_flops(DEVICE, "bfloat16") == 100e12
     assert peak_flops(replace(DEVICE, peak_tflops=PeakRates(bfloat16=100, fp8=200)), "fp8") == 200e12
+
+
+def test_the_slowest_update_of_a_stage_decides() -> None:
+    """At 1000 GB/s, the updates move bytes for 1, 3 and 2 seconds; the last sums 80 GB over 5 ranks more."""
+    reduction = CollectiveCount("all_reduce", "tensor", 5, 1, "bfloat16", 1, 80 * GB)
+    idle = (Counts(), 0.0, 0, 0.0)
+    work = PassWork(
+        stages=(idle, idle, idle),
+        order=(0, 1, 1, 2),
+        num_chunks=1,
+        num_micro_batches=4,
+        num_passes=2,
+        updates=(((), 1000 * GB), ((), 3000 * GB), ((reduction,), 2000 * GB)),
+        dtype="bfloat16",
+        product_dtype="bfloat16",
+    )
+    (time,) = times_of({"update": work}, DEVICE).values()
+    # 80 GB pass a link of 100 GB/s 2 x 4/5 times.
+    assert time.parts["optimizer"] == pytest.approx(2 * 2)
+    assert time.parts["reduction"] == pytest.approx(2 * 1.28, rel=1e-4)
+    (time,) = times_of({"update": work._replace(updates=work.updates[:2])}, DEVICE).values()
+    assert time.seconds == pytest.approx(2 * 3)
+    (time,) = times_of({"score": work._replace(updates=())}, DEVICE).values()
+    assert time.seconds == 0
 
 
 def test_a_pipeline_of_equal_stages_has_the_published_bubble() -> None:
