@@ -209,9 +209,9 @@ def _judge_hub(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: C
     count = sum(map(len, played.trained))
     return good(
         AGENT,
-        f"{name} ({played.version}) gives the reward {played.reward:g} to {place} with the answer {ANSWER!r}, "
-        f"in {counted(len(played.trained), 'turn')}. The {counted(count, 'token')} with a loss are exactly "
-        f"those that the model wrote. The conversation: {' | '.join(texts)}",
+        f"{name} ({played.version}) gives the reward {played.reward:g} to {place} with the answer "
+        f"{ANSWER!r}, in {counted(len(played.trained), 'turn')}. The {counted(count, 'token')} with a loss "
+        f"are exactly those that the model wrote. The conversation: {' | '.join(texts)}",
         files=name,
         reward=played.reward,
         metrics=dict(played.trajectory.metrics),

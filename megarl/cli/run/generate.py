@@ -333,8 +333,8 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
         agent = load_config(PPOConfig, parsed.agent).agent
         if agent.has_program:
             raise ValueError(
-                f"--agent {parsed.agent}: the agent is a program (agent.harness or a hub), which runs in a training "
-                f"run or in `megarl eval`; start it by hand against a server of the model instead"
+                f"--agent {parsed.agent}: the agent is a program (agent.harness or a hub), which runs in a "
+                f"training run or in `megarl eval`; start it by hand against a server of the model instead"
             )
         if not agent.is_used:
             raise ValueError(
