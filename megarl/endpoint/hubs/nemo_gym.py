@@ -11,12 +11,10 @@ Servers that call models of their own, such as judges, are not supported.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import random
 import socket
-import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http.cookies import SimpleCookie
@@ -25,9 +23,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import uvicorn
 import yaml
 from fastapi import Response
+from megarl_player import served
 from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.config_types import BaseServerConfig, ModelServerRef, ResourcesServerRef
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
@@ -44,7 +42,6 @@ from responses_api_agents.simple_agent.app import SimpleAgent, SimpleAgentConfig
 _SERVER = "resources"
 _MODEL = "policy_model"
 _HOST = "127.0.0.1"
-_START_S = 60.0
 
 
 class _EpisodeClient(ServerClient):
@@ -128,7 +125,7 @@ async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterato
         {**_defaults(folder, name), **values, "host": _HOST, "port": port, "name": _SERVER}
     )
     server = kind(config=config, server_client=_client(port, None))
-    async with _served(server.setup_webserver(), listening):
+    async with served(server.setup_webserver(), listening):
         yield NemoGymEnvironment(name, port, data, arguments.get("max_steps"))
 
 
@@ -183,21 +180,3 @@ def _cookies(seeded: Mapping[str, Any], given: Response) -> dict[str, str]:
     for header in given.headers.getlist("set-cookie"):
         cookies |= {name: morsel.value for name, morsel in SimpleCookie(header).items()}
     return cookies
-
-
-@asynccontextmanager
-async def _served(application: Any, listening: socket.socket) -> AsyncIterator[None]:
-    """Serve an application in a thread."""
-    server = uvicorn.Server(uvicorn.Config(application, log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    async with asyncio.timeout(_START_S):
-        while not server.started:
-            if not thread.is_alive():
-                raise RuntimeError("the server has ended, see its output above")
-            await asyncio.sleep(0.01)
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await asyncio.to_thread(thread.join)

@@ -16,22 +16,19 @@ import importlib
 import importlib.util
 import json
 import socket
-import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
-from megarl_player import EpisodeLimitError
+from megarl_player import EpisodeLimitError, served
 from openenv.core import GenericEnvClient
 
 _TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # titles of schemas
 _OF_STEPS = ("done", "reward", "metadata")  # fields of observations that are not for the model
-_START_S = 60.0
 
 
 class OpenEnvEnvironment:
@@ -113,7 +110,10 @@ class OpenEnvEnvironment:
             except ValueError as error:
                 yield f"the arguments are not JSON: {error}", respond
                 continue
-            yield {"type": "call_tool", "tool_name": call["function"]["name"], "arguments": arguments}, respond
+            yield (
+                {"type": "call_tool", "tool_name": call["function"]["name"], "arguments": arguments},
+                respond,
+            )
 
     def _action(self, text: str) -> dict[str, Any] | str:
         """Return the action that a text describes, or why there is none."""
@@ -126,7 +126,8 @@ class OpenEnvEnvironment:
 
         if not isinstance(action, dict):
             if len(required) != 1:
-                return f"the action must be a JSON object with {', '.join(required) or 'the fields of its schema'}"
+                named = ", ".join(required) or "the fields of its schema"
+                return f"the action must be a JSON object with {named}"
             action = {required[0]: action}
             # A number that stands for a text is this text.
             if fields.get(required[0], {}).get("type") == "string":
@@ -161,8 +162,9 @@ async def _server(name: str, arguments: Mapping[str, Any]) -> AsyncIterator[str]
     if name.startswith(("http://", "https://")):
         yield name.rstrip("/")
     elif ":" in name:
-        async with _served(_application(name)) as url:
-            yield url
+        listening = socket.create_server(("127.0.0.1", 0))
+        async with served(_application(name), listening):
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     else:
         client = await GenericEnvClient.from_env(name, **arguments)
         async with client:
@@ -179,25 +181,6 @@ def _application(reference: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-@asynccontextmanager
-async def _served(application: Any) -> AsyncIterator[str]:
-    """Serve an application in a thread."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(application, log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    async with asyncio.timeout(_START_S):
-        while not server.started:
-            if not thread.is_alive():
-                raise RuntimeError("the server has ended, see its output above")
-            await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await asyncio.to_thread(thread.join)
 
 
 def _message(observation: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A run starts this file as a program, because the packages of hubs require other versions of libraries than
 megarl does. The Python environment need not have megarl: this file and the adapters next to it import the
-standard library and the hub only. Messages are lines of JSON:
+standard library and the hub only (and `megarl_player`, which is this file). Messages are lines of JSON:
 
     the run, on standard input               the player, on standard output
     {"name", "arguments"}               ->   {"version"}, {"is_missing": true} or {"error"}
@@ -22,16 +22,20 @@ import importlib.util
 import json
 import math
 import os
+import socket
 import sys
+import threading
 import traceback
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
 _LIMIT_CODES = ("episode_limit", "context_length_exceeded")
+_START_S = 60.0  # for a server
 
 
 class EpisodeLimitError(Exception):
@@ -76,6 +80,26 @@ class PlayerEndpoint:
             raise kind(refused["message"]) from error
 
 
+@asynccontextmanager
+async def served(application: Any, listening: socket.socket) -> AsyncIterator[None]:
+    """Serve an ASGI application of a hub in a thread, for a block."""
+    import uvicorn  # only hubs with servers have it
+
+    server = uvicorn.Server(uvicorn.Config(application, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    async with asyncio.timeout(_START_S):
+        while not server.started:
+            if not thread.is_alive():
+                raise RuntimeError("the server has ended, see its output above")
+            await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await asyncio.to_thread(thread.join)
+
+
 class _Player:
     """Receives orders and sends reports until the input ends."""
 
@@ -87,7 +111,7 @@ class _Player:
     async def serve(self, orders: AsyncIterator[dict[str, Any]]) -> None:
         async for order in orders:
             if "size" in order:
-                await self._send_rows(order["size"], order["seed"])
+                await self._report_rows(order["size"], order["seed"])
             elif "task" in order:
                 number = order["episode"]
                 playing = asyncio.ensure_future(self._play(number, order["task"], order["endpoint"]))
@@ -100,31 +124,32 @@ class _Player:
             playing.cancel()
         await asyncio.gather(*self._episodes.values(), return_exceptions=True)
 
-    def report(self, **values: Any) -> None:
-        self._reports.write(json.dumps(values) + "\n")
-        self._reports.flush()
-
     async def _play(self, episode: int, task: dict[str, Any], endpoint: dict[str, str]) -> None:
         try:
             reward, metrics = await self._environment.play(task, PlayerEndpoint(**endpoint))
         except Exception as error:  # noqa: BLE001  (the code of a hub may raise anything)
-            self.report(episode=episode, error=_described(error))
+            _write(self._reports, episode=episode, error=_described(error))
         else:
             numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
-            self.report(episode=episode, reward=float(reward), metrics=numbers)
+            _write(self._reports, episode=episode, reward=float(reward), metrics=numbers)
         finally:
             self._episodes.pop(episode, None)
 
-    async def _send_rows(self, size: int, seed: int) -> None:
+    async def _report_rows(self, size: int, seed: int) -> None:
         count = 0
         try:
             async for row in self._environment.rows(size, seed):
-                self.report(row=row)
+                _write(self._reports, row=row)
                 count += 1
         except Exception as error:  # noqa: BLE001  (the code of a hub may raise anything)
-            self.report(error=_described(error))
+            _write(self._reports, error=_described(error))
         else:
-            self.report(num_rows=count)
+            _write(self._reports, num_rows=count)
+
+
+def _write(reports: TextIO, **values: Any) -> None:
+    reports.write(json.dumps(values) + "\n")
+    reports.flush()
 
 
 def _is_number(value: Any) -> bool:
@@ -161,22 +186,19 @@ async def _main(hub: str, package: str, module: str) -> None:
     os.dup2(2, 1)
     orders = _lines()
     asked = await anext(orders)
-    player = _Player(None, reports)
-
     if importlib.util.find_spec(module) is None:
-        player.report(is_missing=True)
+        _write(reports, is_missing=True)
         return
     try:
         opening = _adapter(hub).open_environment(asked["name"], asked["arguments"])
         environment = await opening.__aenter__()
     except Exception as error:  # noqa: BLE001  (the code of a hub may raise anything)
-        player.report(error=_described(error))
+        _write(reports, error=_described(error))
         return
 
-    player.report(version=metadata.version(package))
+    _write(reports, version=metadata.version(package))
     try:
-        player = _Player(environment, reports)
-        await player.serve(orders)
+        await _Player(environment, reports).serve(orders)
     finally:
         await opening.__aexit__(None, None, None)
 

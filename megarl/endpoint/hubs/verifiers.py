@@ -1,9 +1,9 @@
-"""Environments of `verifiers` (its version 1 interface): tasksets, and the harnesses and tools that play them.
+"""Environments of `verifiers` (`verifiers.v1`): tasksets, and the harnesses and tools that play them.
 
-The name is that of an installed taskset. The arguments are the fields of its configuration (`EnvConfig`), such
-as `{taskset: {split: train}, agent: {harness: {id: bash}}}`. Unless they name a harness, that of the taskset
-plays, or else `null`, the chat loop of verifiers. Programs run as processes of this machine (`subprocess`),
-unless the arguments name another runtime.
+The name is that of an installed taskset. The arguments are the fields of its configuration (`EnvConfig`),
+such as `{taskset: {split: train}, agent: {harness: {id: bash}}}`. Unless they name a harness, that of the
+taskset plays, or else `null`, the chat loop of verifiers. Programs run as processes of this machine
+(`subprocess`), unless the arguments name another runtime.
 
 Each episode has its own interception server, because the servers of verifiers keep a client for each key.
 """

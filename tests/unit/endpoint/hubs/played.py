@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import string
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -20,10 +21,16 @@ from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.hubs.process import HubPlayer
 from megarl.endpoint.hubs.rehearsal import Rehearsed, rehearse_episode
 from megarl.rollout.tool_calls import call_format
-from tests.unit.data.chats import TEMPLATE, character_tokenizer
+from tests.unit.data.chats import CHARACTERS, character_tokenizer
 
 FOLDER = "MEGARL_HUBS"  # variable with a folder of virtual environments, one for each hub, of its name
-TOKENIZER = character_tokenizer(TEMPLATE)
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ {'name': call.function.name, 'arguments': "
+    "call.function.arguments} | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+TOKENIZER = character_tokenizer(TEMPLATE, "".join(sorted(set(string.printable) - set(CHARACTERS))))
 TOKENS = ChatTokens(TOKENIZER, partial(call_format, AgentConfig()))
 
 
