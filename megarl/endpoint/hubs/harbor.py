@@ -1,9 +1,9 @@
-"""Tasks of `harbor`: an instruction, an environment of its own, and tests that score what an agent did there.
+"""Tasks of `harbor`: an instruction, an environment of its own, and tests that score what an agent did.
 
-The name is the folder of a task, or a folder of tasks, such as `harbor download` writes. The arguments are the
-fields of harbor's trial (`TrialConfig`), such as `{agent: {name: terminus-2}, environment: {type: docker}}`. By
-default, the agent is terminus-2 and the environment is Docker. The agent finds the model by its `base_url`, or
-the variable `OPENAI_BASE_URL`, and by `OPENAI_API_KEY`.
+The name is the folder of a task, or a folder of tasks, such as `harbor download` writes. The arguments are
+the fields of harbor's trial (`TrialConfig`), such as `{agent: {name: terminus-2}, environment: {type:
+docker}}`. By default, the agent is terminus-2 and the environment is Docker. The agent finds the model by its
+`base_url`, or the variable `OPENAI_BASE_URL`, and by `OPENAI_API_KEY`.
 
 The reward is the one that harbor calls `reward`, or else the mean of all.
 """

@@ -1,7 +1,8 @@
 """Environments of NeMo Gym: a resources server, whose tools and verifier the simple agent of NeMo Gym uses.
 
-The name is that of a folder in `resources_servers`, such as `mcqa`, or a module with a server of your own. The
-server runs here, without the head server and without Ray. Arguments are the fields of its configuration, and:
+The name is that of a folder in `resources_servers`, such as `mcqa`, or a module with a server of your own.
+The server runs here, without the head server and without Ray. Arguments are the fields of its configuration,
+and:
 
 - `data`: a file of rows in NeMo Gym's format; by default, the server's `data/example.jsonl`;
 - `max_steps`: turns of the model in an episode.
@@ -95,7 +96,9 @@ class NemoGymEnvironment:
         # These are the three calls of the agent's own `run`, of which the second needs no server here.
         seeded = await client.post(server_name=_SERVER, url_path="/seed_session", json=row)
         await raise_for_status(seeded)
-        params = NeMoGymResponseCreateParamsNonStreaming.model_validate(row["responses_create_params"])
+        params = NeMoGymResponseCreateParamsNonStreaming.model_validate(
+            {"model": "policy", **row["responses_create_params"]}
+        )
         given = Response()
         answer = await agent.responses(SimpleNamespace(cookies=seeded.cookies), given, params)
         verified = await client.post(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -110,4 +111,14 @@ class OneCommand(BaseAgent):
                 f"{self.extra_env['OPENAI_BASE_URL']}/chat/completions", json=body, headers=headers
             )
             answer.raise_for_status()
-        await environment.exec(answer.json()["choices"][0]["message"]["content"])
+        await self.act(answer.json()["choices"][0]["message"]["content"] or "", environment)
+
+    async def act(self, answer, environment):
+        await environment.exec(answer)
+
+
+class Writer(OneCommand):
+    """Writes the answer to a file."""
+
+    async def act(self, answer, environment):
+        await environment.exec(f"echo {shlex.quote(answer)} > out")

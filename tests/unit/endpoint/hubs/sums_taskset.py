@@ -13,7 +13,9 @@ class SumData(vf.TaskData):
 class SumTask(vf.Task[SumData]):
     @vf.reward
     async def is_right(self, task, trace) -> float:
-        return float(trace.last_reply.strip() == task.answer)
+        """Give half of the reward to a reply that contains the answer."""
+        reply = trace.last_reply.strip()
+        return float(reply == task.answer) / 2 + float(task.answer in reply) / 2
 
     @vf.metric
     async def length(self, task, trace) -> float:
