@@ -13,7 +13,14 @@ import pytest
 
 from megarl.agents.sandboxes import local
 from megarl.config.kinds import Hub, RolloutEngineKind
-from megarl.config.schema import AgentConfig, DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
+from megarl.config.schema import (
+    AgentConfig,
+    DataConfig,
+    EnvironmentConfig,
+    LossyText,
+    RewardConfig,
+    RolloutConfig,
+)
 from megarl.tracking.samples import read_samples, sample_files
 from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config
 from tests.unit.endpoint.hubs.played import python_of, rows_of
@@ -94,7 +101,9 @@ def test_a_model_is_trained_on_the_environment_of_a_hub(hub: Hub, tmp_path: Path
         tmp_path,
         tmp_path / "run",
         agent=replace(agent, harness=replace(agent.harness, time_limit_s=120)),
-        data=DataConfig(train_files=[str(train)], max_prompt_length=24, max_response_length=38),
+        data=DataConfig(
+            train_files=[str(train)], max_prompt_length=24, max_response_length=38, lossy=LossyText.allow
+        ),
         reward=RewardConfig(),
         rollout=RolloutConfig(n=4, engine=RolloutEngineKind.hf),
         trainer={"total_steps": STEPS},
