@@ -202,10 +202,7 @@ def _judge_hub(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: C
     if sorted(played.trained) != sorted(played.written):
         message = f"agent.environment: {name}: the trained tokens are not those that the model wrote"
         return wrong(AGENT, message, "report this as an error of megarl", files=name)
-    texts = [
-        tokenizer.decode([*row.prompt, *(index for part in row.segments for index in part.token_ids)])
-        for row in played.trajectory.rows
-    ]
+    texts = [str(tokenizer.decode([*row.prompt, *row.token_ids.tolist()])) for row in played.trajectory.rows]
     count = sum(map(len, played.trained))
     return good(
         AGENT,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -79,5 +79,5 @@ class HarborEnvironment:
 
 
 @asynccontextmanager
-async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[HarborEnvironment]:
+async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncGenerator[HarborEnvironment]:
     yield HarborEnvironment(name, arguments)

@@ -16,7 +16,7 @@ import importlib
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http.cookies import SimpleCookie
 from pathlib import Path
@@ -114,7 +114,7 @@ class NemoGymEnvironment:
 
 
 @asynccontextmanager
-async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[NemoGymEnvironment]:
+async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncGenerator[NemoGymEnvironment]:
     module = importlib.import_module(name if "." in name else f"resources_servers.{name}.app")
     folder = Path(str(module.__file__)).parent
     values = {key: value for key, value in arguments.items() if key not in ("data", "max_steps")}

@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ class OpenEnvEnvironment:
 
 
 @asynccontextmanager
-async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[OpenEnvEnvironment]:
+async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncGenerator[OpenEnvEnvironment]:
     own = {"num_sessions": 1, "reset": {}}
     settings = {key: arguments.get(key, default) for key, default in own.items()}
     rest = {key: value for key, value in arguments.items() if key not in own}
@@ -158,7 +158,7 @@ async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterato
 
 
 @asynccontextmanager
-async def _server(name: str, arguments: Mapping[str, Any]) -> AsyncIterator[str]:
+async def _server(name: str, arguments: Mapping[str, Any]) -> AsyncGenerator[str]:
     if name.startswith(("http://", "https://")):
         yield name.rstrip("/")
     elif ":" in name:

@@ -28,7 +28,7 @@ import threading
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
 from pathlib import Path
@@ -81,7 +81,7 @@ class PlayerEndpoint:
 
 
 @asynccontextmanager
-async def served(application: Any, listening: socket.socket) -> AsyncIterator[None]:
+async def served(application: Any, listening: socket.socket) -> AsyncGenerator[None]:
     """Serve an ASGI application of a hub in a thread, for a block."""
     import uvicorn  # only hubs with servers have it
 

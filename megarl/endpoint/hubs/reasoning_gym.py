@@ -10,7 +10,7 @@ verifier of its own task.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -43,7 +43,7 @@ class ReasoningGym:
 
 
 @asynccontextmanager
-async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[ReasoningGym]:
+async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncGenerator[ReasoningGym]:
     environment = ReasoningGym(name, arguments)
     async for _ in environment.rows(1, 0):  # a wrong name or argument is an error now
         pass

@@ -14,7 +14,7 @@ import copy
 import itertools
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -75,7 +75,7 @@ class VerifiersEnvironment:
 
 
 @asynccontextmanager
-async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[VerifiersEnvironment]:
+async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncGenerator[VerifiersEnvironment]:
     yield VerifiersEnvironment(name, arguments)
 
 
