@@ -54,6 +54,12 @@ setup(
         "sglang-cpu": [*_ranges("SGLANG_CPU"), f"aiohttp{VERSIONS['SGLANG']['aiohttp']}"],
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
         "mcp": ["mcp>=2.3,<3"],  # tools from servers of the Model Context Protocol
+        # Environments of hubs, with the versions whose interfaces the adapters use (docs/hubs.md).
+        "reasoning_gym": ["reasoning-gym==0.1.25"],
+        "verifiers": ["verifiers==0.4.0"],
+        "openenv": ["openenv==0.10.0"],
+        "nemo_gym": ["nemo-gym==0.4.0"],
+        "harbor": ["harbor==0.26.0"],
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],

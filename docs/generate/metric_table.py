@@ -289,6 +289,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "Episodes whose agent program failed so: exit_code, raised, no_sandbox, sandbox_ended, "
             "timed_out, disconnected, no_turn, bad_reward or reported. Kinds that did not occur are absent.",
         ),
+        MetricRow(
+            "agent/metrics/<name>/{mean,max,min}",
+            "",
+            "A number that the environment of a hub gave for an episode in addition to its reward.",
+        ),
         MetricRow("agent/num_restarts", "", "Restarts of environment processes in the run so far."),
     ),
     "Rollout": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
@@ -142,6 +142,7 @@ class Trajectory:
         branches: The conversations of an agent program, each with its own prompt. Empty: the episode is the
             only one, and its prompt is that of the data.
         failure: The kind of the failure of an agent program, whose episode has no turn, or None.
+        metrics: Further numbers about the episode, by name.
     """
 
     prompt: Sequence[int]
@@ -153,6 +154,7 @@ class Trajectory:
     tool_s: float = 0.0
     branches: Sequence[Trajectory] = ()
     failure: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rows(self) -> Sequence[Trajectory]:
@@ -210,7 +212,11 @@ class Trajectory:
 
 
 def session_trajectory(
-    prompt: Sequence[int], branches: Sequence[Trajectory], end: EpisodeEnd, num_calls: int
+    prompt: Sequence[int],
+    branches: Sequence[Trajectory],
+    end: EpisodeEnd,
+    num_calls: int,
+    metrics: Mapping[str, float],
 ) -> Trajectory:
     """Build the episode of an agent program from its conversations."""
     return Trajectory(
@@ -219,6 +225,7 @@ def session_trajectory(
         turn_rewards=[one for branch in branches for one in branch.turn_rewards],
         end=end,
         num_calls=num_calls,
+        metrics=metrics,
         branches=branches,
     )
 

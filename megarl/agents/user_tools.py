@@ -42,8 +42,8 @@ def load_agent(agent: AgentConfig) -> tuple[Callable[[], Environment], Sequence[
     Raises:
         ValueError: A tool or the environment cannot be loaded; the message names it.
     """
-    if agent.environment is not None:
-        return _environment(agent.environment), None
+    if agent.environment.path is not None:
+        return _environment(agent.environment.path), None
 
     toolbox = Toolbox([_tool(tool) for tool in agent.tools])
 

@@ -155,6 +155,7 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     - `agent/ended/<why>`: fraction of episodes with this end, see EpisodeEnd.
     - `agent/branches/mean`: rows of an episode. `agent/failures/<kind>`: fraction of episodes whose program
       failed so. Both are present in runs with a harness.
+    - `agent/metrics/<name>/{mean,max,min}`: the further numbers of a hub's environment.
     """
     if "num_turns" not in arrays:
         return {}
@@ -174,6 +175,7 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
         metrics["agent/branches/mean"] = float(np.mean(arrays["branch"].astype(float))) + 1
         failures = Counter(kind for kind in arrays["failure"] if kind is not None)
         metrics |= {f"agent/failures/{kind}": count / ends.total() for kind, count in failures.items()}
+        metrics |= _number_metrics("agent/metrics", arrays["episode_metrics"])
     return metrics
 
 
@@ -186,6 +188,10 @@ def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, f
         numbers: For each sample, its numbers by name (see rewards.process.Outcome). A sample without a number
             of some name, such as one whose scoring failed, does not count in the metrics of that name.
     """
+    return _number_metrics("reward", numbers)
+
+
+def _number_metrics(section: str, numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
     by_name: dict[str, list[float]] = {}
     for of_sample in numbers:
         for name, value in of_sample.items():
@@ -193,7 +199,7 @@ def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, f
 
     metrics: dict[str, float] = {}
     for name, values in sorted(by_name.items()):
-        metrics |= _summary(f"reward/{name}", torch.tensor(values))
+        metrics |= _summary(f"{section}/{name}", torch.tensor(values))
     return metrics
 
 

@@ -24,6 +24,7 @@ from megarl.cli.options import (
 )
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
+from megarl.config.kinds import Hub
 from megarl.config.migration import FRAMEWORKS
 from megarl.config.schema import Device
 from megarl.tracking.run_files import STATUS_FILE
@@ -123,6 +124,35 @@ COMMANDS: Mapping[str, Command] = {
             "megarl init my_run --model MODEL_DIR --kind distillation --teacher TEACHER_DIR",
         ),
         abbreviates=True,
+        owns_processes=True,
+    ),
+    "data": Command(
+        group=START,
+        module="megarl.cli.run.hub_data",
+        summary="write rows of an environment of a hub, such as reasoning_gym/basic_arithmetic",
+        arguments=(
+            argument("environment", metavar="HUB/NAME", help=f"one of {', '.join(Hub)}, and a name there"),
+            argument(
+                "arguments",
+                metavar="key=value",
+                nargs="*",
+                default=[],
+                help="as in agent.environment.arguments, such as min_terms=2",
+            ),
+            argument("--size", metavar="N", type=positive, default=1000, help="rows; the default is 1,000"),
+            argument("--seed", metavar="N", type=int, default=0, help="of the rows; the default is 0"),
+            argument("--output", metavar="FILE", required=True, help="the file to write: .jsonl"),
+            argument(
+                "--python",
+                metavar="PROGRAM",
+                help="the Python that has the hub's package; by default, that of megarl",
+            ),
+        ),
+        examples=(
+            "megarl data reasoning_gym/basic_arithmetic min_terms=2 max_terms=2 --size 5000 --output "
+            "train.jsonl",
+            "megarl data verifiers/my_taskset --python hubs/verifiers/bin/python --output train.jsonl",
+        ),
         owns_processes=True,
     ),
     "recipes": Command(

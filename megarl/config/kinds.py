@@ -362,6 +362,36 @@ class Transport(Kind):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HubNeeds:
+    """The package of a hub of environments.
+
+    Attributes:
+        package: What to install, with the version whose interface the adapter uses.
+        module: The module that it provides.
+    """
+
+    package: str
+    module: str
+
+
+class Hub(Kind):
+    """Collections of environments. The adapter of a hub is the module of its name in megarl/endpoint/hubs."""
+
+    needs: HubNeeds
+
+    # procedural tasks with verifiers
+    reasoning_gym = "reasoning_gym", HubNeeds(package="reasoning-gym==0.1.25", module="reasoning_gym")
+    # tasksets and harnesses of Prime Intellect
+    verifiers = "verifiers", HubNeeds(package="verifiers==0.4.0", module="verifiers")
+    # environment servers with reset and step
+    openenv = "openenv", HubNeeds(package="openenv==0.10.0", module="openenv")
+    # resources servers and agents of NVIDIA
+    nemo_gym = "nemo_gym", HubNeeds(package="nemo-gym==0.4.0", module="nemo_gym")
+    # tasks in containers with tests, such as Terminal-Bench
+    harbor = "harbor", HubNeeds(package="harbor==0.26.0", module="harbor")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggerNeeds:
     """The requirement of a logger.
 

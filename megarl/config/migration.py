@@ -376,7 +376,15 @@ def _make_current(
             yield key, f"{value} is now called {inside[name]}; write {key}={inside[name]}", False
         return
     if "reference" in former:
-        yield from _make_reference(inside, key, name, former["reference"], given_at(below, key))
+        lower = given_at(below, key)
+        is_section = former.get("is_section", False)
+        if is_section and isinstance(lower, Mapping):
+            if lower.get("hub") is not None:  # the name is that of the hub
+                return
+            lower = lower.get("path")
+        yield from _make_reference(inside, key, name, former["reference"], lower)
+        if is_section and name in inside and (inside[name] is None or isinstance(inside[name], str)):
+            inside[name] = {"path": inside[name]}
         return
 
     del inside[name]
@@ -448,6 +456,6 @@ def _reference(value: Any, usual: str | None) -> Any:
     name = value.get("name", usual)
     if path is None:
         return name if usual is None else None
-    if not isinstance(path, str) or not isinstance(name, str):
+    if not isinstance(path, str) or not isinstance(name, str) or names_code(path):
         return value
     return path if path == MISSING else f"{path}:{name}"

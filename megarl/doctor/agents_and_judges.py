@@ -5,8 +5,10 @@ The tools or the environment of a run, and the prompts of its judges, are tested
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,13 +27,15 @@ from megarl.data.tokenizer import Tools
 from megarl.data.tool_columns import names_of
 from megarl.data.turns import TurnTemplate
 from megarl.doctor.reward_functions import LOAD_LIMIT_S, REWARDS
+from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import load_harness
+from megarl.endpoint.hubs.rehearsal import rehearse_episode
 from megarl.machine.errors import counted
 from megarl.machine.user_functions import UnfinishedError, UserFunctionError, call_in_process
 from megarl.rewards.judge_reply import load_judge
 from megarl.rewards.judges import load_template, prompt_variables, render
 from megarl.rewards.process import ScoreRequest
-from megarl.rollout.tool_calls import check_parser, example_call, reads_calls
+from megarl.rollout.tool_calls import call_format, check_parser, example_call, reads_calls
 
 AGENT = "agent"
 _PARSER_HINT = "docs/agents.md describes the formats of tool calls"
@@ -66,9 +70,13 @@ def judge_agent(
         The result, and the schemas of the tools.
     """
     agent = config.agent
+    if agent.environment.hub is not None:
+        return _judge_hub(config, tokenizer, skipped), None
     if agent.harness.is_used:
         return _judge_harness(agent, tokenizer, limit_s), None
-    references = [each for each in (*agent.tools, agent.environment) if each is not None and names_code(each)]
+    references = [
+        each for each in (*agent.tools, agent.environment.path) if each is not None and names_code(each)
+    ]
     files = ", ".join(dict.fromkeys(split_code(each)[0] for each in references)) or "built-in tools"
     hint = f"fix {files}; test it with `megarl generate --{'tool' if agent.tools else 'environment'}`"
     task, place = (None, "") if agent.tools else _first_task(config, tokenizer, skipped)
@@ -100,7 +108,7 @@ def judge_agent(
     what = (
         f"the tools {', '.join(names_of(list(tools)))}"
         if tools
-        else f"the environment {split_code(agent.environment or '')[1]}"
+        else f"the environment {split_code(agent.environment.path or '')[1]}"
     )
     does = "can be used" if task is None else f"answers a first turn about {place}"
     return good(
@@ -167,6 +175,44 @@ def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit
         AGENT,
         f"{program} can be started, and the chat template supports multi-turn conversations",
         files=program,
+    )
+
+
+def _judge_hub(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]) -> Finding:
+    """Play the first row with a scripted model, and compare the trained tokens with those that it wrote."""
+    agent = config.agent
+    environment = agent.environment
+    name = f"{environment.hub.value if environment.hub else ''}/{environment.name}"
+    task, place = _first_task(config, tokenizer, skipped)
+    if task is None:
+        hint = f"write its rows with `megarl data {name} --output train.jsonl`, and set data.train_files"
+        return wrong(AGENT, f"agent.environment: {name}: there is no row to play", hint, files=name)
+
+    tokens = ChatTokens(tokenizer, partial(call_format, agent))
+    try:
+        playing = rehearse_episode(agent, task, tokenizer, tokens, [ANSWER], config.max_row_tokens)
+        played = asyncio.run(playing)
+    except ValueError as error:
+        return refused(AGENT, "agent.environment", error, "see docs/hubs.md", files=name)
+    if played.why:
+        message = f"agent.environment: {name}, with {place} and the answer {ANSWER!r}: {played.why}"
+        return wrong(AGENT, message, "fix the environment, its arguments or the row", files=name)
+
+    # The order of branches may differ from that of the turns.
+    if sorted(played.trained) != sorted(played.written):
+        message = f"agent.environment: {name}: the trained tokens are not those that the model wrote"
+        return wrong(AGENT, message, "report this as an error of megarl", files=name)
+    texts = [str(tokenizer.decode([*row.prompt, *row.token_ids.tolist()])) for row in played.trajectory.rows]
+    count = sum(map(len, played.trained))
+    return good(
+        AGENT,
+        f"{name} ({played.version}) gives the reward {played.reward:g} to {place} with the answer "
+        f"{ANSWER!r}, in {counted(len(played.trained), 'turn')}. The {counted(count, 'token')} with a loss "
+        f"are exactly those that the model wrote. The conversation: {' | '.join(texts)}",
+        files=name,
+        reward=played.reward,
+        metrics=dict(played.trajectory.metrics),
+        conversations=texts,
     )
 
 

@@ -169,7 +169,7 @@ async def call_function(
         raise HarnessError(HarnessFailure.raised, last_line(error)) from error
 
     if result is not None:
-        _record_returned(session, result)
+        record_returned(session, result)
 
 
 async def _run_command(parts: Sequence[str], config: SandboxConfig, session: AgentSession, url: str) -> None:
@@ -231,10 +231,11 @@ def _record_printed(session: AgentSession, said: str) -> None:
     except ValueError:
         return
     if isinstance(printed, dict) and "reward" in printed:
-        _record_returned(session, printed)
+        record_returned(session, printed)
 
 
-def _record_returned(session: AgentSession, result: Any) -> None:
+def record_returned(session: AgentSession, result: Any) -> None:
+    """Record the reward that a program has returned, see record_reward. Raises HarnessError."""
     try:
         record_reward(session, result)
     except ApiError as error:

@@ -61,6 +61,7 @@ class AgentSession:
         key: The secret by which clients name the session.
         reward: The reward of the episode that the agent has set.
         turn_rewards: Rewards of turns that the agent has set, by the turns' numbers in the tree.
+        metrics: Further numbers about the episode, by name.
         answered: Numbers of the turns of each answer, by its id.
         limit: The first limit that refused a request.
         num_abandoned: Requests whose client disconnected.
@@ -75,6 +76,7 @@ class AgentSession:
         self.tree = ConversationTree()
         self.reward: float | None = None
         self.turn_rewards: dict[int, float] = {}
+        self.metrics: dict[str, float] = {}
         self.answered: dict[str, list[int]] = {}
         self.limit: EpisodeEnd | None = None
         self.num_calls = 0

@@ -146,7 +146,7 @@ class SessionServer:
         # The reward of the episode is that of its last turn.
         branches[-1].turn_rewards[-1] += session.reward or 0.0
         end = session.limit or (EpisodeEnd.length if session.is_truncated else EpisodeEnd.done)
-        return session_trajectory(order.prompt, branches, end, session.num_calls), ""
+        return session_trajectory(order.prompt, branches, end, session.num_calls, session.metrics), ""
 
     async def _generate(self, episode: int, token_ids: list[int], max_new_tokens: int, seed: int) -> Sample:
         number = next(self._numbers)

@@ -408,7 +408,7 @@ def _group_rules(config: PPOConfig, *, own_loop: bool) -> GroupRules:
         sampling=config.rollout.training,
         max_error_rate=config.rollout.max_error_rate,
         greedy=algorithm.advantage.estimator.needs.greedy_baseline and not dynamic.enabled,
-        have_branches=config.agent.harness.is_used,
+        have_branches=config.agent.has_program,
         max_without_signal=(dynamic.max_generations - 1) * config.trainer.prompts_per_step
         if dynamic.enabled
         else None,

@@ -304,7 +304,7 @@ def _check_samples(config: PPOConfig, first_step: int) -> None:
         rows = read_samples(path).rows
         num_samples = config.trainer.prompts_per_step * config.rollout.n
         # The episode of an agent program has any number of rows.
-        assert len(rows) == num_samples or (config.agent.harness.is_used and len(rows) > num_samples)
+        assert len(rows) == num_samples or (config.agent.has_program and len(rows) > num_samples)
         assert rows["log_probs"].null_count == (
             len(rows) if config.algorithm.rollout_correction.bypass else 0
         )

@@ -175,7 +175,7 @@ def scored_by(config: PPOConfig) -> list[str]:
     if reward.model.path is not None:
         scorers.append((f"reward model {reward.model.path}", reward.model.weight))
     agent = config.agent
-    if agent.environment is not None or agent.harness.is_used:
+    if agent.environment.path is not None or agent.has_program:
         scorers.append(("rewards of the episode's turns", 1.0))
 
     return [name if weight == 1 else f"{weight:g} x {name}" for name, weight in scorers]

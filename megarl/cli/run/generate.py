@@ -28,6 +28,7 @@ from megarl.config.schema import (
     AgentConfig,
     Device,
     DType,
+    EnvironmentConfig,
     LossyText,
     ModelConfig,
     PPOConfig,
@@ -327,13 +328,13 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
             raise ValueError(
                 f"there is no built-in environment {parsed.environment!r}; write --environment FILE.py:NAME"
             )
-        agent = AgentConfig(tools=parsed.tool, environment=parsed.environment)
+        agent = AgentConfig(tools=parsed.tool, environment=EnvironmentConfig(path=parsed.environment))
     else:
         agent = load_config(PPOConfig, parsed.agent).agent
-        if agent.harness.is_used:
+        if agent.has_program:
             raise ValueError(
-                f"--agent {parsed.agent}: the agent is a program (agent.harness), which runs in a training "
-                f"run or in `megarl eval`; start it by hand against a server of the model instead"
+                f"--agent {parsed.agent}: the agent is a program (agent.harness or a hub), which runs in a "
+                f"training run or in `megarl eval`; start it by hand against a server of the model instead"
             )
         if not agent.is_used:
             raise ValueError(

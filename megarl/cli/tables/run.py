@@ -242,7 +242,9 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
 
 def agent_line(agent: AgentConfig) -> str:
     """Describe who acts in episodes, and their limits."""
-    who = ", ".join(tool.rpartition(":")[2] for tool in agent.tools) or _function(agent.environment)
+    who = ", ".join(tool.rpartition(":")[2] for tool in agent.tools) or _function(agent.environment.path)
+    if agent.environment.hub is not None:
+        who = f"{agent.environment.hub.value}/{agent.environment.name}"
     if agent.harness.is_used:
         who = " ".join(agent.harness.command) or _function(agent.harness.function)
         if agent.harness.external:

@@ -14,14 +14,28 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 
 def episodes(config: PPOConfig) -> Findings:
     agent = config.agent
-    if agent.tools and agent.environment is not None:
+    environment = agent.environment
+    if agent.tools and (environment.path is not None or environment.hub is not None):
         yield Finding(
             ("agent.tools", "agent.environment"),
             "both are set, but an environment answers the model itself, so tools would not be used; remove "
             "one of them",
         )
 
-    if agent.harness.is_used:
+    yield from refusals(
+        (
+            ("agent.environment.path", "agent.environment.hub"),
+            environment.path is not None and environment.hub is not None,
+            "both are set, but an episode has one environment; set one of them to null",
+        ),
+        (
+            ("agent.environment.name", "agent.environment.hub"),
+            environment.hub is not None and not environment.name,
+            "name is null, so there is no environment; give its name on the hub",
+        ),
+    )
+
+    if agent.has_program:
         yield from _harness(config)
 
     # The remaining rules apply to turns, which only episodes have.
@@ -47,6 +61,8 @@ def episodes(config: PPOConfig) -> Findings:
 def _harness(config: PPOConfig) -> Findings:
     """Check what an agent program cannot be combined with. Its episodes have any number of rows."""
     agent = config.agent
+    section = "agent.harness" if agent.harness.is_used else "agent.environment.hub"
+    what = "a harness" if agent.harness.is_used else "a hub"
     kinds = {
         "agent.harness.command": bool(agent.harness.command),
         "agent.harness.function": agent.harness.function is not None,
@@ -68,7 +84,8 @@ def _harness(config: PPOConfig) -> Findings:
         ),
     )
     yield from _sandbox(agent.harness)
-    if agent.tools or agent.environment is not None:
+    has_environment = agent.environment.path is not None or agent.environment.hub is not None
+    if agent.harness.is_used and (agent.tools or has_environment):
         yield Finding(
             ("agent.harness", "agent.tools" if agent.tools else "agent.environment"),
             "both are set, but the program of a harness brings its own tools; remove one of them",
@@ -76,8 +93,8 @@ def _harness(config: PPOConfig) -> Findings:
 
     algorithm = config.algorithm
     yield from conflicts(
-        "agent.harness",
-        "an episode of a harness has any number of rows, and ",
+        section,
+        f"an episode of {what} has any number of rows, and ",
         (
             ("algorithm.dynamic_sampling.enabled",),
             algorithm.dynamic_sampling.enabled,

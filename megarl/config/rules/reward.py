@@ -25,7 +25,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 def has_scores(config: PPOConfig) -> bool:
     """Return whether anything scores the samples. The program of a harness may set the rewards itself."""
     has_source = config.reward.functions or config.reward.judges or needs_reward_model(config)
-    return bool(has_source) or config.agent.harness.is_used
+    return bool(has_source) or config.agent.has_program
 
 
 def something_scores(config: PPOConfig) -> Findings:

@@ -22,6 +22,7 @@ from megarl.config.kinds import (
 from megarl.config.schema.agent import (
     AgentConfig,
     CallsInThinking,
+    EnvironmentConfig,
     HarnessConfig,
     SandboxConfig,
     SandboxProvider,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
+from megarl.config.kinds import Hub
 from megarl.config.schema.keys import PathKind, Reader, names, only_with, ranged
 
 
@@ -19,10 +21,12 @@ _PROGRAMS = (
     Reader(".function", example="FILE.py:NAME"),
     Reader(".external", example="true"),
 )
-_HARNESS = tuple(reader._replace(key=f".harness{reader.key}") for reader in _PROGRAMS)
+_HUB = Reader("agent.environment.hub", example="verifiers")
+# The environment of a hub plays its episodes as the program of a harness does.
+_HARNESS = (*(reader._replace(key=f".harness{reader.key}") for reader in _PROGRAMS), _HUB)
 _EPISODES = (
     Reader(".tools", example="[FILE.py:NAME]"),
-    Reader(".environment", example="FILE.py:NAME"),
+    Reader(".environment.path", example="FILE.py:NAME"),
     *_HARNESS,
 )
 
@@ -80,19 +84,38 @@ class HarnessConfig:
     # let clients elsewhere claim and play the episodes, with the key in MEGARL_ENDPOINT_KEY
     external: bool = False
     # address of the server; clients on other nodes need an address of the cluster's network
-    host: str = only_with("127.0.0.1", *_PROGRAMS)
+    host: str = only_with("127.0.0.1", *_PROGRAMS, _HUB)
     # port of the server; null: a free one
-    port: int | None = only_with(ranged(None, at_least=1, at_most=65535), *_PROGRAMS)
+    port: int | None = only_with(ranged(None, at_least=1, at_most=65535), *_PROGRAMS, _HUB)
     # time limit of an episode, including generation; exceeding it is a failure
-    time_limit_s: float = only_with(ranged(600.0, above=0), *_PROGRAMS)
+    time_limit_s: float = only_with(ranged(600.0, above=0), *_PROGRAMS, _HUB)
     # parameters of requests that are accepted without effect, because the run decides how it samples
     ignored_parameters: list[str] = only_with(
-        field(default_factory=lambda: ["temperature", "top_p", "top_k", "seed"]), *_PROGRAMS
+        field(default_factory=lambda: ["temperature", "top_p", "top_k", "seed"]), *_PROGRAMS, _HUB
     )
 
     @property
     def is_used(self) -> bool:
         return bool(self.command) or self.function is not None or self.external
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """A class of your own that answers the model's turns, or an environment of a hub.
+
+    A text instead of the section is `path`; see Agents.
+    """
+
+    # FILE.py:NAME of a class whose instances answer the model's turns, one instance per episode
+    path: str | None = field(default=None, metadata=names(PathKind.function))
+    hub: Hub | None = None  # collection that has the environment; see Environments of hubs
+    name: str | None = only_with(None, Reader(".hub", tuple(Hub)), is_refused=True)  # its name there
+    # arguments of the hub's own function that creates it
+    arguments: dict[str, Any] = only_with(
+        field(default_factory=dict), Reader(".hub", tuple(Hub)), is_refused=True
+    )
+    # Python program of the virtual environment in which the hub's package is installed; null: that of the run
+    python: str | None = only_with(None, Reader(".hub", tuple(Hub)), is_refused=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +125,7 @@ class AgentConfig:
     # tools that the model may call: FILE.py:NAME of an annotated function or of an object with a schema, or a
     # built-in tool, such as calculator; see Agents
     tools: list[str] = field(default_factory=list, metadata=names(PathKind.function))
-    # FILE.py:NAME of a class whose instances answer the model's turns, one instance per episode, instead of
-    # tools
-    environment: str | None = field(default=None, metadata=names(PathKind.function))
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # answers instead of tools
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     # format of tool calls; null: <tool_call> JSON, as written by Qwen2.5, Qwen3 and Hermes; otherwise the
     # name of one of SGLang's parsers, such as llama3, mistral or pythonic
@@ -143,4 +164,9 @@ class AgentConfig:
 
     @property
     def is_used(self) -> bool:
-        return bool(self.tools) or self.environment is not None or self.harness.is_used
+        return bool(self.tools) or self.environment.path is not None or self.has_program
+
+    @property
+    def has_program(self) -> bool:
+        """Whether a program plays the episodes through the endpoint, instead of answering turns."""
+        return self.environment.hub is not None or self.harness.is_used

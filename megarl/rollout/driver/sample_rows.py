@@ -101,6 +101,7 @@ def sample_rows(samples: Sequence[RolloutOutput]) -> DataProto:
         tensors["prompts"] = RaggedTensor.of_rows([row.prompt for row in branches], torch.int32)
         arrays[BRANCH] = [place for sample in samples for place in range(len(_rows(sample)))]
         arrays[FAILURE] = [episode.failure for episode in episodes]
+        arrays["episode_metrics"] = [dict(episode.metrics) for episode in episodes]
 
     return DataProto.from_dict(tensors, arrays)
 
@@ -218,6 +219,7 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
     arrays[_OLDEST] = [int(row.min()) if len(row) else None for row in drawn]
     if BRANCH in arrays:
         arrays[BRANCH] = [place or 0 for place in arrays[BRANCH]]
+        arrays.setdefault("episode_metrics", [{}] * len(uids))  # files of earlier versions have none
     rows = DataProto.from_dict({names.get(key, key): column for key, column in read.ragged.items()}, arrays)
 
     # Rows of a group are consecutive and in order, so the samples keep their positions.

@@ -195,7 +195,7 @@ def start_rollout(
             config.max_row_tokens,
         ),
         restart_limit=config.rollout.restart_limit,
-        hang_limit_s=(agent.harness.time_limit_s if agent.harness.is_used else agent.time_limit_s)
+        hang_limit_s=(agent.harness.time_limit_s if agent.has_program else agent.time_limit_s)
         + _ANSWER_GRACE_S,
         phase_time_limit_s=limit_s,
         wait_for_node_s=node_wait_s(config.recovery),
@@ -210,7 +210,7 @@ def start_rollout(
     )
 
     # The requests of agent programs name the tokens themselves.
-    runner = SessionRunner if agent.harness.is_used else TurnRunner
+    runner = SessionRunner if agent.has_program else TurnRunner
 
     return Rollout(scheduler, weights, rules, seed, episodes=runner(scheduler, environments, of_episodes))
 

@@ -136,7 +136,7 @@ class EnvironmentWorker(Worker):
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         set_chat_time(tokenizer, chat_time)
         self._server: EnvironmentServer | SessionServer
-        if agent.harness.is_used:
+        if agent.has_program:
             starting = _start_sessions(agent, tokenizer, max_tokens, self._reports.put)
             self._server = self._loop.submit(starting).result()
             return
@@ -203,14 +203,19 @@ async def _start_sessions(
 ) -> SessionServer:
     # Only these processes need the server and its libraries.
     from megarl.endpoint.external import ExternalHarness
+    from megarl.endpoint.hubs.process import HubPlayer
     from megarl.endpoint.session_server import SessionServer
 
     limits = EpisodeLimits(
         max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens
     )
-    harness: Harness = (
-        ExternalHarness() if agent.harness.external else load_harness(agent.harness, agent.max_concurrency)
-    )
+    harness: Harness
+    if agent.environment.hub is not None:
+        harness = HubPlayer(agent.environment)
+    elif agent.harness.external:
+        harness = ExternalHarness()
+    else:
+        harness = load_harness(agent.harness, agent.max_concurrency)
     tokens = ChatTokens(tokenizer, partial(call_format, agent))
     server = SessionServer(harness, tokens, limits, agent.harness, agent.max_concurrency, report)
     await server.start()

@@ -39,7 +39,7 @@ from megarl.agents.tools.http import HttpGet
 from megarl.agents.tools.python import PythonSessions, PythonTool
 from megarl.agents.tools.search import FolderSearch
 from megarl.agents.user_tools import load_agent
-from megarl.config.schema import AgentConfig
+from megarl.config.schema import AgentConfig, EnvironmentConfig
 from megarl.data.turns import TurnTemplate
 from megarl.machine.reaper import OWNER, processes_of
 from megarl.machine.sandbox_levels import SandboxError, SandboxLimits
@@ -615,7 +615,7 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         assert "\n" not in str(found.value)
 
     def environment(name: str) -> AgentConfig:
-        return AgentConfig(environment=f"{file}:{name}")
+        return AgentConfig(environment=EnvironmentConfig(path=f"{file}:{name}"))
 
     make, _ = load_agent(environment("Game"))
     assert type(make()).__name__ == "Game"

@@ -10,7 +10,7 @@ import pytest
 from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.user_tools import try_agent
-from megarl.config.schema import AgentConfig
+from megarl.config.schema import AgentConfig, EnvironmentConfig
 
 GAME = """
 from megarl.agents.protocol import Reply
@@ -37,7 +37,8 @@ def tried(
     (folder / "game.py").write_text(GAME.format(reply=reply, made=made, closed=closed))
     environment = f"{folder / 'game.py'}:Game"
     _, messages = try_agent(
-        AgentConfig(environment=environment, max_turns=max_turns), Task(reward_model={"ground_truth": "5"})
+        AgentConfig(environment=EnvironmentConfig(path=environment), max_turns=max_turns),
+        Task(reward_model={"ground_truth": "5"}),
     )
     return list(messages)
 

@@ -12,7 +12,7 @@ from typing import Any
 from examples.verifiers_environment import VerifiersEnvironment, write_rows
 from megarl.agents.protocol import Reply, Task, Turn
 from megarl.agents.user_tools import load_agent
-from megarl.config.schema import AgentConfig
+from megarl.config.schema import AgentConfig, EnvironmentConfig
 
 FILE = """
 from examples.verifiers_environment import VerifiersEnvironment
@@ -114,6 +114,6 @@ def test_turns_are_answered_and_the_episode_is_scored_with_its_last(tmp_path: Pa
 
 def test_such_a_class_is_an_environment_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
-    make, tools = load_agent(AgentConfig(environment=f"{tmp_path / 'mine.py'}:Guess"))
+    make, tools = load_agent(AgentConfig(environment=EnvironmentConfig(path=f"{tmp_path / 'mine.py'}:Guess")))
     assert tools is None
     assert isinstance(make(), VerifiersEnvironment)

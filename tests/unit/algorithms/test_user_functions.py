@@ -182,7 +182,7 @@ def test_check_knows_a_reference(reference: str, message: str) -> None:
             "reward.judges[0].parse.path",
         ),
         ("agent.tools=[calculator, FILE:add]", "agent.tools[1]"),
-        ("agent.environment=FILE:add", "agent.environment"),
+        ("agent.environment=FILE:add", "agent.environment.path"),
         ("agent.harness.function=FILE:add", "agent.harness.function"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_value_comes_from_the_last_source(tmp_path: Path, capsys: pytest.Captu
     [
         ("data.max_image_mb", "a file has at most 32 MiB"),
         ("reward.judges[0].seed", "it is now reward.judges[].request.seed"),
-        ("agent.environment.path", "it is one text now: agent.environment=FILE.py:NAME"),
+        ("agent.harness.function.path", "it is one text now: agent.harness.function=FILE.py:NAME"),
         ("agent.tools[0].name", "a tool is one text now: agent.tools=[FILE.py:NAME]"),
         ("reward.functions[].name", "it is part of the path now: FILE.py:NAME"),
         (

@@ -48,18 +48,21 @@ def test_a_run_of_an_earlier_version_is_read_without_a_word(
 ) -> None:
     config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", values))
     dump_config(config, tmp_path / "config.yaml")
-    saved = merged(yaml.safe_load((tmp_path / "config.yaml").read_text()), OF_OLD)
+    dumped = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    of_environment = dumped["agent"].pop("environment")  # versions add keys
+    saved = merged(dumped, OF_OLD)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
 
     assert load_config(PPOConfig, tmp_path / "config.yaml") == config
-    assert differences(tmp_path / "config.yaml", config) == []
+    added = {f"agent.environment.{key}" for key in of_environment if key != "path"}
+    assert {each.key for each in differences(tmp_path / "config.yaml", config)} == added
     assert caplog.messages == []
 
 
 def test_the_old_run_covers_the_table() -> None:
     current, found = with_current_keys(OF_OLD)
     assert found == []
-    of_agent = {"environment": None, "harness": {"function": None}}
+    of_agent = {"environment": {"path": None}, "harness": {"function": None}}
     assert all(values in ({}, {"lora": {}}, {"sglang": {}}, of_agent) for values in current.values())
     gone = {section for (section, _), former in former_keys().items() if "values" not in former}
     of_lists = {"reward.judges[]", "reward.judges[].parse", "reward.functions[]"}
@@ -168,7 +171,10 @@ def test_a_path_and_a_name_become_one(
     run = values | {"agent": agent, "reward": {"functions": functions, "judges": judges}}
     config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", run))
     assert config.agent.tools == ["/t.py:price", "calculator", "python"]
-    assert (config.agent.environment, config.agent.harness.function) == ("/e.py:Environment", "/h.py:play")
+    assert (config.agent.environment.path, config.agent.harness.function) == (
+        "/e.py:Environment",
+        "/h.py:play",
+    )
     assert [(each.path, each.file, each.name) for each in config.reward.functions] == [
         ("/r.py", "/r.py", "compute_score"),
         ("/r.py:other", "/r.py", "other"),
@@ -201,10 +207,10 @@ def test_an_override_of_a_former_section_keeps_the_half_that_it_does_not_give(
 ) -> None:
     path = write_yaml(tmp_path / "run.yaml", values | {"agent": {"environment": "/e.py:Game"}})
     if "???" in override:
-        with pytest.raises(ConfigError, match=r"agent.environment: is '\?\?\?'"):
+        with pytest.raises(ConfigError, match=r"agent.environment.*: is '\?\?\?'"):
             load_config(PPOConfig, path, [override])
     else:
-        assert load_config(PPOConfig, path, [override]).agent.environment == environment
+        assert load_config(PPOConfig, path, [override]).agent.environment.path == environment
 
 
 def test_a_former_name_without_its_path_is_refused(values: dict[str, Any], tmp_path: Path) -> None:

@@ -45,7 +45,13 @@ ALWAYS_READ = {
     *("actor.parallel", "actor.optim", "actor.micro_batch", "actor.recompute", "actor.megatron"),
     *("actor.lora.rank", "loss"),
     *("reward.functions", "reward.judges", "reward.model.path", "reward.pass_score", "reward.max_error_rate"),
-    *("agent.tools", "agent.environment", "agent.harness.command", "agent.harness.function"),
+    *(
+        "agent.tools",
+        "agent.environment.path",
+        "agent.environment.hub",
+        "agent.harness.command",
+        "agent.harness.function",
+    ),
     "agent.harness.external",
     *(f"rollout.{name}" for name in ("engine", "dtype", "num_replicas", "tensor_parallel_size", "n")),
     *(f"rollout.{name}" for name in ("pipeline_parallel_size", "temperature")),
@@ -175,7 +181,7 @@ def test_a_change_of_a_key_without_its_reader_is_reported_once(kind: RunKind) ->
 WARNED = {
     "actor.optim.min_lr=1e-7": "actor.optim.decay=constant; set actor.optim.decay=linear or cosine",
     "critic.optim.min_lr=1e-7": "critic.optim.decay=constant",
-    "agent.max_turns=3": "without one of agent.tools, agent.environment, agent.harness.command",
+    "agent.max_turns=3": "without one of agent.tools, agent.environment.path, agent.harness.command",
     "recovery.max_restarts=9": "recovery.enabled=false; set recovery.enabled=true",
     "recovery.wait_for_node_s=1": "recovery.enabled=false",
     "trainer.early_stop.patience=2": "trainer.early_stop.metric=null; set trainer.early_stop.metric=val/",

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from megarl.config.kinds import Hub
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED, SGLANG, SGLANG_CPU
 from tests.requirement_files import listed, locked
 
@@ -56,6 +57,13 @@ def test_the_page_installs_sglang_by_the_table_and_names_every_extra() -> None:
         r"`([\w-]+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
     )
     assert {*extras} - {"dev"} == {name for name in named if not name.startswith("requirements")}
+
+
+def test_the_extra_of_a_hub_installs_the_version_of_its_adapter() -> None:
+    setup = (ROOT / "setup.py").read_text()
+    for hub in Hub:
+        assert f'"{hub.value}": ["{hub.needs.package}"],' in setup
+    assert all(hub.needs.package in (ROOT / "docs" / "hubs.md").read_text() for hub in Hub)
 
 
 def test_setup_installs_by_the_table(tmp_path: Path) -> None:

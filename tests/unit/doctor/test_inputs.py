@@ -12,7 +12,7 @@ import pytest
 from megarl.config.finding import Status
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
-from megarl.config.schema import AgentConfig, DataConfig, PPOConfig
+from megarl.config.schema import AgentConfig, DataConfig, EnvironmentConfig, PPOConfig
 from megarl.doctor import agents_and_judges, texts
 from tests.unit.config.folders import ppo_values, write_yaml
 from tests.unit.data.chats import character_tokenizer, prompt_row, write
@@ -115,7 +115,7 @@ class Game:
 )
 def test_an_environment_is_tried_on_the_first_row(place: str, line: str, said: str, tmp_path: Path) -> None:
     data = DataConfig(train_files=[write(tmp_path / "rows.parquet", [prompt_row("a"), prompt_row("b")])])
-    agent = AgentConfig(environment=f"{tmp_path / 'game.py'}:Game")
+    agent = AgentConfig(environment=EnvironmentConfig(path=f"{tmp_path / 'game.py'}:Game"))
     config = PPOConfig(data=data, agent=agent)
     (tmp_path / "game.py").write_text(
         GAME.format(**dict.fromkeys(("start", "respond", "close"), "pass") | {place: line})
@@ -134,7 +134,7 @@ def test_an_environment_is_tried_on_the_first_row(place: str, line: str, said: s
 def test_an_environment_that_answers_is_good_and_without_data_it_is_only_loaded(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.parquet", [prompt_row("a")])
     (tmp_path / "game.py").write_text(GAME.format(start="pass", respond="pass", close="pass"))
-    agent = AgentConfig(environment=f"{tmp_path / 'game.py'}:Game")
+    agent = AgentConfig(environment=EnvironmentConfig(path=f"{tmp_path / 'game.py'}:Game"))
 
     for file, does in (
         (rows, f"answers a first turn about the first row of {rows}"),

@@ -179,7 +179,6 @@ def test_every_key_of_a_path_is_known() -> None:
         "reward.judges.prompt",
         "data.curriculum.sampler",
         "agent.tools",
-        "agent.environment",
         "rollout.sglang.server_args.speculative_draft_model_path",
     }
     assert keys | without_the_words == set(_with_places(PPOConfig)) | set(_with_places(SFTConfig))

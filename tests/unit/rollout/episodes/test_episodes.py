@@ -38,6 +38,7 @@ from megarl.config.schema import (
     AgentConfig,
     AlgorithmConfig,
     CorrectionLevel,
+    EnvironmentConfig,
     HarnessConfig,
     KLConfig,
     KLWhere,
@@ -454,7 +455,9 @@ def episode_rollout(
     folder.mkdir(exist_ok=True)
     tokenizer.save_pretrained(folder)
     (folder / "game.py").write_text(ENVIRONMENT.format(file=str(folder / "notes"), fails=fails))
-    agent = agent or AgentConfig(environment=f"{folder / 'game.py'}:Game", max_concurrency=32)
+    agent = agent or AgentConfig(
+        environment=EnvironmentConfig(path=f"{folder / 'game.py'}:Game"), max_concurrency=32
+    )
 
     writing = Writing(tokenizer.eos_token_id)
 
