@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.history.rows import at_most, record
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
@@ -264,6 +265,14 @@ def print_table(runs: Sequence[PublishedRun], steps: Sequence[PredictedStep]) ->
         f"\nmedian error {median(factors) - 1:.0%} (limit {MEDIAN_ERROR:.0%}), worst factor {max(factors):.2f}"
     )
     print(f"(limit {WORST_FACTOR}), {counted(len(wrong), 'pair')} in the wrong order {wrong or ''}")
+    record(
+        "benchmarks.tuning.published",
+        ratios={
+            "median error": at_most(median(factors) - 1, MEDIAN_ERROR),
+            "worst factor": at_most(max(factors), WORST_FACTOR),
+            "pairs in the wrong order": at_most(len(wrong), 0),
+        },
+    )
     return median(factors) - 1 <= MEDIAN_ERROR and max(factors) <= WORST_FACTOR and not wrong
 
 
