@@ -119,15 +119,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = read_rows(given.folder)
         if given.run is not None:
             row = row_of_quickstart(given.run, given.tree)
-            rows[row.command] = [*rows.get(row.command, []), row]
+            rows = rows | {row.command: [*rows.get(row.command, []), row]}
             if VARIABLE in os.environ:
                 write_row(row)
+            # The other commands are not those of this run.
+            rows = {row.command: rows[row.command]}
     except ValueError as error:
         print(f"history: {error}", file=sys.stderr)
         return 2
 
     if given.what == "check":
-        return check({row.command: rows[row.command]} if given.run is not None else rows)
+        return check(rows)
     if given.what == "plot":
         plot(rows, given.output)
     else:
