@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 from megarl.config.roles import ModelRole, RoleKind, model_roles
-from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.schema import DType, PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import training_flops
 from megarl.plan.placement.dataflow import ENGINE, GRADIENTS, Item, OffloadPlan, Phase, phases_of, waits_for
@@ -274,11 +274,18 @@ def offload_times(
         architectures: The architecture of each model role, by its name.
     """
     states = {
-        role.name: model_state(role, architectures[role.name], config.model.dtype, 0)
+        role.name: _fullest_state(role, architectures[role.name], config.model.dtype)
         for role in model_roles(config)
     }
     nbytes = {name: sum(_copied(states, item) for item in items) for name, items in moved.items()}
     return {name: size / (device.host_gb_s * 1e9) for name, size in nbytes.items() if size}
+
+
+def _fullest_state(role: ModelRole, architecture: Architecture, dtype: DType) -> Usage:
+    """Return the state of a rank of the pipeline stage with the most: the others wait for it."""
+    stages = sorted(set(role.parallel.representatives()))
+    states = [model_state(role, architecture, dtype, stage) for stage in stages]
+    return max(states, key=lambda state: state.total)
 
 
 def snapshot_times(
