@@ -44,10 +44,13 @@ sbom: $(READY)
 
 # make quickstart ENGINE=sglang; pass overrides with ARGS: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
 # TASK: sums, or one of examples/: make quickstart TASK=agent
+# Without any of them, the learning curve is compared with the band in benchmarks/history. MEGARL_HISTORY=benchmarks/history make quickstart
+# also writes a row there, as it does for make test and benchmarks.
 TASK ?= sums
 RECIPE := $(if $(filter sums,$(TASK)),megarl quickstart,examples.$(TASK).run)
 quickstart: $(READY)
 	$(BIN)/python -m $(RECIPE)$(if $(ENGINE), rollout.engine=$(ENGINE)) $(ARGS)
+	$(if $(ARGS)$(ENGINE)$(filter-out sums,$(TASK)),,$(BIN)/python -m benchmarks.history check --run outputs/quickstart)
 
 # docs/quickstart.md: a real model learns sums on two cores. Pass overrides with ARGS: make tutorial ARGS="trainer.seed=1 trainer.output_dir=outputs/tutorial/seed1"
 tutorial: $(READY)

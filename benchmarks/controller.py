@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.history.rows import at_most, record
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.controller.cluster import shutdown, start_ray
@@ -131,6 +132,7 @@ def main() -> int:
     console = Console()
     console.print(table)
     console.print(f"at most {worst:.2f}, limit {LIMIT}")
+    record("benchmarks.controller", ratios={"ours / Ray": at_most(worst, LIMIT)})
 
     return 0 if worst <= LIMIT else 1
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
+from benchmarks.history.rows import record
 from examples.agent.prepare import DIGITS, make_tokenizer
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
@@ -304,6 +305,7 @@ def main() -> None:
     print("|" + "---|" * 7)
     cells = [len(kinds), AT_ONCE, played.num_turns, f"{engine:.0f}", f"{played.tokens_per_s:.0f}"]
     print("|", " | ".join(map(str, [*cells, f"{played.tokens_per_s / engine:.3f}", f"{cpu_ms:.1f}"])), "|")
+    record("benchmarks.endpoint", through_endpoint=played.tokens_per_s / engine, cpu_ms_per_turn=cpu_ms)
     print("unexpected ends:", unexpected(played, kinds) or "none", "- left:", played.num_left)
     print("resident MB after each quarter:", played.memory_mb)
 

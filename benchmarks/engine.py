@@ -1,6 +1,6 @@
 """Measure how fast the engine trains on this machine's CPU, as ratios to peers measured in the same run.
 
-    python benchmarks/engine.py [--quick] [--cpu-time] [--only hugging_face ...]
+    python -m benchmarks.engine [--quick] [--cpu-time] [--only hugging_face ...]
 
 The benchmark measures forward + backward of a batch (no optimizer step) in float32, in one process with as
 many threads as cores, for Qwen2-style models with random weights. The loss is the mean log-prob of all
@@ -49,6 +49,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.history.rows import Ratio, at_least, record
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.config.schema import Device, DType, EngineConfig, OptimConfig, ParallelConfig
@@ -432,7 +433,9 @@ def processor_name() -> str:
     return host.processor() or host.machine()
 
 
-def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int, cpu_time: bool) -> int:
+def race(
+    command: str, results: Callable[[Timing], Iterable[Result]], what: str, repeats: int, cpu_time: bool
+) -> int:
     """Print results as they arrive, in this process and a process group of its own, and return 1 if a target is missed.
 
     Args:
@@ -445,6 +448,7 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
     print(f"{torch.get_num_threads()} threads, seconds {'on the processor' if cpu_time else 'on the clock'}")
     print(f"{what:<31}  ratio           target      tokens/s")
     missed = []
+    judged: dict[str, Ratio] = {}
 
     with tempfile.TemporaryDirectory() as store:
         dist.init_process_group("gloo", init_method=f"file://{store}/rendezvous", rank=0, world_size=1)
@@ -452,10 +456,13 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
             Timing(clock=time.process_time if cpu_time else time.perf_counter, repeats=repeats)
         ):
             print(result, f"({len(result.ratios)} repeats)", flush=True)
+            if result.target is not None:
+                judged[result.name] = at_least(result.ratio, result.target)
             if not result.is_met:
                 missed.append(result.name)
         dist.destroy_process_group()
 
+    record(command, ratios=judged)
     print(f"targets missed: {', '.join(missed)}" if missed else "every target is met")
     return 1 if missed else 0
 
@@ -476,7 +483,7 @@ def main() -> int:
         for size in ["10M"] if arguments.quick else MODELS:
             yield from run_contests(size, arguments.only, timing)
 
-    return race(results, "comparison", 5 if arguments.quick else 10, arguments.cpu_time)
+    return race("benchmarks.engine", results, "comparison", 5 if arguments.quick else 10, arguments.cpu_time)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def main() -> int:
         for size in ["10M"] if arguments.quick else MODELS:
             yield from contests(Contest(size), size == "10M", timing)
 
-    return race(results, "feature", 3, arguments.cpu_time)
+    return race("benchmarks.headline", results, "feature", 3, arguments.cpu_time)
 
 
 if __name__ == "__main__":

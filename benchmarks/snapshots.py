@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engine import LONGEST, MODELS, Contest, make_batch
+from benchmarks.history.rows import at_most, record
 from megarl.batch.data_proto import DataProto
 from megarl.engine.snapshot import PendingSnapshot
 from megarl.machine.memory_files import MemoryFiles
@@ -110,6 +111,13 @@ def main() -> int:
     for name, overhead in found.items():
         print(f"overhead, {name:<11} {overhead:7.2%}")
     print(f"memory over plan       {error:7.2%}")
+    record(
+        "benchmarks.snapshots",
+        ratios={
+            "overhead": at_most(found["processors"], MOST_OVERHEAD),
+            "memory over plan": at_most(abs(error), MOST_MEMORY_ERROR),
+        },
+    )
     return int(found["processors"] > MOST_OVERHEAD or abs(error) > MOST_MEMORY_ERROR)
 
 

@@ -41,6 +41,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from benchmarks.generation import PROMPTS, RESPONSE_TOKENS, SAMPLES, model_config
+from benchmarks.history.rows import at_least, record
 
 TRL = "trl==1.16.0"
 PROMPT_LETTERS = (48, 68)
@@ -290,6 +291,9 @@ def main() -> int:
         f"target {TARGET}; load {load:.1f}"
     )
 
+    ratio = f"TRL over megarl with {arguments.engine}"
+    judged = {ratio: at_least(wall, TARGET)} if arguments.engine == "hf" else {}
+    record("benchmarks.step", ratios=judged, on_the_clock=wall, on_the_processor=cpu)
     return 0 if wall >= TARGET or arguments.engine != "hf" else 1
 
 

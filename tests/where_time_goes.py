@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.history.rows import record
 from tests import fork_server
 
 INTERVAL_S = 1.0
@@ -212,6 +213,14 @@ class Summary:
             *table(self._costs, _file, most=25),
         ]:
             terminalreporter.write_line(line)
+        # A part of the tests would look like a loss of the others.
+        if terminalreporter.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+            ended = {
+                name: len(terminalreporter.stats.get(name, ()))
+                for name in ("passed", "failed", "error", "skipped")
+            }
+            processor_s = sum(cost for (_, column), cost in self._costs.items() if column == "CPU s")
+            record("make test", **ended, processor_s=round(processor_s))
 
     def _add(self, costs: Mapping[tuple[str, str], float]) -> None:
         for key, cost in costs.items():

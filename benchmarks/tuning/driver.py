@@ -28,6 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.history.rows import record
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.load import load_config
@@ -201,6 +202,7 @@ def main() -> int:
     if JUDGED_RANKS not in arguments.ranks:
         return 0
     console.print(f"a step at {JUDGED_RANKS:,} ranks: {judged_s:.2f} s, limit {LIMIT_S:g}")
+    record("benchmarks.tuning.driver", step_s=judged_s)
     return 1 if judged_s > LIMIT_S else 0
 
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import psutil
 from transformers import Qwen2Config
 
+from benchmarks.history.rows import at_least, at_most, record
 from benchmarks.tuning.layout_ranks import PassSeconds, run_layouts
 from megarl.cli.tables.console import output_console, table
 from megarl.config.batch_arithmetic import Row
@@ -255,6 +256,13 @@ def main() -> int:
     print_comparison(found)
     print(f"Spearman correlation {spearman(found):.2f}, limit {LEAST_CORRELATION}")
     print(f"regret of the predicted best {regret(found):.1%}, limit {MOST_REGRET:.0%}")
+    record(
+        "benchmarks.tuning.layouts",
+        ratios={
+            "rank correlation": at_least(spearman(found), LEAST_CORRELATION),
+            "regret": at_most(regret(found), MOST_REGRET),
+        },
+    )
     return 0 if spearman(found) >= LEAST_CORRELATION and regret(found) <= MOST_REGRET else 1
 
 

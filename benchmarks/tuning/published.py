@@ -1,17 +1,27 @@
-"""Predict published step times, with constants that were fitted to the other models only."""
+"""Predict published step times, with constants that were fitted to the other models only.
+
+    python -m benchmarks.tuning.published            # fit, and predict the rows that constants are fitted to
+    python -m benchmarks.tuning.published --write    # also write all rows to docs/static/published_steps.csv
+
+Rows that nothing is fitted to are predicted with the constants of all fitted ones, or for another device with those of
+its file. --write also keeps the constants, with which a test predicts the rows again.
+"""
 
 from __future__ import annotations
 
+import argparse
+import csv
 import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.history.rows import at_most, record
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
@@ -30,6 +40,11 @@ from megarl.plan.step_time.role_time import PassWork, role_work, times_of
 from megarl.plan.step_time.step import GENERATION, PUSH, PredictedStep, combine, moved_items, offload_times
 
 ROWS_FILE = Path(__file__).parent / "published_steps.json"
+CONSTANTS_FILE = Path(__file__).parent / "published_constants.json"
+TABLE_FILE = Path(__file__).parents[2] / "docs" / "static" / "published_steps.csv"
+FITTED_DEVICE = "h100_80gb"
+ALL = "all"  # the constants that are fitted to all models
+MISS = 1.25  # a prediction that is further off needs a note
 _FOLDERS = {
     "Llama-3.1-8B": "Llama-3.1-8B-Instruct",
     "Qwen3-32B": "Qwen3-32B",
@@ -75,7 +90,7 @@ class PublishedRun(NamedTuple):
         config: The run as a configuration of megarl.
         plan: Its placement.
         policy: The model.
-        work: What the ranks of each role do. Every pipeline stage has as many layers as the fullest one.
+        work: What the ranks of each role do.
         lengths: The lengths of prompts and responses.
     """
 
@@ -89,8 +104,9 @@ class PublishedRun(NamedTuple):
     lengths: Lengths
 
 
-def read_runs() -> list[PublishedRun]:
-    return [_run(row) for row in json.loads(ROWS_FILE.read_text(encoding="utf-8"))["rows"]]
+def read_runs(part: str = "rows") -> list[PublishedRun]:
+    """Return the runs that constants are fitted to, or the `others`."""
+    return [_run(row) for row in json.loads(ROWS_FILE.read_text(encoding="utf-8"))[part]]
 
 
 def _run(row: Mapping[str, Any]) -> PublishedRun:
@@ -98,9 +114,10 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
     layout = row["train"]
     pipeline = layout.get("pp", 1)
     replica = layout.get("tp", 1) * layout.get("cp", 1) * pipeline
-    # Runs that generate ahead split the devices in half.
-    trainers = row["gpus"] // (2 if row["staleness"] else 1)
-    engines = row["gpus"] // (2 if row["staleness"] else 1)
+    # Runs that generate ahead split the devices, in half unless the recipe says otherwise.
+    engines = row.get("gen_gpus", row["gpus"] // 2) if row["staleness"] else row["gpus"]
+    trainers = row["gpus"] - engines if row["staleness"] else row["gpus"]
+    device = load_device(row.get("device", FITTED_DEVICE))
     longest = row["max_length"]
     tokens = row["tokens_per_s_per_gpu"] * row["step_s"] * row["gpus"] / row["samples"]
     prompt = max(50, round(tokens - row["mean_response"]))
@@ -122,6 +139,7 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
                 "tensor_parallel_size": layout.get("tp", 1),
                 "context_parallel_size": layout.get("cp", 1),
                 "pipeline_parallel_size": pipeline,
+                "pipeline_layout": layout.get("stages"),
                 "expert_parallel_size": layout.get("ep", 1),
                 "data_parallel_size": trainers // replica,
                 "sequence_parallel": layout.get("tp", 1) > 1,
@@ -141,9 +159,9 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
         "reward": {"functions": [{"path": "reward.py"}]},
         "placement": {
             "strategy": "split_collocate" if row["staleness"] else "hybrid",
-            "num_nodes": row["gpus"] // 8,
-            "devices_per_node": 8,
-            "device_memory_gb": 76,
+            "num_nodes": row["gpus"] // device.devices_per_node,
+            "devices_per_node": device.devices_per_node,
+            "device_memory_gb": round(0.95 * device.memory_gb),
         },
         "engine": {"share_prompts": False},
         "trainer": {
@@ -156,7 +174,6 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
     }
     config = load_config(PPOConfig, contents)
     policy = read_architectures(config)[0]["actor"]
-    stages = _with_equal_stages(policy, pipeline)
     lengths = assumed_lengths(prompt, row["mean_response"], longest)
     return PublishedRun(
         name,
@@ -165,7 +182,7 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
         config,
         plan_placement(config),
         policy,
-        tuple(_scored_twice(role_work(config, role, stages, lengths)) for role in model_roles(config)),
+        tuple(_scored_twice(role_work(config, role, policy, lengths)) for role in model_roles(config)),
         lengths,
     )
 
@@ -176,16 +193,6 @@ def _scored_twice(phases: Mapping[str, PassWork]) -> dict[str, PassWork]:
         name: phase._replace(num_passes=1) if name == "old_log_prob" else phase
         for name, phase in phases.items()
     }
-
-
-def _with_equal_stages(policy: Architecture, num_stages: int) -> Architecture:
-    """Return the model with layers added, so that each stage has as many as the fullest one."""
-    layers = -(-policy.num_hidden_layers // num_stages) * num_stages
-    experts = policy.experts
-    if experts is not None:
-        added = range(policy.num_hidden_layers, layers)
-        experts = replace(experts, layers=(*experts.layers, *added))
-    return replace(policy, num_hidden_layers=layers, experts=experts)
 
 
 def predict(run: PublishedRun, device: DeviceProfile) -> PredictedStep:
@@ -224,7 +231,7 @@ def fitted_without(device: DeviceProfile, runs: Sequence[PublishedRun], model: s
 
 def prior() -> DeviceProfile:
     """Return an H100 with constants from data sheets and literature, which know nothing of these runs."""
-    device = load_device("h100_80gb")
+    device = load_device(FITTED_DEVICE)
     return replace(device, efficiency=_PRIOR, sample_ms=2.0)
 
 
@@ -264,10 +271,76 @@ def print_table(runs: Sequence[PublishedRun], steps: Sequence[PredictedStep]) ->
         f"\nmedian error {median(factors) - 1:.0%} (limit {MEDIAN_ERROR:.0%}), worst factor {max(factors):.2f}"
     )
     print(f"(limit {WORST_FACTOR}), {counted(len(wrong), 'pair')} in the wrong order {wrong or ''}")
+    record(
+        "benchmarks.tuning.published",
+        ratios={
+            "median error": at_most(median(factors) - 1, MEDIAN_ERROR),
+            "worst factor": at_most(max(factors), WORST_FACTOR),
+            "pairs in the wrong order": at_most(len(wrong), 0),
+        },
+    )
     return median(factors) - 1 <= MEDIAN_ERROR and max(factors) <= WORST_FACTOR and not wrong
 
 
+def table_rows(constants: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
+    """Predict all published rows, and return them with their columns.
+
+    Args:
+        constants: Fitted constants by the model that they know nothing of, and those of ALL.
+    """
+    columns = []
+    published = json.loads(ROWS_FILE.read_text(encoding="utf-8"))
+    for part in ("rows", "others"):
+        for row, run in zip(published[part], read_runs(part), strict=True):
+            device = load_device(row.get("device", FITTED_DEVICE))
+            if part == "rows" or row["device"] == FITTED_DEVICE:
+                device = _with_constants(device, constants[run.model if part == "rows" else ALL])
+            step = predict(run, device)
+            training_s = sum(step.phases[name].seconds for name in _TRAINING if name in step.phases)
+            columns.append(
+                {
+                    "model": run.model,
+                    "GPUs": f"{row['gpus']} {device.name.split()[0]}",
+                    "steps ahead": str(run.staleness),
+                    "fitted": "to the other models" if part == "rows" else "no",
+                    "published s": f"{run.measured_s:g}",
+                    "predicted s": f"{step.seconds:.1f}",
+                    "predicted / published": f"{step.seconds / run.measured_s:.2f}",
+                    "generation s": f"{step.phases[GENERATION].seconds:.1f}",
+                    "training s": f"{training_s:.1f}",
+                    "weight sync s": f"{step.phases[PUSH].seconds:.1f}",
+                    "note": row.get("note", ""),
+                }
+            )
+    return columns
+
+
+def _with_constants(device: DeviceProfile, constants: Mapping[str, float]) -> DeviceProfile:
+    efficiency = {name: value for name, value in constants.items() if name != "sample_ms"}
+    return replace(device, efficiency=Efficiency(**efficiency), sample_ms=constants["sample_ms"])
+
+
+def _write(devices: Mapping[str, DeviceProfile]) -> None:
+    """Write the constants and the table of all rows."""
+    constants = {
+        model: {**asdict(device.efficiency), "sample_ms": device.sample_ms}
+        for model, device in devices.items()
+    }
+    CONSTANTS_FILE.write_text(json.dumps(constants, indent=1) + "\n", encoding="utf-8")
+    rows = table_rows(constants)
+    with TABLE_FILE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"\nwritten: {CONSTANTS_FILE.name}, {TABLE_FILE.name}")
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write the table of the documentation")
+    writes = parser.parse_args().write
     device = prior()
     runs = read_runs()
     fits = {model: fitted_without(device, runs, model) for model in dict.fromkeys(run.model for run in runs)}
@@ -275,6 +348,8 @@ def main() -> int:
     passed = print_table(runs, [predict(run, fits[run.model]) for run in runs])
     fitted = fit_device(device, observe(runs), FITTED)
     print(f"\nFitted to all runs: {fitted.efficiency}, sample_ms={fitted.sample_ms:.3g}")
+    if writes:
+        _write(fits | {ALL: fitted})
     return 0 if passed else 1
 
 

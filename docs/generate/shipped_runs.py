@@ -26,10 +26,15 @@ def shipped_runs() -> str:
     """Return a row for each file of `configs` that needs GPUs, from the smallest model to the largest."""
     configs = {file: load_for_plan(PPOConfig, str(file)).config for file in _files()}
     by_size = sorted(configs.items(), key=lambda item: (num_parameters(_actor(item[1])), item[0].stem))
-    head = "| file | billion parameters | nodes x 8 | GPU | placement | GiB of the budget | predicted step |"
-    return "\n".join(
-        [head, "|---|---|---|---|---|---|---|", *(_row(file, config) for file, config in by_size)]
+    head = (
+        "| run | model | billion parameters | GPU | placement | GiB of the budget | predicted step | "
+        "checked, dry-run, run on GPUs | `megarl train` with |"
     )
+    return "\n".join([head, "|---" * 9 + "|", *(_row(file, config) for file, config in by_size)])
+
+
+# Tests check every file, and dry-run each role and kind of stage of it (docs/evidence.md).
+_VERIFIED = "yes, yes, **no**"
 
 
 def _files() -> Iterator[Path]:
@@ -53,14 +58,18 @@ def _row(file: Path, config: PPOConfig) -> str:
     step = PredictedCosts(device, expected_lengths(config)).predict_step(config, plan, architectures)
     total, active = (count(_actor(config)) / 1e9 for count in (num_parameters, num_active_parameters))
     used = ", ".join(f"{pool} {fullest.peak / 2**30:.1f}" for pool, fullest in memory.items())
+    placement = config.placement
+    name = f"{file.stem}-{placement.num_nodes}x{placement.devices_per_node}".replace("_", "-")
     cells = (
-        f"`{file.name}`",
+        name,
+        Path(config.model.path).name,
         f"{total:,.1f}" if total == active else f"{total:,.1f}, {active:,.1f} active",
-        str(config.placement.num_nodes),
         device.name,
         config.placement.strategy.value,
         f"{used} of {budget_gb:g}",
         f"{step.seconds:,.0f} s",
+        _VERIFIED,
+        f"`configs/{file.name}`",
     )
     return f"| {' | '.join(cells)} |"
 

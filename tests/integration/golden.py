@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import tempfile
 import warnings
@@ -27,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from benchmarks.history.rows import processor_kind
 from megarl.batch.data_proto import DataProto
 from megarl.config.load import load_config
 from megarl.config.schema import (
@@ -208,15 +208,7 @@ def differences(name: str, observed: Observed, recorded: Recorded) -> list[str]:
 def platform_key() -> str:
     """Return what the bits of a run depend on other than the code: torch, the kernels that it selects, and
     the processor, by which matrix libraries select theirs."""
-    facts: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        facts.setdefault(name.strip(), value.strip())
-
-    processor = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts] or [
-        platform.machine()
-    ]
-    return f"torch-{torch.__version__}_{torch.backends.cpu.get_cpu_capability()}_{'-'.join(processor)}"
+    return f"torch-{torch.__version__}_{torch.backends.cpu.get_cpu_capability()}_{processor_kind()}"
 
 
 def read_record(file: Path) -> dict[str, Recorded]:

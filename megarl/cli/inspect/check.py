@@ -5,8 +5,7 @@ With `--plan`, it shows the placement of all roles and the memory of each device
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,18 +22,12 @@ from megarl.plan.placement.plan import plan_placement
 # time.
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-
-    from megarl.plan.step_time.device import DeviceProfile, PhaseTime
-    from megarl.plan.step_time.lengths import Lengths
-    from megarl.plan.step_time.step import PredictedStep
 
 _MORE = (
     "more: --all (every table), --plan (memory and predicted step), --simulate (asynchronous training), "
     "--dry-run (a role on fake devices), --machine (this node)"
 )
 _FORMATS = (".svg", ".png")
-_MOST_PARTS = 3
 
 
 def run(config_path: str, overrides: Sequence[str], fast: bool = False, shows_all: bool = False) -> None:
@@ -129,8 +122,10 @@ def show_plan(config_path: str, overrides: Sequence[str], output: str | None = N
     check_drawing(output)
     loaded = load_for_plan(RunConfig, config_path, overrides)
     config = loaded.config
+
+    # After the configuration, so that its errors come soon.
     from megarl.cli.tables.console import output_console, print_line, print_lines
-    from megarl.cli.tables.placement import print_absent, print_placement
+    from megarl.cli.tables.placement import print_absent, print_placement, print_predicted_step
     from megarl.plan.step_time.device import assumed_profile
     from megarl.plan.step_time.lengths import expected_lengths
     from megarl.plan.step_time.step import PredictedCosts
@@ -155,68 +150,3 @@ def show_plan(config_path: str, overrides: Sequence[str], output: str | None = N
             plan, plan_memory(config, plan, architectures), config.placement.device_memory_gb, Path(output)
         )
         print_line(console, f"drawn to {output}")
-
-
-def print_predicted_step(
-    step: PredictedStep, device: DeviceProfile, lengths: Lengths, console: Console
-) -> None:
-    """Print the predicted step, and what the prediction assumes."""
-    from megarl.cli.tables.console import print_line
-
-    console.print(step_table(step))
-    print_line(
-        console,
-        f"assuming {device.name}, prompts of {lengths.prompt:,} and responses of {lengths.response:,.0f} "
-        f"tokens on average; see placement.device_profile",
-        style="dim",
-    )
-
-
-def step_table(step: PredictedStep) -> Table:
-    """Return the schedule of a step: when each phase begins, how long it takes, and its largest parts."""
-    from megarl.cli.tables.console import table
-
-    rows = [
-        (
-            phase.name,
-            ", ".join(phase.pools),
-            f"{phase.start_s:,.1f}",
-            f"{phase.time.seconds:,.1f}",
-            f"{phase.time.seconds / step.seconds:.0%}",
-            largest_parts(phase.time),
-        )
-        for phase in step.schedule
-    ]
-    driver_s = step.seconds - max(phase.end_s for phase in step.schedule)
-    return table(
-        f"Predicted step: {step.seconds:,.4g} s, {step.tokens_per_device_s:,.0f} tokens/s per device",
-        ("phase", "pools", "begins s", "seconds", "share", "largest parts"),
-        rows,
-        caption=f"and {driver_s:,.1f} s of the driver: requests, scoring and metrics of samples",
-    )
-
-
-def fit_table(
-    run_dir: str,
-    fitted: DeviceProfile,
-    phases: Mapping[str, tuple[float, float, float]],
-    lengths: Lengths,
-) -> Table:
-    """Return the measured phases of a run with their predictions before and after the fit (`fit_run`)."""
-    from megarl.cli.tables.console import table
-
-    constants = {**asdict(fitted.efficiency), "sample_ms": fitted.sample_ms}
-    changed = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
-    return table(
-        f"Phases of {run_dir}, s",
-        ("phase", "measured", "predicted before", "predicted after"),
-        [(name, *(f"{each:,.4g}" for each in seconds)) for name, seconds in phases.items()],
-        caption=f"medians of the last steps, prompts of {lengths.prompt:,} and responses of "
-        f"{lengths.response:,.0f} tokens on average\nfitted: {changed}",
-    )
-
-
-def largest_parts(time: PhaseTime) -> str:
-    """Name the largest parts of a phase with their shares."""
-    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
-    return ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in parts)

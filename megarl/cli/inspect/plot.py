@@ -36,6 +36,7 @@ class Panel:
     Attributes:
         curves: Metric -> its label.
         sparse: Metrics with few points, drawn with markers.
+        along: What the points are numbered by, if not by step.
     """
 
     title: str
@@ -43,6 +44,7 @@ class Panel:
     unit: str = ""
     sparse: frozenset[str] = field(default_factory=frozenset)
     logarithmic: bool = False
+    along: str = ""
 
 
 _PANELS = (
@@ -129,16 +131,26 @@ def plot_run(run_dir: Path) -> Path:
     series = read_metrics(path)
     panels = panels_with_data(series)
     timings = _phase_timings(series)
-    num_axes = len(panels) + bool(timings)
-    if not num_axes:
+    if not panels and not timings:
         raise MetricsFileError(f"{path}: contains no metric that is plotted, only {sorted(series)[:5]}")
+    written = run_dir / CURVES_FILE
+    draw_panels(run_dir.resolve().name, panels, series, written, timings)
+
+    return written
+
+
+def draw_panels(
+    title: str, panels: Sequence[Panel], series: Series, output: Path, timings: Series | None = None
+) -> None:
+    """Draw panels to an image, and the seconds of phases in a last panel if there are any."""
+    num_axes = len(panels) + bool(timings)
     num_columns = min(_NUM_COLUMNS, num_axes)
     num_rows = math.ceil(num_axes / num_columns)
     figure = Figure(
         figsize=(_PANEL_INCHES[0] * num_columns, _PANEL_INCHES[1] * num_rows + 0.5), layout="constrained"
     )
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{run_dir.resolve().name}", fontsize=13, fontweight="bold")
+    figure.suptitle(title, fontsize=13, fontweight="bold")
     # Draw the panels, then the timings. Unused cells of the grid stay empty.
     axes = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     last_step = max(points.steps[-1] for points in series.values())
@@ -150,10 +162,7 @@ def plot_run(run_dir: Path) -> Path:
         _finish(axis, last_step)
     for axis in axes[num_axes:]:
         axis.set_axis_off()
-    written = run_dir / CURVES_FILE
-    figure.savefig(written, dpi=130)
-
-    return written
+    figure.savefig(output, dpi=130)
 
 
 def panels_with_data(series: Series) -> list[Panel]:
@@ -194,6 +203,8 @@ def _draw(axis: Axes, panel: Panel, series: Series) -> None:
         axis.set_yscale("log")
     axis.set_title(panel.title, fontsize=10)
     axis.set_ylabel(panel.unit, fontsize=8)
+    if panel.along:
+        axis.set_xlabel(panel.along, fontsize=8)
 
     if len(present) > 1:
         axis.margins(y=0.15)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.inspect.check import check_drawing, fit_table
+from megarl.cli.inspect.check import check_drawing
 from megarl.cli.tables.console import output_console, print_line, table, table_of_numbers
-from megarl.cli.tables.placement import print_absent
+from megarl.cli.tables.placement import fit_table, print_absent
 from megarl.config.load import read_config, schema_of
 from megarl.config.schema import PPOConfig, RolloutConfig
 from megarl.config.sources import COMMAND_LINE, read_layers

@@ -1,4 +1,4 @@
-"""A placement as tables: processes, concurrency, memory of the fullest device of each pool, and weight sync.
+"""A placement as tables: processes, concurrency, memory of the fullest devices, weight sync, predicted step.
 
 This module does not import torch.
 """
@@ -6,12 +6,13 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables.console import print_lines, table, table_of_numbers
+from megarl.cli.tables.console import print_line, print_lines, table, table_of_numbers
 from megarl.config.megatron_options import uncounted_options
 from megarl.config.roles import model_roles
 from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig
@@ -23,7 +24,12 @@ from megarl.plan.placement.memory import DeviceMemory, budget_problems, plan_mem
 from megarl.plan.placement.model_state import Usage, snapshot_bytes, weight_bytes
 from megarl.plan.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.plan.placement.transport import choose_transport
+from megarl.plan.step_time.device import DeviceProfile, PhaseTime
+from megarl.plan.step_time.lengths import Lengths
+from megarl.plan.step_time.step import PredictedStep
 from megarl.weights.sync.forecast import forecast_weights
+
+_MOST_PARTS = 3
 
 
 def print_placement(
@@ -275,3 +281,65 @@ def fullest_devices(memory: Sequence[DeviceMemory]) -> dict[str, DeviceMemory]:
 def _gib(nbytes: int) -> str:
     size = nbytes / 2**30
     return "-" if nbytes == 0 else f"{size:,.2f}" if size >= 0.01 else f"{size:.2g}"
+
+
+# ---- the predicted step
+
+
+def print_predicted_step(
+    step: PredictedStep, device: DeviceProfile, lengths: Lengths, console: Console
+) -> None:
+    """Print the predicted step, and what the prediction assumes."""
+    console.print(step_table(step))
+    print_line(
+        console,
+        f"assuming {device.name}, prompts of {lengths.prompt:,} and responses of {lengths.response:,.0f} "
+        f"tokens on average; see placement.device_profile",
+        style="dim",
+    )
+
+
+def step_table(step: PredictedStep) -> Table:
+    """Return the schedule of a step: when each phase begins, how long it takes, and its largest parts."""
+    rows = [
+        (
+            phase.name,
+            ", ".join(phase.pools),
+            f"{phase.start_s:,.1f}",
+            f"{phase.time.seconds:,.1f}",
+            f"{phase.time.seconds / step.seconds:.0%}",
+            largest_parts(phase.time),
+        )
+        for phase in step.schedule
+    ]
+    driver_s = step.seconds - max(phase.end_s for phase in step.schedule)
+    return table(
+        f"Predicted step: {step.seconds:,.4g} s, {step.tokens_per_device_s:,.0f} tokens/s per device",
+        ("phase", "pools", "begins s", "seconds", "share", "largest parts"),
+        rows,
+        caption=f"and {driver_s:,.1f} s of the driver: requests, scoring and metrics of samples",
+    )
+
+
+def fit_table(
+    run_dir: str,
+    fitted: DeviceProfile,
+    phases: Mapping[str, tuple[float, float, float]],
+    lengths: Lengths,
+) -> Table:
+    """Return the measured phases of a run with their predictions before and after the fit (`fit_run`)."""
+    constants = {**asdict(fitted.efficiency), "sample_ms": fitted.sample_ms}
+    changed = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
+    return table(
+        f"Phases of {run_dir}, s",
+        ("phase", "measured", "predicted before", "predicted after"),
+        [(name, *(f"{each:,.4g}" for each in seconds)) for name, seconds in phases.items()],
+        caption=f"medians of the last steps, prompts of {lengths.prompt:,} and responses of "
+        f"{lengths.response:,.0f} tokens on average\nfitted: {changed}",
+    )
+
+
+def largest_parts(time: PhaseTime) -> str:
+    """Name the largest parts of a phase with their shares."""
+    parts = sorted(time.parts.items(), key=lambda part: -part[1])[:_MOST_PARTS]
+    return ", ".join(f"{name} {seconds / time.seconds:.0%}" for name, seconds in parts)

@@ -416,16 +416,19 @@ def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest
 def test_the_page_of_runs_has_a_row_for_each() -> None:
     page = (ROOT / "docs" / "launch.md").read_text()
     section = page.partition("\n## Configurations for clusters\n")[2].partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
-    said = {name.strip(" `").removesuffix(".yaml"): [cell.strip() for cell in cells] for name, *cells in rows}
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if "| `configs/" in line
+    ]
+    said = {Path(cells[-1].strip("`")).stem: cells for cells in rows}
     heads = {run: (CONFIGS_DIR.parent / path_of(run)).read_text() for run in RUNS}
     expected = {}
     for run, cluster in RUNS.items():
         memory = heads[run].partition("# Memory, GiB of the fullest device: ")[2].partition(".\n")[0]
-        expected[run] = [str(cluster.nodes), cluster.strategy, f"{memory} of {cluster.memory_gb}"]
-    assert {
-        run: [nodes, strategy, used] for run, (_, nodes, _, strategy, used, _) in said.items()
-    } == expected
+        name = f"{run.replace('_', '-')}-{cluster.nodes}x8"
+        expected[run] = [name, cluster.strategy, f"{memory} of {cluster.memory_gb}"]
+    assert {run: [cells[0], cells[4], cells[5]] for run, cells in said.items()} == expected
 
 
 def test_a_run_is_predicted_for_a_gpu_that_has_its_memory() -> None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from dataclasses import replace
 from math import ceil
 from statistics import median
 
 import pytest
 
-from benchmarks.tuning.published import MEDIAN_ERROR, WORST_FACTOR, factor, misordered, predict, read_runs
+from benchmarks.tuning.published import (
+    CONSTANTS_FILE,
+    MEDIAN_ERROR,
+    MISS,
+    TABLE_FILE,
+    WORST_FACTOR,
+    factor,
+    misordered,
+    predict,
+    read_runs,
+    table_rows,
+)
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, Recompute
@@ -16,6 +29,7 @@ from megarl.config.shipped import CONFIGS_DIR, with_published_models
 from megarl.config.validate import read_architectures
 from megarl.plan.placement.dataflow import PARAMETERS, Item
 from megarl.plan.placement.layer_sizes import alike_stages
+from megarl.plan.placement.model_state import model_state
 from megarl.plan.placement.plan import plan_placement
 from megarl.plan.step_time.device import PhaseTime, load_device
 from megarl.plan.step_time.lengths import expected_lengths
@@ -308,3 +322,33 @@ def test_published_step_times() -> None:
     assert median(factors) - 1 <= MEDIAN_ERROR
     assert max(factors) <= WORST_FACTOR
     assert misordered(runs, steps) == []
+
+
+def test_the_page_of_published_steps_is_what_is_predicted_now() -> None:
+    """`python -m benchmarks.tuning.published --write` writes it again."""
+    rows = table_rows(json.loads(CONSTANTS_FILE.read_text(encoding="utf-8")))
+    with TABLE_FILE.open(encoding="utf-8", newline="") as file:
+        assert list(csv.DictReader(file)) == rows
+    for row in rows:
+        ratio = float(row["predicted / published"])
+        assert (max(ratio, 1 / ratio) > MISS) == bool(row["note"]), row
+
+
+def test_the_stages_of_published_runs_have_all_layers() -> None:
+    for run in (*read_runs(), *read_runs("others")):
+        layout = run.config.actor.parallel.pipeline_layout
+        assert layout is None or sum(layout) == run.policy.num_hidden_layers
+
+
+def test_state_of_an_uneven_pipeline_moves_as_long_as_in_its_fullest_stage() -> None:
+    run = next(each for each in read_runs() if each.model == "DeepSeek-V3" and not each.staleness)
+    moves = offload_times(
+        run.config, moved_items(run.plan), dict.fromkeys(("actor", "reference"), run.policy), DEVICE
+    )
+    states = [
+        model_state(model_roles(run.config)[0], run.policy, run.config.model.dtype, stage)
+        for stage in range(16)
+    ]
+    # The first stage has three dense layers, the next ones have four with experts each.
+    assert states[0].optimizer < states[1].optimizer
+    assert moves["update_actor"] >= states[1].optimizer / (DEVICE.host_gb_s * 1e9)
