@@ -37,8 +37,8 @@ _PROGRAM = re.compile(r"^\s*(?:(?:def|class) .*:|(?:from|import) [\w.]+.*|#inclu
 
 _WITHOUT_ANSWERS = (
     "reward: yours, because the rows have no answers (data.columns.reward_model=null): write "
-    "compute_score in reward.py, which raises NotImplementedError for now, or let a reward model score responses (below); "
-    "`--kind judge` writes the files of a run with a judge"
+    "compute_score in reward.py, which raises NotImplementedError for now, or let a reward model score "
+    "responses (below); `--kind judge` writes the files of a run with a judge"
 )
 
 

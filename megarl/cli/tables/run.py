@@ -110,7 +110,8 @@ def model_lines(
             hidden = architecture.hidden_size
             yield (
                 f"{role.name}: adapters of rank {role.lora.rank} with a learning rate of {role.optim.lr:g}; "
-                f"usual are {adapter_rate_factor(hidden):.2g} times that of full training (hidden_size {hidden:,})"
+                f"usual are {adapter_rate_factor(hidden):.2g} times that of full training "
+                f"(hidden_size {hidden:,})"
             )
 
 
