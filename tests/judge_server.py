@@ -22,6 +22,7 @@ class JudgeServer:
         replies: What the judge writes, by the last line of the prompt.
         faults: By the last line of the prompt, what happens at each of the first requests: a status, `drop`,
             `hang`, or the JSON of a reply.
+        models: The names in its list of models; None: it has no such list.
         bodies: The bodies of all requests.
         most_at_once: The most requests that were handled at the same time.
     """
@@ -29,6 +30,7 @@ class JudgeServer:
     def __init__(self) -> None:
         self.replies: dict[str, str] = {}
         self.faults: dict[str, list[Any]] = {}
+        self.models: list[str] | None = None
         self.retry_after: str | None = "0"
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
@@ -59,6 +61,11 @@ class JudgeServer:
         finally:
             self._at_once -= 1
 
+    async def list_models(self) -> Response:
+        if self.models is None:
+            return Response("not found", 404)
+        return JSONResponse({"object": "list", "data": [{"id": name} for name in self.models]})
+
     def _completion(self, line: str) -> Response:
         message = {"role": "assistant", "content": self.replies[line]}
         return JSONResponse({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
@@ -79,6 +86,7 @@ def serve_judge(host: str = "127.0.0.1") -> Iterator[JudgeServer]:
     judge = JudgeServer()
     app = FastAPI()
     app.add_api_route("/v1/chat/completions", judge.answer, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", judge.list_models, methods=["GET"], response_model=None)
 
     with socket.create_server((host, 0)) as listening:
         judge.url = f"http://{host}:{listening.getsockname()[1]}/v1"

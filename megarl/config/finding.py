@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 CONFIGURATION = "configuration"  # the check of keys and values
 DATA = "data"  # the check of a run's data files
+SERVERS = "servers"  # the check of servers that a run asks
 
 
 class Absence(Enum):

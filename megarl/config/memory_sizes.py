@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from megarl.config.megatron_options import element_bytes
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import DType, EngineConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.models.counts import num_expert_parameters, num_parameters, without_saved_modules
+from megarl.models.counts import (
+    num_expert_parameters,
+    num_parameters,
+    padded_vocab_size,
+    without_saved_modules,
+)
 
 
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
@@ -70,10 +76,11 @@ def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture]) -> int:
-    """Return the bytes of one checkpoint, without small files and tensors that are kept.
+    """Return the bytes of one checkpoint, without small files, headers and tensors that are kept.
 
     A checkpoint contains the weights, float32 master weights and moments of each trained model; with
-    adapters, those of the adapters. With `save_hf` it also contains the policy as a Hugging Face folder.
+    adapters, those of the adapters. The vocabulary is padded as in training. With `save_hf` it also contains
+    the policy as a Hugging Face folder, without padding.
     """
     weight_bytes = 4 if config.model.dtype is DType.float32 else 2
     total = 0
@@ -82,7 +89,11 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
         if role.optim is not None:
             architecture = architectures[role.name]
             has_adapters = architecture.lora is not None
-            parameters = num_parameters(architecture, role.with_value_head, trained_only=has_adapters)
+            padded = replace(
+                architecture,
+                vocab_size=padded_vocab_size(architecture.vocab_size, role.parallel.tensor_parallel_size),
+            )
+            parameters = num_parameters(padded, role.with_value_head, trained_only=has_adapters)
             # Four bytes for the float32 master, in addition to the moments.
             moments = element_bytes(config.model.dtype, role.megatron, role.optim.kind).moments
             total += parameters * (weight_bytes + 4 + moments)

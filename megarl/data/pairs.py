@@ -30,6 +30,7 @@ from megarl.config.schema import (
     RunKind,
 )
 from megarl.data.conversations import without_padding
+from megarl.data.files import open_file
 from megarl.data.sft import encode_answer
 from megarl.data.tables import (
     DataRow,
@@ -73,7 +74,10 @@ class Pair(NamedTuple):
 def read_pair_rows(files: Sequence[str], columns: PairColumnsConfig) -> Iterator[DataRow]:
     """Yield rows with the columns of a pair. Raises DataError, see `read_rows`."""
     margin = _margin_column(columns)
-    hint = "; data.columns sets which columns are read, such as {chosen: better, rejected: worse}"
+    hint = (
+        "; data.columns sets which columns are read, such as data.columns.prompt=question "
+        "data.columns.chosen=better data.columns.rejected=worse"
+    )
     required = [columns.chosen, columns.rejected, *([] if margin is None else [margin])]
     yield from read_rows(files, required, [columns.prompt, columns.tools], hint)
 
@@ -144,10 +148,15 @@ def _answer(row: DataRow, column: str, data: PreferenceDataConfig) -> tuple[Mess
 def _explicit_prompt(row: DataRow, data: PreferenceDataConfig) -> Messages:
     columns = data.columns
     if row.values.get(columns.prompt) is None:
+        there = open_file(row.file, ()).columns
+        is_absent = columns.prompt not in there
         raise row.error(
             columns.prompt,
-            f"is missing, although {columns.chosen!r} is an answer without its prompt; add the column, or "
-            f"write whole chats into {columns.chosen!r} and {columns.rejected!r}",
+            f"is {'missing' if is_absent else 'null in this row'}, although {columns.chosen!r} is an answer "
+            "without its prompt; "
+            + (f"the file has {list(there)}: " if is_absent else "")
+            + "name the column of the prompts, such as data.columns.prompt=question, "
+            f"or write whole chats into {columns.chosen!r} and {columns.rejected!r}",
         )
     prompt = chat_messages(row, columns.prompt, data.system_prompt)
     if prompt[-1]["role"] == "assistant":

@@ -131,7 +131,10 @@ class SFTDataset(RowDataset[Example]):
 def read_chat_rows(files: Sequence[str], columns: ChatColumnsConfig) -> Iterator[DataRow]:
     """Yield rows with the columns of SFTDataset. Raises DataError, see `read_rows`."""
     two = [name for name in (columns.prompt, columns.answer) if name is not None]
-    hint = "; data.columns sets which columns are read, such as {prompt: question, answer: answer}"
+    hint = (
+        "; data.columns sets which columns are read, such as data.columns.messages=conversation, or "
+        "data.columns.prompt=question data.columns.answer=answer"
+    )
     others = [name for name in _OTHER_NAMES_OF_TOOLS if name != columns.tools]
 
     for row in read_rows(files, two or [columns.messages], [columns.tools, *others], hint):

@@ -1,6 +1,7 @@
-"""Tests what acts and scores besides the policy: agents, judges and teachers, without sending a request.
+"""Tests what acts and scores besides the policy: agents, judges and teachers.
 
 The tools or the environment of a run, and the prompts of its judges, are tested on the first row of its data.
+The servers of judges are asked whether they would reply.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
+import httpx
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.protocol import Schema, Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.user_tools import ANSWER, try_agent
-from megarl.config.finding import DATA, Finding, doubtful, good, refused, wrong
+from megarl.config.finding import DATA, SERVERS, Finding, doubtful, good, refused, wrong
 from megarl.config.roles import ModelRole, absent_teacher
 from megarl.config.schema import AgentConfig, DataConfig, JudgeConfig, PPOConfig
 from megarl.config.schema.keys import names_code, split_code
@@ -33,7 +35,7 @@ from megarl.endpoint.hubs.rehearsal import rehearse_episode
 from megarl.machine.errors import counted
 from megarl.machine.user_functions import UnfinishedError, UserFunctionError, call_in_process
 from megarl.rewards.judge_reply import load_judge
-from megarl.rewards.judges import load_template, prompt_variables, render
+from megarl.rewards.judges import is_temporary, load_template, prompt_variables, render, request_body
 from megarl.rewards.process import ScoreRequest
 from megarl.rollout.tool_calls import call_format, check_parser, example_call, reads_calls
 
@@ -53,6 +55,10 @@ _HARNESS_TOOL = {
     },
 }
 SOLUTION = "(the response)"  # a row of the data has none
+ASK_LIMIT_S = 5.0  # limit of each of the two requests to the server of a judge
+_QUESTION = "Reply with one word."
+_NUM_SHOWN = 200  # characters of a server's message
+_MOST_MODELS = 10
 _CHECK = "tokenizers"
 
 
@@ -271,8 +277,100 @@ def judge_prompts(config: PPOConfig, skipped: Collection[str]) -> Iterator[Findi
                 "export it where the run's processes start",
                 judge=judge.name,
             )
-        else:
-            yield good(REWARDS, f"judge {judge.name}: {judge.served_by}{shown}", judge=judge.name)
+            continue
+        problem = None if judge.url is None else ask_server(judge, key)
+        yield problem or good(REWARDS, f"judge {judge.name}: {judge.served_by}{shown}", judge=judge.name)
+
+
+def ask_server(judge: JudgeConfig, key: str, limit_s: float = ASK_LIMIT_S) -> Finding | None:
+    """Ask the server of a judge for its models, and for a reply if this leaves a doubt.
+
+    Returns:
+        The problem; None if the server would reply. A server that cannot be reached is only a doubt, because
+        it may start later, or be reachable from the run's machines only.
+    """
+    assert judge.url is not None
+    url = judge.url.rstrip("/")
+    facts = {"judge": judge.name, "url": url}
+    secret = None if judge.api_key_env is None else os.environ[judge.api_key_env]
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    try:
+        with httpx.Client(timeout=limit_s, headers=headers) as client:
+            models = _listed_models(client.get(f"{url}/models"))
+            # Some servers list their models without looking at the key.
+            if secret is None and judge.model in models:
+                return None
+            reply = client.post(f"{url}/chat/completions", json=request_body(judge, _QUESTION))
+    except httpx.TimeoutException:
+        return doubtful(
+            SERVERS,
+            f"{key}.url: {url} does not answer within {limit_s:g} s",
+            f"see whether the server of judge {judge.name} is up and not busy; a sample without a reply ends "
+            "the run, unless reward.max_error_rate allows it",
+            **facts,
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return doubtful(
+            SERVERS,
+            f"{key}.url: no server answers at {url} ({str(error) or type(error).__name__})",
+            f"start the server of judge {judge.name} before the run, or set {key}.url to its address",
+            **facts,
+        )
+    return _refusal(judge, key, reply, models)
+
+
+def _listed_models(listed: httpx.Response) -> list[str]:
+    """Return the names in a server's list of models; none if it has no such list."""
+    try:
+        return [str(each["id"]) for each in listed.json()["data"]]
+    except (ValueError, LookupError, TypeError):
+        return []
+
+
+def _refusal(judge: JudgeConfig, key: str, reply: httpx.Response, models: Sequence[str]) -> Finding | None:
+    """Describe the problem if the server would not reply to the judge's requests.
+
+    Args:
+        models: The names that the server lists.
+    """
+    if reply.is_success:
+        return None
+    status = reply.status_code
+    facts = {"judge": judge.name, "url": judge.url, "status": status}
+    words = " ".join(reply.text.split())[:_NUM_SHOWN]
+    said = f"{str(reply.request.url)} answers with status {status}{f' ({words})' if words else ''}"
+    if is_temporary(status):
+        return doubtful(
+            SERVERS,
+            f"{key}.url: {said}",
+            "the run asks again up to max_attempts times; see whether the server is overloaded",
+            **facts,
+        )
+    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        named = judge.api_key_env
+        return wrong(
+            SERVERS,
+            f"{key}.api_key_env: {said}",
+            "set it to the name of the environment variable with the server's key"
+            if named is None
+            else f"export the key of this server as {named}, or name another variable",
+            **facts,
+        )
+    if models and judge.model not in models:
+        return wrong(
+            SERVERS,
+            f"{key}.model: {said} for {judge.model!r}",
+            f"use a model of the server: {', '.join(models[:_MOST_MODELS])}"
+            + (" ..." if len(models) > _MOST_MODELS else ""),
+            **facts,
+        )
+    return wrong(
+        SERVERS,
+        f"{key}: {said}",
+        f"url must be the base of the API, which often ends with /v1; model and request must be those of the "
+        f"server (now model {judge.model!r})",
+        **facts,
+    )
 
 
 def first_sample(data: DataConfig) -> ScoreRequest | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from megarl import __version__
 from megarl.config.finding import (
     CONFIGURATION,
     DATA,
+    SERVERS,
     Absence,
     Finding,
     Findings,
@@ -44,6 +46,7 @@ from megarl.plan.placement.remedies import memory_remedies
 from megarl.plan.placement.transport import choose_transport
 from megarl.rollout.engines import SERVER_ARGS_CHECKS
 
+_log = logging.getLogger(__name__)
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (
     "placement",
@@ -159,13 +162,14 @@ def load_for_run[Run: RunConfig](
     read = read_config(schema, source, overrides)
     loaded = find_on_hub(read, fetch=not read.has_unknown_keys)
     found = findings_here(loaded)
+    of_inputs = _of_inputs(loaded, found, 1) if reads_inputs and not read.has_unknown_keys else []
+    for each in of_inputs:
+        # A server may start later, but the run would learn that it did not only at its first scores.
+        if each.check == SERVERS and each.status is Status.warning:
+            _log.warning("%s", each)
     # Only errors prevent the start of a run, which checks the data itself.
-    of_inputs = [
-        each
-        for each in (_of_inputs(loaded, found, 1) if reads_inputs and not read.has_unknown_keys else ())
-        if each.status is Status.error and each.check != DATA
-    ]
-    return loaded.required([*with_planned(loaded, found), *of_inputs])
+    problems = [each for each in of_inputs if each.status is Status.error and each.check != DATA]
+    return loaded.required([*with_planned(loaded, found), *problems])
 
 
 def load_for_plan[Run: RunConfig](

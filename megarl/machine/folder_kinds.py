@@ -2,7 +2,7 @@
 
 A run's folder, the files in it, and the folders of other programs:
 
-outputs/sft/run/              config.yaml, metrics.jsonl, status.json
+outputs/sft/run/              config.yaml, plan.txt, metrics.jsonl, status.json
 outputs/sft/run/huggingface/  the trained model: config.json, *.safetensors
 outputs/sft/run/checkpoints/  latest, step_00000010/checkpoint.json, step_00000010/actor/manifest.json
 
@@ -19,7 +19,9 @@ from typing import Any
 
 from megarl.machine.files import read_json_object
 
-_RUN = ("config.yaml", "metrics.jsonl", "status.json", "summary.json", "failure.txt")
+_CONFIG = "config.yaml"  # of many programs, so that it makes a run only with what a run writes next to it
+_RUN = ("metrics.jsonl", "status.json", "summary.json", "failure.txt")
+_RUN_WITH_CONFIG = ("plan.txt", "checkpoints/latest", "checkpoints/step_*")
 _MODEL = "config.json"
 _WEIGHTS = "*.safetensors"
 _STEP = "checkpoint.json"
@@ -28,9 +30,10 @@ _ADAPTER = "adapter_config.json"
 _MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "mp_rank_*", "iter_*", "manifest.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _DATA = ("*.parquet", "*.jsonl", "*.csv", "*.arrow", "dataset_info.json", "dataset_dict.json")
+SCORING_MODELS = ("a reward model", "a critic")  # what models without tokens are called
 _HEADS = {
-    "ForSequenceClassification": "a reward model",
-    "ForTokenClassification": "a critic",
+    "ForSequenceClassification": SCORING_MODELS[0],
+    "ForTokenClassification": SCORING_MODELS[1],
     "ForCausalLM": "a language model",
     "ForConditionalGeneration": "a language model",
 }
@@ -108,13 +111,17 @@ def no_run(folder: Path) -> str:
     problem = "no run has written here (no config.yaml, no metrics.jsonl)"
     if not os.path.isdir(folder):
         problem = "is a file, not a folder" if os.path.exists(folder) else "there is no such folder"
+    elif (folder / _CONFIG).is_file() and not (folder / _STEP).is_file():
+        problem = f"no run has written here (a {_CONFIG}, but no metrics.jsonl, plan.txt or checkpoints)"
     return f"{folder}: {problem}; {instead_of_run(folder) or _OUTPUT_DIR}"
 
 
 def is_run(folder: Path) -> bool:
     """Return whether a run has written to a folder."""
     # A checkpoint has the configuration of its run, too.
-    return _has(folder, _RUN) and not (folder / _STEP).is_file()
+    if (folder / _STEP).is_file():
+        return False
+    return _has(folder, _RUN) or ((folder / _CONFIG).is_file() and _has(folder, _RUN_WITH_CONFIG))
 
 
 def _kind(folder: Path) -> str:

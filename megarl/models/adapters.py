@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import sqrt
 
 from megarl.models.architecture import Architecture, LoRA
 from megarl.models.mapping import Cut, MappingRow
@@ -37,6 +38,20 @@ SERVED_PROJECTIONS = ATTENTION_PROJECTIONS + FEED_FORWARD_PROJECTIONS
 EMBEDDING_MODULE = "embed_tokens"
 OUTPUT_MODULE = "lm_head"
 SAVED_MODULES = (EMBEDDING_MODULE, OUTPUT_MODULE)
+
+_RATE_FACTOR = 10.0
+_WIDTH_OF_FACTOR = 2048
+
+
+def adapter_rate_factor(hidden_size: int) -> float:
+    """Return how many times the learning rate of full training is usual for adapters.
+
+    "LoRA Without Regret" (Schulman et al. 2025) measures 10 for models of 2,048 and more hidden units. In
+    narrower ones the factor falls with the square root of the width: the largest stable rate of adapters with
+    a random A is of the order width^-1/2 (Hayou et al. 2024, arXiv:2406.08447), and that of full training of
+    the order width^-1 (Yang et al. 2022, arXiv:2203.03466).
+    """
+    return _RATE_FACTOR * min(1.0, sqrt(hidden_size / _WIDTH_OF_FACTOR))
 
 
 def adapter_names(projection: str) -> tuple[str, str]:

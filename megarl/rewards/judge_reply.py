@@ -48,6 +48,11 @@ def judge_numbers(name: str) -> tuple[str, str, str]:
     return f"judge/{name}", f"judge/{name}/latency_s", f"judge/{name}/failed"
 
 
+def judge_label(name: str) -> str:
+    """Return what the messages of a judge's failures begin with."""
+    return f"judge {name}:"
+
+
 def judge_failures(numbers: Mapping[str, float]) -> dict[str, float]:
     """Return the numbers that also samples without a score have: whether each judge failed."""
     return {
@@ -102,7 +107,7 @@ def read_replies(
                 raise ReplyError(reply.error)
             score = _score_in(judge, reply, ground_truth, extra_info, judged)
         except ReplyError as error:
-            errors.append(f"judge {name}: {error}")
+            errors.append(f"{judge_label(name)} {error}")
             numbers[failed_name] = 1.0
             continue
         scores.append(score)

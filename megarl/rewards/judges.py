@@ -295,7 +295,7 @@ class JudgeClient:
         if response.status_code != httpx.codes.OK:
             raise _AttemptError(
                 f"status {response.status_code} ({' '.join(response.text.split())[:_NUM_SHOWN]})",
-                may_retry=response.status_code in _RETRIED or response.status_code >= 500,
+                may_retry=is_temporary(response.status_code),
                 pause_s=_seconds(response.headers.get("Retry-After")),
             )
 
@@ -322,6 +322,11 @@ class JudgeClient:
         if not isinstance(text, str):
             raise _AttemptError(f"the reply has no text (finish_reason {reason!r})")
         return text
+
+
+def is_temporary(status: int) -> bool:
+    """Return whether a request that failed with this status is repeated."""
+    return status in _RETRIED or status >= 500
 
 
 def _seconds(header: str | None) -> float | None:

@@ -45,6 +45,7 @@ Answer = list[str | None] | None
 EXAMPLE = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
 
 
+LET_SAMPLES_FAIL = "or let some samples fail, scored as 0: {reward.max_error_rate}"
 FIX_THE_FUNCTION = (
     "fix the function, and try it on the data without training: `megarl eval CONFIG --rows ROWS.parquet`",
     "or let some samples fail, scored as 0: {reward.max_error_rate, reward.time_limit_s}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -28,9 +28,15 @@ from megarl.machine.reaper import OWNER
 from megarl.machine.spawn import BareContext, FreshContext
 from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards import process
-from megarl.rewards.judge_reply import JudgeReply
+from megarl.rewards.judge_reply import JudgeReply, judge_label
 from megarl.rewards.judges import JudgeEndpoint, JudgePanel
-from megarl.rewards.process import FIX_THE_FUNCTION, Outcome, RewardFunctionError, ScoreRequest
+from megarl.rewards.process import (
+    FIX_THE_FUNCTION,
+    LET_SAMPLES_FAIL,
+    Outcome,
+    RewardFunctionError,
+    ScoreRequest,
+)
 
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports
 _LOOK_S = 0.2
@@ -344,7 +350,7 @@ class RewardScorer:
         }
         if len(failed) > self._max_error_rate * len(requests):
             self._stop()  # the pool is restarted by the next call
-            raise RewardError(self._too_many(failed, requests))
+            raise RewardError(self._too_many(failed, requests), hint=self._hint(set(failed.values())))
 
     def _is_over(self, begun: BegunScore) -> bool:
         """Wait at most a second for the sample. It is never completed if its pool is broken."""
@@ -370,6 +376,17 @@ class RewardScorer:
             return f"its process died while scoring it (exit code {error.exitcode})"
         return f"it took more than reward.time_limit_s={self.time_limit_s:g} s and was killed"
 
+    def _hint(self, messages: Collection[str]) -> list[str]:
+        """Return what to do about failures: about the judges that failed, and the functions if any did."""
+        lines = []
+        left = list(messages)
+        for index, judge in enumerate(self._judges):
+            if any(judge_label(judge.name) in message for message in messages):
+                lines += _judge_remedies(judge, f"reward.judges[{index}]")
+                left = [message for message in left if judge_label(judge.name) not in message]
+
+        return [*lines, *(FIX_THE_FUNCTION if left else [LET_SAMPLES_FAIL])]
+
     def _too_many(self, failed: Mapping[int, str], requests: Sequence[ScoreRequest]) -> str:
         # A function usually fails for one reason, which is shown once.
         by_message: dict[str, list[int]] = {}
@@ -386,6 +403,17 @@ class RewardScorer:
             f"reward.max_error_rate={self._max_error_rate:g} allows:\n{shown}\n"
             f"Fix the {' or '.join(sources)}, or raise reward.max_error_rate to score such samples as 0"
         )
+
+
+def _judge_remedies(judge: JudgeConfig, key: str) -> list[str]:
+    """Return what to do about a judge without a reply, or without a score in it."""
+    server = "its server of the run: see its log" if judge.url is None else f"its server at {judge.url}"
+    asks = "" if judge.url is None else ", which `megarl check CONFIG` asks"
+    return [
+        f"if judge {judge.name} did not reply, it is {server}{asks}; for a slow one raise {key}.time_limit_s "
+        f"(now {judge.time_limit_s:g}), or lower {key}.max_concurrency (now {judge.max_concurrency})",
+        f"if its reply has no score, change {key}.prompt, {key}.parse or {key}.request",
+    ]
 
 
 def refuse_fruitless(num_fruitless: int, num_waiting: int, what: str) -> None:

@@ -7,6 +7,7 @@ allows.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import signal
@@ -17,9 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarl.cli.main import main
+from megarl.config.memory_sizes import checkpoint_bytes
 from megarl.config.schema import CheckpointConfig, DType, EarlyStopConfig, MetricMode, ModelConfig, SFTConfig
+from megarl.config.validate import read_architectures
 from tests.command import Command
 from tests.failure_pages import check_documented, last_page_of
 from tests.integration.tiny_run import run_sft, save_inputs, tiny_sft_config
@@ -93,6 +98,27 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(
 
     # checkpoints of an earlier run are removed as well
     assert [int(path.name[5:]) for path in run.checkpoints.whole()] == sorted({best, *newest})
+
+
+def test_a_checkpoint_has_the_tensors_that_are_predicted(straight: Outcome, straight_run: Run) -> None:
+    """The vocabulary of the trained model is padded, and that of the exported one is not."""
+    folder = straight_run.checkpoints.latest()
+    assert folder is not None
+    stored = FileSystemReader(folder / "actor").read_metadata().state_dict_metadata.values()
+    num_bytes = sum(
+        math.prod(tensor.size) * tensor.properties.dtype.itemsize
+        for tensor in stored
+        if isinstance(tensor, TensorStorageMetadata)
+    )
+    for file in (folder / "huggingface").glob("*.safetensors"):
+        with file.open("rb") as opened:
+            num_bytes += file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
+
+    config = straight_run.config
+    assert checkpoint_bytes(config, read_architectures(config)[0]) == num_bytes
+    # The rest are headers and small files.
+    on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert num_bytes < on_disk < num_bytes + 2**20
 
 
 def test_a_template_that_reads_the_clock_is_told_one_time_however_often_a_run_is_started(

@@ -366,9 +366,12 @@ def _slower_in(solution: Solution, best: Solution) -> str:
 
 def _as_configured(space: Space, costs: PredictedCosts, best: Solution) -> str:
     """Say how much faster the best configuration is than the file's."""
-    step = configured_step(space, costs)
-    if step is None:
-        return "as configured, the run is not valid on these devices"
+    try:
+        step = configured_step(space, costs)
+    except ConfigError as error:
+        first, *others = error.problems
+        more = f"; and {counted(len(others), 'more problem')}" if others else ""
+        return f"as configured, the run is not valid on these devices: {first}{more}"
     faster = f"1 is {step.seconds / best.seconds:.2f} times as fast"
     return f"as configured, a step takes {step.seconds:,.4g} s; {faster}"
 

@@ -17,7 +17,7 @@ from itertools import islice
 from math import ceil, inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -47,10 +47,14 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import FILE_FOLDER, is_hub_name
 from megarl.machine.errors import counted
 from megarl.machine.files import write_whole
+from megarl.models.adapters import adapter_rate_factor
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.families import read_architecture
 from megarl.recipes.starter.tools import add
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONFIG_FILE = "run.yaml"
 REWARD_FILE = "reward.py"
@@ -74,6 +78,10 @@ _CRITIC_RATES = (1e-3, 2e-5, 1e-5)
 _PROMPTS = 16
 _SAMPLES = 8
 
+_WITH_REWARD_MODEL = (
+    " 'reward.functions=[]' reward.model.path=FOLDER",
+    "    # with a reward model, which `megarl init --kind reward_model` trains from pairs",
+)
 _MOST_ROWS = 1000
 # The columns of generated rows.
 _SUMS: dict[str, str | None] = {"prompt": "question", "ground_truth": "answer", "data_source": None}
@@ -287,7 +295,15 @@ def _write(wishes: Wishes) -> None:
     for name in (REWARD_FILE, *use.files):
         if name in files and name.endswith(".py"):
             print(f"  python {wishes.folder / name}    # its own test")
-    print(f"  megarl check {wishes.folder / CONFIG_FILE}\n  megarl train {wishes.folder / CONFIG_FILE}")
+    # Without answers the scores may also come from a reward model.
+    scored = (
+        [("", "    # with your reward.py"), _WITH_REWARD_MODEL]
+        if reward is not None and data is not None and not data.has_answers
+        else [("", "")]
+    )
+    for overrides, remark in scored:
+        for command in ("check", "train"):
+            print(f"  megarl {command} {wishes.folder / CONFIG_FILE}{overrides}{remark}")
 
 
 def _user_data(wishes: Wishes) -> UserData | None:
@@ -421,6 +437,7 @@ def _config(
     use = wishes.use
     rates = zip(_SIZES, use.rates, _CRITIC_RATES, strict=True)
     rate, critic_rate = next(both for most, *both in rates if parameters <= most)
+    lora_factor = adapter_rate_factor(model.hidden_size)
     row_tokens = prompt_tokens + response_tokens
     train, validation, columns = _data_values(wishes, data)
 
@@ -449,6 +466,8 @@ def _config(
         result_tokens=max(min(_TOKENS, response_tokens // 4), _LEAST_RESULT_TOKENS),
         batch_tokens=max(4 * row_tokens, 2048),
         lr=_number(rate),
+        lora_lr=_number(rate * lora_factor),
+        lora_factor=f"{lora_factor:.2g}",
         critic_lr=_number(critic_rate),
         parameters=f"{parameters:,}",
         devices=wishes.num_devices,
@@ -557,6 +576,23 @@ def ask(question: str, default: str | None, choices: tuple[str, ...] = ()) -> st
             return answer
 
 
+def _try_tools(
+    tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Mapping[str, Any]] | None, folder: str
+) -> None:
+    """Raise ValueError if the chat template of a run with tools cannot show them, or their results."""
+    if schemas is None:
+        return
+    from megarl.data.turns import TurnTemplate
+
+    try:
+        TurnTemplate(tokenizer, schemas).check()
+    except ValueError as error:
+        raise ValueError(
+            f"--model {folder}: {error}, such as Qwen/Qwen3-0.6B, or of the tiny model that "
+            "`make quickstart TASK=agent` makes"
+        ) from error
+
+
 def row_lengths(
     folder: str, data: DataConfig | SFTDataConfig | PreferenceDataConfig, tools: Sequence[Any]
 ) -> list[int]:
@@ -568,7 +604,7 @@ def row_lengths(
 
     Raises:
         DataError: The tokenizer cannot encode a row.
-        ValueError: The tokenizer cannot be used.
+        ValueError: The tokenizer cannot be used, or its chat template does not support the tools.
     """
     if not any(Path(folder).glob("tokenizer*")):
         return []
@@ -596,6 +632,7 @@ def row_lengths(
             from megarl.data.prompts import read_prompt, read_prompt_rows
 
             schemas = [function_schema(tool) for tool in tools] or None
+            _try_tools(tokenizer, schemas, folder)
             for row in read_prompt_rows(data.train_files, data.columns):
                 yield len(read_prompt(row, tokenizer, data, schemas).token_ids)
 

@@ -35,6 +35,12 @@ _MATH_WORDS = re.compile(
 _TESTS = re.compile(r"\bassert\b.*\(|\"(?:stdin|call)\"\s*:")
 _PROGRAM = re.compile(r"^\s*(?:(?:def|class) .*:|(?:from|import) [\w.]+.*|#include\b.*)\s*$", re.MULTILINE)
 
+_WITHOUT_ANSWERS = (
+    "reward: yours, because the rows have no answers (data.columns.reward_model=null): write "
+    "compute_score in reward.py, which raises NotImplementedError for now, or let a reward model score "
+    "responses (below); `--kind judge` writes the files of a run with a judge"
+)
+
 
 class RewardKind(NamedTuple):
     """A reward in `megarl/recipes/starter`.
@@ -133,6 +139,8 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     Raises:
         ValueError: The answers are mathematical expressions, and Math-Verify is not installed.
     """
+    if data.columns.reward_model is None and data.columns.ground_truth is None:
+        return ChosenReward(OWN.source(), OWN.prompt, [_WITHOUT_ANSWERS])
     rows, _ = choose_truths(data)
     answers = [row.ground_truth for row in rows if not is_null(row.ground_truth)]
     proofs: list[_Proof] = []

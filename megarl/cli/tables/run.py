@@ -40,6 +40,7 @@ from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import counted, written
 from megarl.machine.files import existing_folder
+from megarl.models.adapters import adapter_rate_factor
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.plan.placement.placement_plan import PlacementPlan
@@ -102,6 +103,16 @@ def model_lines(
         parameters = _parameters(next(row for row in work if row.role == names[0]), architecture)
         what = f"{architecture.model_type}, {config.model.dtype.value}, {parameters} parameters"
         yield f"{', '.join(names)}: {shown(Path(path))} ({what})"
+
+    for role in roles:
+        architecture = architectures[role.name]
+        if role.lora is not None and role.optim is not None:
+            hidden = architecture.hidden_size
+            yield (
+                f"{role.name}: adapters of rank {role.lora.rank} with a learning rate of {role.optim.lr:g}; "
+                f"usual are {adapter_rate_factor(hidden):.2g} times that of full training "
+                f"(hidden_size {hidden:,})"
+            )
 
 
 def print_megatron_options(config: RunConfig, console: Console) -> None:

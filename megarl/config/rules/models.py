@@ -19,7 +19,7 @@ from megarl.config.schema import (
 )
 from megarl.config.schema.models import balanced_layout
 from megarl.machine.errors import counted
-from megarl.machine.folder_kinds import model_called
+from megarl.machine.folder_kinds import SCORING_MODELS, model_called
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_fields
 from megarl.models.layers import kinds_of, replaces_core
@@ -258,7 +258,7 @@ def selections_fit(config: RunConfig, role: ModelRole, architecture: Architectur
 def head_fits(_: RunConfig, role: ModelRole, architecture: Architecture) -> Findings:
     """Check that a model whose tokens count is a language model. A critic may start from any model."""
     called = model_called(read_fields(role.path))
-    if not role.with_value_head and called.startswith(("a reward model", "a critic")):
+    if not role.with_value_head and called.startswith(SCORING_MODELS):
         yield Finding(
             (role.path_key,),
             f"{role.path!r} is {called}, which returns a score instead of tokens; give the folder of a "

@@ -14,7 +14,7 @@ from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_
 from megarl.config.finding import Finding, Findings, is_http_url, refusals
 from megarl.config.roles import needs_reward_model
 from megarl.config.schema import JudgeConfig, OverlongConversation, PPOConfig
-from megarl.machine.folder_kinds import fields_of, model_called
+from megarl.machine.folder_kinds import SCORING_MODELS, fields_of, model_called
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
 
@@ -175,6 +175,15 @@ def _served(judge: JudgeConfig, key: str) -> Iterator[Finding]:
                 (f"{key}.{name}", f"{key}.path"),
                 "are both given, but the run serves the model in `path` itself; remove one of them",
             )
+
+    assert judge.path is not None
+    called = model_called(fields_of(Path(judge.path) / "config.json"))
+    if called.startswith(SCORING_MODELS):
+        yield Finding(
+            (f"{key}.path",),
+            f"{judge.path!r} is {called}, which returns a score instead of the reply that a judge writes; "
+            "give the folder of a language model, or use this one as reward.model.path",
+        )
 
 
 def _server(judge: JudgeConfig, key: str) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.config.finding import Finding, Findings
+from megarl.config.finding import Finding, Findings, nearest_divisors
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
 from megarl.machine.errors import counted
@@ -25,20 +25,25 @@ def fit_layout(_: RunConfig, role: ModelRole, architecture: Architecture) -> Fin
         )
 
     parallel = role.parallel
-    num_stages = parallel.num_virtual_stages
+    total = architecture.num_hidden_layers
     needed = architecture.num_image_layers
-    num_layers = len(next(iter(parallel.virtual_stages(architecture.num_hidden_layers)), ()))
+    num_layers = len(next(iter(parallel.virtual_stages(total)), ()))
+    if not 0 < num_layers < needed:
+        return
 
-    if 0 < num_layers < needed:
-        yield Finding(
-            (
-                f"{role.parallel_key}.pipeline_parallel_size",
-                f"{role.parallel_key}.virtual_pipeline_parallel_size",
-            ),
-            f"the first of {num_stages} (virtual) stages has {counted(num_layers, 'layer')} of {role.path}, "
-            f"but features of images are added to the first {counted(needed, 'layer')}, which it must have; "
-            f"use at most {counted(architecture.num_hidden_layers // needed, 'stage')}",
-        )
+    # A layout gives the first stage its layers; otherwise their number follows from that of the stages.
+    if parallel.pipeline_layout is not None:
+        keys = ["pipeline_layout"]
+        remedy = f"give the first stage at least {counted(needed, 'layer')}"
+    else:
+        keys = ["pipeline_parallel_size", "virtual_pipeline_parallel_size"]
+        remedy = f"use at most {counted(nearest_divisors(total, total // needed)[0], 'stage')}"
+    yield Finding(
+        tuple(f"{role.parallel_key}.{key}" for key in keys),
+        f"the first of {parallel.num_virtual_stages} (virtual) stages has {counted(num_layers, 'layer')} of "
+        f"{role.path}, but features of images are added to the first {counted(needed, 'layer')}, which it "
+        f"must have; {remedy}",
+    )
 
 
 def packing(config: RunConfig, architectures: Mapping[str, Architecture]) -> Findings:

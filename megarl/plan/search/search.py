@@ -81,18 +81,19 @@ def _nothing_fits(space: Space, rejections: Rejections) -> str:
     )
 
 
-def configured_step(space: Space, costs: PredictedCosts) -> PredictedStep | None:
-    """Return the predicted step of a run as its file has it, None if that is not valid on these devices."""
+def configured_step(space: Space, costs: PredictedCosts) -> PredictedStep:
+    """Return the predicted step of a run as its file has it.
+
+    Raises:
+        ConfigError: The run is not valid on these devices.
+    """
     config = space.config
     architectures, _ = read_architectures(config)
-    if validate(config):
-        return None
-    try:
-        plan = plan_placement(config)
-    except ConfigError:
-        return None
-    if budget_problems(config, plan_memory(config, plan, architectures)):
-        return None
+    if problems := validate(config):
+        raise ConfigError("tune", list(map(str, problems)))
+    plan = plan_placement(config)
+    if over := budget_problems(config, plan_memory(config, plan, architectures)):
+        raise ConfigError("tune", over)
     return costs.predict_step(config, plan, architectures)
 
 

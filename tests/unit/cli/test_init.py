@@ -94,6 +94,24 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+def check_warnings(said: str, kind: str) -> None:
+    """The server of a judge does not run here, and nothing else is doubtful."""
+    expected = ["reward.judges[0].url: no server answers at"] if kind == "judge" else []
+    warnings = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert [line.removeprefix("warning: ").partition(" http")[0] for line in warnings] == expected
+
+
+def test_a_model_without_tools_is_refused_for_an_agent(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine"
+    assert main(["init", str(mine), "--model", str(policy), "--device", "cpu", "--kind", "agent"]) == 2
+    error = capsys.readouterr().err
+    assert f"--model {policy}: the chat template leaves out 'add'" in error
+    assert "such as Qwen/Qwen3-0.6B, or of the tiny model that `make quickstart TASK=agent` makes" in error
+    assert not mine.exists()
+
+
 @pytest.mark.parametrize("kind", ["dpo", "reward_model", "distillation", "agent", "judge"])
 def test_each_kind_passes_check_with_generated_data(
     kind: str,
@@ -111,7 +129,7 @@ def test_each_kind_passes_check_with_generated_data(
     assert main(["init", str(mine), *given]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
-    assert "warning" not in capsys.readouterr().out
+    check_warnings(capsys.readouterr().out, kind)
 
     values = yaml.safe_load((mine / "run.yaml").read_text())
     assert values["kind"] == (kind if kind in ("dpo", "reward_model") else "ppo")
@@ -220,6 +238,11 @@ def test_rows_without_answers_are_taken_where_nothing_needs_them(
         given.append("data.columns.reward_model=null")
     assert main(["init", str(mine), *given]) == 0, capsys.readouterr().err
 
+    # What the user has said is no defect, and a reward model needs no function.
+    said = capsys.readouterr().out
+    assert "warning" not in said
+    command = f"megarl train {mine / 'run.yaml'} 'reward.functions=[]' reward.model.path=FOLDER"
+    assert (command in said) == ("reward: yours, because the rows have no answers" in said) == (kind == "ppo")
     config = load_config(PPOConfig, str(mine / "run.yaml"))
     assert config.data.columns.reward_model is None
     assert (
@@ -229,7 +252,7 @@ def test_rows_without_answers_are_taken_where_nothing_needs_them(
     capsys.readouterr()
     if kind != "ppo":
         assert main(["check", str(mine / "run.yaml")]) == 0, capsys.readouterr().err
-        assert "warning" not in capsys.readouterr().out
+        check_warnings(capsys.readouterr().out, kind)
 
     # A function that reads the answers is refused before the run.
     reward = tmp_path / "reads.py"
@@ -716,10 +739,17 @@ def test_the_learning_rate_fits_the_size_of_the_model(
         num_hidden_layers=layers,
         layer_types=["full_attention"] * layers,
     )
+    adapters = {48: ("1.5", 10 * (48 / 2048) ** 0.5), 512: ("5", 5.0), 2048: ("10", 10.0)}
     for kind, rate in zip(("ppo", "sft", "dpo"), rates, strict=True):
         folder = tmp_path / kind
         assert main(["init", str(folder), "--model", str(model), "--device", "cpu", "--kind", kind]) == 0
-        assert yaml.safe_load((folder / "run.yaml").read_text())["actor"]["optim"]["lr"] == rate
+        text = (folder / "run.yaml").read_text()
+        assert yaml.safe_load(text)["actor"]["optim"]["lr"] == rate
+        # The comment can be used as it is, with a rate that fits the width.
+        times, usual = adapters[hidden]
+        assert f"usually with lr {usual * rate:.1e}: {times} times".replace("e-0", "e-") in text
+        with_adapters = text.replace("  # lora: lora #", "  lora: lora #")
+        assert yaml.safe_load(with_adapters)["actor"]["lora"] == "lora"
 
     with_critic = tmp_path / "with_critic"
     assert main(["init", str(with_critic), "--model", str(model), "--algorithm", "ppo"]) == 0

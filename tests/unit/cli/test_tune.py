@@ -71,6 +71,31 @@ def test_the_best_configuration_is_written_and_checked(
     assert "update_actor" in files["step.svg"].read_text()
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"actor": {"parallel": {"tensor_parallel_size": 3}}}, "actor.parallel.tensor_parallel_size: "),
+        ({"actor": {"parallel": {"data_parallel_size": 64}}}, "use devices_per_node 128 or more"),
+        ({"placement": {"device_memory_gb": 30}}, " GiB"),
+    ],
+    ids=["a rule", "devices", "memory"],
+)
+def test_what_is_wrong_with_the_configured_run_is_said(
+    changes: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"base": RUN, **changes}))
+    pins = [pin for pin in PINS if "server_args" not in pin and pin != "--pin"]
+    arguments = [argument for pin in pins for argument in ("--pin", pin)]
+    assert main(["tune", str(file), *arguments, "--top", "1"]) == 0
+    (said,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("as configured, the run is not valid on these devices: ")
+    ]
+    assert why in said
+
+
 def test_clusters_are_compared_by_size_and_staleness(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

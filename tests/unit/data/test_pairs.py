@@ -76,7 +76,15 @@ def test_tools_are_shown(tmp_path):
 
 
 WRONG = [
-    ({"chosen": "5", "rejected": "6"}, "'prompt': is missing, although 'chosen' is an answer without"),
+    (
+        {"ask": "2+3", "chosen": "5", "rejected": "6"},
+        r"'prompt': is missing, although 'chosen' is an answer without its prompt; the file has "
+        r"\['ask', 'chosen', 'rejected'\]: name the column of the prompts, such as data.columns.prompt=question",
+    ),
+    (
+        EXPLICIT | {"prompt": None},
+        "'prompt': is null in this row, although 'chosen' is an answer without its prompt",
+    ),
     (EXPLICIT | {"rejected": "5"}, "'rejected': is the same answer as 'chosen'"),
     (IMPLICIT | {"rejected": "6"}, "one of 'chosen' and 'rejected' is a whole chat"),
     (
@@ -85,7 +93,7 @@ WRONG = [
     ),
     ({"chosen": user("a"), "rejected": user("a")}, "last message must be the assistant's"),
     (WITH_MESSAGES | {"prompt": user("a") + assistant("b")}, "there is nothing to answer"),
-    ({"prompt": "a", "rejected": "b"}, "column 'chosen' is missing"),
+    ({"prompt": "a", "rejected": "b"}, "column 'chosen' is missing.*data.columns.chosen=better"),
     (EXPLICIT | {"chosen": assistant("a") + user("b") + assistant("c")}, "an answer is one message"),
 ]
 

@@ -12,6 +12,7 @@ from megarl.machine.folder_kinds import (
     instead_of_data,
     instead_of_model,
     instead_of_run,
+    is_run,
     model_called,
     no_run,
 )
@@ -70,6 +71,35 @@ def test_a_folder_without_a_run_near_it(here: Path, tmp_path_factory: pytest.Tem
         write(other / "runs" / name, {"metrics.jsonl": ""})
     a, b, c = (other / "runs" / name for name in ("a", "b", "c"))
     assert no_run(other / "runs").endswith(f"; give {a} or {b} or {c} or another of 4")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config.yaml": ""}, False),
+        ({"config.yaml": "", "train.py": "", "model.safetensors": ""}, False),
+        ({"config.yaml": "", "plan.txt": ""}, True),  # it has just started
+        ({"config.yaml": "", "checkpoints/step_00000004/checkpoint.json": "{}"}, True),
+        ({"config.yaml": "", "checkpoint.json": "{}", "metrics.jsonl": ""}, False),
+        ({"plan.txt": ""}, False),
+        ({"metrics.jsonl": ""}, True),
+        ({"failure.txt": ""}, True),
+    ],
+    ids=str,
+)
+def test_a_run_has_more_than_a_configuration(
+    files: Mapping[str, str], expected: bool, tmp_path: Path
+) -> None:
+    assert is_run(write(tmp_path / "given", files)) is expected
+
+
+def test_a_configuration_of_another_program_is_no_run(tmp_path: Path, here: Path) -> None:
+    folder = write(tmp_path / "other", {"config.yaml": "a: 1"})
+    assert no_run(folder).startswith(
+        f"{folder}: no run has written here (a config.yaml, but no metrics.jsonl, plan.txt or checkpoints); "
+    )
+    with_model = write(tmp_path / "model", {"config.yaml": "", **MODEL})
+    assert instead_of_data(with_model) == "this is a language model (Qwen3ForCausalLM), not data"
 
 
 @pytest.mark.parametrize(

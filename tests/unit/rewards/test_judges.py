@@ -14,7 +14,7 @@ import pytest
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardFunctionConfig
 from megarl.rewards.judge_reply import JudgeReply
 from megarl.rewards.judges import JudgeEndpoint, JudgePanel, JudgePromptError, load_template
-from megarl.rewards.process import RewardFunctionError, ScoreRequest
+from megarl.rewards.process import FIX_THE_FUNCTION, RewardFunctionError, ScoreRequest
 from megarl.rewards.scorer import RewardError, RewardScorer
 from tests.judge_server import JudgeServer, serve_judge
 from tests.unit.rewards.outcome_columns import column, declared, errors
@@ -301,6 +301,28 @@ def test_failed_judgments_are_errors_of_their_samples(server: JudgeServer, judge
             RewardError, match=r"(?s)at least 1 of 1 samples.*judge quality: no match.*Fix the judge"
         ):
             scorer.score([request("none")])
+
+
+def test_the_hint_names_the_server_of_a_judge_and_not_the_function(
+    server: JudgeServer, judge: JudgeConfig, tmp_path: Path
+) -> None:
+    server.faults = {"5": [401], "raise": [401]}
+    function = RewardFunctionConfig(path=str(tmp_path / "reward.py"))
+    with RewardScorer([function], 20.0, 0.0, 1, judges=[judge]) as scorer:
+        with pytest.raises(RewardError) as caught:
+            scorer.score([request("5")])
+        told = "\n".join(caught.value.hint)
+        assert f"if judge quality did not reply, it is its server at {server.url}" in told
+        assert "reward.judges[0].time_limit_s (now 5)" in told
+        assert "reward.time_limit_s" not in told
+        assert "fix the function" not in told
+
+        # A failure of a function has the hint about functions.
+        server.reset()
+        server.replies = {"raise": "Score: 1"}
+        with pytest.raises(RewardError) as caught:
+            scorer.score([request("raise")])
+        assert caught.value.hint == FIX_THE_FUNCTION
 
 
 def test_mistakes_are_found_at_the_start(

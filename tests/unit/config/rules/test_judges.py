@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,20 @@ def test_a_judge_that_the_run_serves_has_a_folder_and_no_server(tmp_path: Path) 
     assert [found.keys[0] for found in both] == ["reward.judges[0].url", "reward.judges[0].api_key_env"]
     (absent,) = validate(checked("absent", path="nowhere"))
     assert absent.keys == ("reward.judges[0].path",)
+
+    # Models that return a score have no replies.
+    for name, called in (
+        ("Qwen2ForSequenceClassification", "a reward model"),
+        ("Qwen2ForTokenClassification", "a critic"),
+    ):
+        config = Path(model) / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [name]}))
+        (scoring,) = validate(checked(name))
+        assert scoring.keys == ("reward.judges[0].path",)
+        assert scoring.message.startswith(
+            f"{model!r} is {called} ({name}), which returns a score instead of "
+        )
+        assert scoring.message.endswith("or use this one as reward.model.path")
 
 
 def test_names_are_unique(tmp_path: Path) -> None:

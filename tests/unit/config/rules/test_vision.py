@@ -44,7 +44,8 @@ def test_a_good_run_has_none(ppo: str) -> None:
         ("engine.packing=false", "engine.packing: is false, but .* reads images, whose positions .*use true"),
         (
             "critic.parallel.pipeline_parallel_size=4",
-            r"the first of 4 \(virtual\) stages has 1 layer of .*, but features of images are added to the first 2",
+            r"the first of 4 \(virtual\) stages has 1 layer of .*, but features of images are added to the first 2 "
+            "layers, which it must have; use at most 2 stages",
         ),
         ("actor.lora.rank=4", "has a vision tower, with which adapters are not supported yet; use null"),
         ("rollout.engine=sglang", "reads images, which the engine 'sglang' supports on CUDA only"),
@@ -55,6 +56,16 @@ def test_a_good_run_has_none(ppo: str) -> None:
 def test_what_images_do_not_allow(ppo: str, tmp_path: Path, override: str, problem: str) -> None:
     found = violations(ppo, override.format(model=tmp_path / "model") if "{model}" in override else override)
     assert any(re.search(problem, violation) for violation in found), found
+
+
+def test_a_layout_is_told_the_layers_of_its_first_stage(ppo: str) -> None:
+    stages = "critic.parallel.pipeline_parallel_size=2"
+    (found,) = violations(ppo, stages, "critic.parallel.pipeline_layout=[1,3]")
+    assert found.startswith(
+        "critic.parallel.pipeline_layout: the first of 2 (virtual) stages has 1 layer of "
+    )
+    assert found.endswith("which it must have; give the first stage at least 2 layers")
+    assert violations(ppo, stages, "critic.parallel.pipeline_layout=[3,1]") == []
 
 
 def test_experts_with_images_need_a_gpu(ppo: str, tmp_path: Path) -> None:
