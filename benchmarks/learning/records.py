@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.learning.tasks import ROOT
+from benchmarks.learning.tasks import ROOT, make_rows
 from megarl.machine.files import write_whole
 
 FOLDER = ROOT / "benchmarks" / "learning_curves"
@@ -120,11 +120,15 @@ def write_run(file: Path, run_dir: Path, about: Mapping[str, Any]) -> None:
         kept = {name: _rounded(row[name]) for name in _METRICS if name in row}
         lines.append({"record": "step", "step": row["step"], **kept})
 
+    _, held_out = make_rows(about["task"])
     validated = sorted({row["step"] for row in samples})
     for step in dict.fromkeys((validated[0], validated[-1])):
         of_step = [row for row in samples if row["step"] == step]
         for row in of_step[:NUM_SAMPLES]:
-            lines.append({"record": "sample", **row})
+            prompt = held_out[int(row["uid"])]
+            assert prompt["ground_truth"] == row["ground_truth"]
+            kept = {name: row[name] for name in ("response", "ground_truth", "score")}
+            lines.append({"record": "sample", "step": step, "prompt": prompt["prompt"], **kept})
 
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
