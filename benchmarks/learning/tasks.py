@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from examples.tutorial import data as tutorial
-from examples.tutorial.model import convert
 from megarl.machine.files import write_whole
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +118,6 @@ def _preset(name: str, *more: str) -> tuple[str, ...]:
 
 
 _GRPO = _preset("grpo")
-_SGLANG = ("rollout.engine=sglang",)
 
 COMPARISONS: dict[str, Comparison] = {
     "algorithms": Comparison(
@@ -153,21 +151,15 @@ COMPARISONS: dict[str, Comparison] = {
         SUMS,
         {SUMS: (), "lora": ("actor.lora=lora", "actor.optim.lr=2e-4")},
     ),
-    "fp8": Comparison(
-        "SGLang with its weights in FP8 and importance weights, against SGLang in the dtype of the model. "
-        "On a CPU, SGLang dequantizes its weights in each product.",
-        "sglang",
-        {
-            "sglang": _SGLANG,
-            "fp8": (*_SGLANG, "rollout.dtype=fp8", "algorithm.rollout_correction.level=token"),
-        },
-    ),
 }
 
 
 def prepare(name: str) -> list[str]:
     """Write the model and the data of a task unless they exist. Return the overrides that name the data."""
-    convert(MODEL)
+    if not MODEL.exists():
+        from examples.tutorial.model import convert  # imports transformers, which takes seconds and memory
+
+        convert(MODEL)
     folder = RUNS / "data" / name
     folder.mkdir(parents=True, exist_ok=True)
 
