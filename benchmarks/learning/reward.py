@@ -1,4 +1,4 @@
-"""Score the tasks of reasoning-gym with its verifiers, and guessing with its environment.
+"""Score the tasks of reasoning-gym with its verifiers, GSM8K by its answers, and guessing with its environment.
 
 A model of this size writes sentences, and a verifier gives the full score only to the bare answer. So the
 verifier reads the last number of the response: the last one, because a model could list all numbers.
@@ -26,6 +26,14 @@ def compute_score(
     """Score one response. `answer` is compared between the samples of a prompt, for `maj@k`."""
     answer = last_number(solution_str)
     return {"score": verify(data_source, answer, ground_truth, extra_info), "answer": answer}
+
+
+def compare_numbers(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Score 1 if the last number, in which a comma may separate thousands, is the answer, else 0."""
+    answer = last_number(re.sub(r"(?<=\d),(?=\d{3})", "", solution_str))
+    return {"score": float(answer == ground_truth), "answer": answer}
 
 
 def no_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:

@@ -2,7 +2,7 @@
 
 A task trains SmolLM2-135M-Instruct, which examples/tutorial/model.py converts. `sums` is the tutorial. The
 questions and the verifiers of most others are those of reasoning-gym; in `guess` an environment answers the
-model, so an episode has several turns.
+model, so an episode has several turns. `gsm8k` has the first problems of GSM8K, whose license is beside them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ RUNS = ROOT / "outputs" / "learning"  # folders of runs, and their data
 
 SUMS = "sums"
 GUESS = "guess"
+GSM8K = "gsm8k"
 _ROOM = "benchmarks/learning"
+_PROBLEMS = Path(__file__).parent / "gsm8k"
 _NUM_HELD_OUT = 40
 _NUM_TRAIN = 400
 _NUM_DRAWS = 3000
@@ -95,6 +97,11 @@ TASKS: dict[str, Task] = {
         "The chat template of SmolLM2 has no tools, so the agent has an environment.",
         "I think of a number from 12 to 18. Guess it. Reply with one number.",
         f"{_ROOM}/guess.yaml",
+    ),
+    GSM8K: Task(
+        "The first 40 test problems of [GSM8K](https://github.com/openai/grade-school-math) (MIT license).",
+        "A robe takes 2 bolts of blue fiber and half that much white fiber. How many bolts in total does it take?",
+        f"{_ROOM}/gsm8k.yaml",
     ),
 }
 
@@ -167,6 +174,9 @@ def prepare(name: str) -> list[str]:
     for file, rows in zip(files, make_rows(name), strict=True):
         write_whole(file, "".join(json.dumps(row) + "\n" for row in rows))
 
+    if name == GSM8K:
+        write_whole(folder / "solutions.jsonl", "".join(json.dumps(row) + "\n" for row in _solutions()))
+
     return [f"data.train_files=[{files[0]}]", f"data.val_files=[{files[1]}]", f"model.path={MODEL}"]
 
 
@@ -177,6 +187,8 @@ def make_rows(name: str) -> tuple[Rows, Rows]:
         return [*train], [*held_out]
     if name == GUESS:
         return _ranges()
+    if name == GSM8K:
+        return _problems("train"), _problems("test")
 
     return _of_reasoning_gym(name, TASKS[name].settings or {})
 
@@ -205,6 +217,27 @@ def _of_reasoning_gym(name: str, settings: Mapping[str, Any]) -> tuple[Rows, Row
         rows.extend(by_subject[subject].values())
 
     return train[:_NUM_TRAIN], held_out
+
+
+def _problems(split: str) -> Rows:
+    """Read problems of GSM8K. The last line of a published answer is "#### 1,080"."""
+    rows = []
+    for line in (_PROBLEMS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
+        problem = json.loads(line)
+        answer = problem["answer"].rpartition("#### ")[2].replace(",", "")
+        rows.append({"prompt": problem["question"], "data_source": GSM8K, "ground_truth": answer})
+    return rows
+
+
+def _solutions() -> Rows:
+    """Return the training problems with their published solutions, without the marks of a calculator."""
+    rows = []
+    for line in (_PROBLEMS / "train.jsonl").read_text(encoding="utf-8").splitlines():
+        problem = json.loads(line)
+        solution = re.sub(r"<<.*?>>", "", problem["answer"])
+        question = {"role": "user", "content": problem["question"]}
+        rows.append({"messages": [question, {"role": "assistant", "content": solution}]})
+    return rows
 
 
 def _subject(question: str) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Measure the wall seconds and processor seconds of a command with all processes that it starts.
 
-Ray's daemons leave the process tree, and their children's seconds are counted by nobody who waits for them. So
+Ray's daemons leave the process tree, and no process waits for their children. So
 a thread reads /proc: a process belongs to the command if it has the command's mark in its environment, or if
 its parent belongs to it.
 """

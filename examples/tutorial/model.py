@@ -48,7 +48,7 @@ def convert(folder: Path) -> None:
         return
     source = package.submodule_search_locations[0]
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
-    # Its weights are dequantized, but transformers does not save a model that has a quantizer.
+    # transformers saves no model with a quantizer, although it has dequantized the weights.
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
