@@ -10,6 +10,7 @@ from docs.generate import drawings, packages
 from docs.generate.class_defaults import class_defaults
 from docs.generate.command_line import commands
 from docs.generate.configuration import reference
+from docs.generate.learning_curves import learning_curves, pictures
 from docs.generate.metrics import metric_tables
 from docs.generate.models import models_page
 from docs.generate.schedule import schedules
@@ -43,6 +44,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/launch.md": _within("launch.md", shipped_runs),
     "docs/tuning.md": _within("tuning.md", where_time_goes),
     "docs/tracking.md": _within("tracking.md", metric_tables),
+    "docs/learning_curves.md": _within("learning_curves.md", learning_curves),
     "docs/models.md": models_page,
     "docs/verl.md": migration,
     "docs/trl.md": migration_from_trl,
@@ -52,4 +54,5 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/drawings/resharding.svg": drawings.resharding,
     "docs/drawings/push.svg": drawings.push,
     "docs/drawings/schedules.svg": schedules,
+    **pictures(),
 }

@@ -1,7 +1,8 @@
-"""Write SVG drawings of boxes, frames, arrows and text, in colors that are readable on light and dark pages."""
+"""Write SVG drawings of boxes, frames, arrows, curves and text, in colors that are readable on light and dark pages."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 FILLS = {  # white text is readable on each
@@ -13,7 +14,7 @@ FILLS = {  # white text is readable on each
     "rollout": "#b85c00",
     "driver": "#6b6f76",
 }
-_INK = "#80868f"  # lines, and text outside boxes
+INK = "#80868f"  # lines, and text outside boxes
 
 
 class Drawing:
@@ -38,26 +39,36 @@ class Drawing:
     def frame(self, x: float, y: float, width: float, height: float, label: str) -> None:
         """Add a dashed frame with a label above it."""
         place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-        self._parts.append(f'<rect {place} rx="6" fill="none" stroke="{_INK}" stroke-dasharray="4 3"/>')
+        self._parts.append(f'<rect {place} rx="6" fill="none" stroke="{INK}" stroke-dasharray="4 3"/>')
         self.words(x + 2, y - 5, label)
 
     def words(self, x: float, y: float, text: str, *, bold: bool = False, centered: bool = False) -> None:
         weight = ' font-weight="bold"' if bold else ""
         anchor = ' text-anchor="middle"' if centered else ""
-        self._text(x, y, text, f'fill="{_INK}"{weight}{anchor}')
+        self._text(x, y, text, f'fill="{INK}"{weight}{anchor}')
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """Add a curved arrow whose ends are horizontal."""
         bend = (to_x - x) / 2
         path = f"M{x:g} {y:g} C{x + bend:g} {y:g} {to_x - bend:g} {to_y:g} {to_x:g} {to_y:g}"
-        self._parts.append(f'<path d="{path}" fill="none" stroke="{_INK}" marker-end="url(#head)"/>')
+        self._parts.append(f'<path d="{path}" fill="none" stroke="{INK}" marker-end="url(#head)"/>')
+
+    def line(self, points: Sequence[tuple[float, float]], color: str, width: float) -> None:
+        """Add straight lines from point to point."""
+        self._parts.append(
+            f'<polyline points="{_listed(points)}" fill="none" stroke="{color}" stroke-width="{width:g}"/>'
+        )
+
+    def area(self, points: Sequence[tuple[float, float]], fill: str) -> None:
+        """Add a translucent area with these corners."""
+        self._parts.append(f'<polygon points="{_listed(points)}" fill="{fill}" fill-opacity="0.25"/>')
 
     def _text(self, x: float, y: float, text: str, style: str) -> None:
         self._parts.append(f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>')
 
     def __str__(self) -> str:
         width, height = self._size
-        head = f'<path d="M0 0 L8 4 L0 8 z" fill="{_INK}"/>'
+        head = f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/>'
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
@@ -71,3 +82,7 @@ class Drawing:
                 "</svg>\n",
             ]
         )
+
+
+def _listed(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.6g},{y:.6g}" for x, y in points)

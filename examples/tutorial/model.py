@@ -48,10 +48,13 @@ def convert(folder: Path) -> None:
         return
     source = package.submodule_search_locations[0]
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
+    # transformers saves no model with a quantizer, although it has dequantized the weights.
+    model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
 
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(folder) as unfinished:
         model.bfloat16().save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -114,7 +114,7 @@ RECIPES = {
     "supervised fine-tuning": ("algorithms/supervised.md", "kind: sft"),
     "reward model": ("algorithms/supervised.md", "kind: reward_model"),
     "DPO": ("algorithms/supervised.md", "kind: dpo"),
-    "PPO": ("algorithms/ppo.md", "ppo.yaml"),
+    "PPO": ("algorithms/index.md", "ppo.yaml"),
     "GRPO": ("algorithms/grpo.md", "grpo.yaml"),
     "distillation": ("algorithms/distillation.md", "estimator: distillation"),
     "agent": ("agents.md", "tools:"),
