@@ -1,13 +1,16 @@
 """Compare a whole GRPO step with TRL's GRPOTrainer on the same work.
 
-    python -m benchmarks.step              # the best of four micro-batches on each side, then three alternating repeats: 20 minutes
-    python -m benchmarks.step --quick      # one micro-batch and one repeat of each
+    python -m benchmarks.step              # the best of eight settings on each side, then three alternating repeats: 40 minutes
+    python -m benchmarks.step --quick      # one setting and one repeat of each, and only the ratios: 4 minutes
     python -m benchmarks.step --engine sglang
 
 The work is a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most
 62 tokens each, KL of 0.001 in the loss (k3), one update, no gradient checkpointing, and the loss
-`sequence_mean_token_mean`, which TRL calls `grpo`; two threads per process on both sides. Each contestant
-runs in its own process, with one warm-up step before the steps that count.
+`sequence_mean_token_mean`, which TRL calls `grpo`. There is one warm-up step before the steps that count.
+
+Each side uses the same two cores in the way that is faster for it, with the micro-batch that is fastest
+there: one process with two threads, or two data-parallel processes with one thread each. The second is two
+ranks and two engines in megarl, and torchrun with DistributedDataParallel in TRL.
 
 The output is the seconds of a step in wall time and processor time, and their parts; on a busy machine, the
 ratio of processor times counts. The target is 1.5, with the hf engine, in wall time. TRL is installed into
@@ -25,6 +28,8 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean
 from string import ascii_lowercase
@@ -39,19 +44,23 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.generation import PROMPTS, RESPONSE_TOKENS, SAMPLES, model_config
 from benchmarks.history.rows import at_least, record
+from megarl.machine.errors import counted
 
 TRL = "trl==1.16.0"
 PROMPT_LETTERS = (48, 68)
 VOCABULARY = model_config().vocab_size
-THREADS = 2
+CORES = 2
 STEPS = 2
 REPEATS = 3
 TARGET = 1.5
-ROWS = (8, 16, 32, 64)  # in TRL's micro-batches
-TOKENS = (1024, 2048, 4096, 8192)  # in megarl's micro-batches
+_SIZES = {"megarl": (1024, 2048, 4096, 8192), "TRL": (8, 16, 32, 64)}  # of a micro-batch
+_UNITS = {"megarl": "tokens", "TRL": "rows"}
+Setting = tuple[int, int]  # the number of processes, which share the cores, and the size of a micro-batch
+QUICK: Mapping[str, Setting] = {"megarl": (2, 2048), "TRL": (1, 32)}
 _TEMPLATE = (
     "{% for message in messages %}<user>{{ message.content }}{% endfor %}{% if "
     "add_generation_prompt %}<model>{% endif %}"
@@ -118,7 +127,8 @@ def save_inputs(folder: Path) -> None:
 # ---- megarl
 
 
-def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
+def megarl_steps(inputs: Path, setting: Setting, engine: str) -> list[Step]:
+    processes, max_tokens = setting
     micro_batch = {"max_tokens": max_tokens}
     config: dict[str, Any] = {
         "kind": "ppo",
@@ -129,9 +139,18 @@ def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
             "max_prompt_length": 80,
             "max_response_length": RESPONSE_TOKENS,
         },
-        "actor": {"micro_batch": micro_batch, "optim": {"lr": 1e-6}},
+        "actor": {
+            "micro_batch": micro_batch,
+            "optim": {"lr": 1e-6},
+            "parallel": {"data_parallel_size": processes},
+        },
         "reference": {"micro_batch": micro_batch},
-        "rollout": {"n": SAMPLES, "engine": engine, "max_concurrency": PROMPTS * SAMPLES},
+        "rollout": {
+            "n": SAMPLES,
+            "engine": engine,
+            "num_replicas": processes,
+            "max_concurrency": PROMPTS * SAMPLES,
+        },
         "reward": {"functions": [{"path": str(inputs / "reward.py")}], "num_processes": 1},
         "trainer": {"total_steps": STEPS + 1, "prompts_per_step": PROMPTS, "validate_before": False},
         "checkpoint": {"at_end": False, "save_hf": False},
@@ -143,15 +162,20 @@ def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
         config["trainer"]["output_dir"] = f"{folder}/run"
         file = Path(folder, "run.yaml")
         file.write_text(yaml.safe_dump(config))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megarl", "train", str(file)],
-            stdout=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
-        )
         lines = Path(folder, "run", "metrics.jsonl")
-        cpu_s = _cpu_at_lines(process, lines)
+        log = Path(folder, "log")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "megarl", "train", str(file)],
+                stdout=output,
+                stderr=output,
+                env=os.environ | _threads(processes),
+            )
+            cpu_s = _cpu_at_lines(process, lines)
         if process.returncode:
-            raise RuntimeError(f"megarl train ended with status {process.returncode}")
+            raise RuntimeError(
+                f"megarl train ended with status {process.returncode}: {log.read_text(errors='replace')}"
+            )
         metrics = [json.loads(line) for line in lines.read_text().splitlines()]
 
     return [
@@ -162,6 +186,11 @@ def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
         )
         for line, before, after in zip(metrics[1:], cpu_s, cpu_s[1:], strict=False)
     ]
+
+
+def _threads(processes: int) -> dict[str, str]:
+    """Return the variable that divides the cores between this number of processes."""
+    return {"OMP_NUM_THREADS": str(CORES // processes)}
 
 
 def _cpu_at_lines(process: subprocess.Popen[bytes], file: Path) -> list[float]:
@@ -205,40 +234,72 @@ def trl_python() -> Path:
     # each time, because it may have been created on top of another environment
     (site / "beside.pth").write_text("\n".join(own) + "\n")
     if not ready.exists():
-        subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TRL], check=True
-        )
+        # pip would warn of what the packages of this environment lack, which is on purpose.
+        quiet = ("--quiet", "--disable-pip-version-check", "--no-warn-conflicts")
+        subprocess.run([python, "-m", "pip", "install", *quiet, TRL], check=True)
         ready.touch()
 
     return python
 
 
-def trl_steps(inputs: Path, rows: int) -> list[Step]:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(THREADS),
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
+def trl_steps(inputs: Path, setting: Setting) -> list[Step]:
+    processes, rows = setting
+    environment = (
+        os.environ | _threads(processes) | {"CUDA_VISIBLE_DEVICES": "", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    )
+    launch = (
+        []
+        if processes == 1
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    )
     command: list[str | Path] = [
         trl_python(),
+        *launch,
         Path(__file__).with_name("step_of_trl.py"),
         inputs,
         str(rows),
         str(STEPS),
     ]
-    answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"TRL ended with status {run.returncode}: {run.stdout}{run.stderr}")
 
-    return [Step(*step) for step in json.loads(answer.splitlines()[-1])]
+    return [Step(*step) for step in json.loads(run.stdout.splitlines()[-1])]
 
 
 # ---- the race
 
 
-def best(sizes: Sequence[int], steps_of: Callable[[int], list[Step]]) -> int:
-    """Return the size whose steps take the least processor time."""
-    return (
-        sizes[0] if len(sizes) == 1 else min(sizes, key=lambda size: min(step.cpu for step in steps_of(size)))
+def best(settings: Sequence[Setting], steps_of: Callable[[Setting], list[Step]]) -> Setting:
+    """Return the setting whose steps are the fastest on the clock."""
+    return min(settings, key=lambda setting: min(step.wall for step in steps_of(setting)))
+
+
+def _table(settings: Mapping[str, Setting], steps: Mapping[str, Sequence[Step]]) -> Table:
+    """Return a row per contestant, with the setting that is its best."""
+    table = Table(
+        "",
+        "processes",
+        "micro-batch",
+        "s a step",
+        "processor s",
+        "phase, wall s",
+        title=f"{PROMPTS} x {SAMPLES} samples",
     )
+
+    for name, (processes, size) in settings.items():
+        of = steps[name]
+        parts = ", ".join(f"{part} {mean(step.parts[part] for step in of):.1f}" for part in of[0].parts)
+        table.add_row(
+            name,
+            f"{processes} of {counted(CORES // processes, 'thread')}",
+            f"{size:,} {_UNITS[name]}",
+            f"{min(step.wall for step in of):.1f}",
+            f"{min(step.cpu for step in of):.1f}",
+            parts,
+        )
+
+    return table
 
 
 def main() -> int:
@@ -250,41 +311,32 @@ def main() -> int:
     parser.add_argument("--engine", choices=["hf", "sglang"], default="hf")
     arguments = parser.parse_args()
     console = Console()
+    disable_progress_bar()
 
     with tempfile.TemporaryDirectory() as folder:
         save_inputs(inputs := Path(folder))
-        sides: dict[str, tuple[Sequence[int], Callable[[int], list[Step]]]] = {
-            "megarl": (
-                TOKENS[2:3] if arguments.quick else TOKENS,
-                lambda size: megarl_steps(inputs, size, arguments.engine),
-            ),
-            "TRL": (ROWS[2:3] if arguments.quick else ROWS, lambda size: trl_steps(inputs, size)),
+        sides: dict[str, Callable[[Setting], list[Step]]] = {
+            "megarl": lambda setting: megarl_steps(inputs, setting, arguments.engine),
+            "TRL": lambda setting: trl_steps(inputs, setting),
         }
-        sizes = {name: best(*side) for name, side in sides.items()}
+        settings = dict(QUICK)
+        if not arguments.quick:
+            settings = {
+                name: best(list(product((1, CORES), _SIZES[name])), steps_of)
+                for name, steps_of in sides.items()
+            }
+
         steps: dict[str, list[Step]] = {name: [] for name in sides}
         for _ in range(1 if arguments.quick else REPEATS):
-            for name, (_, steps_of) in sides.items():
-                steps[name] += steps_of(sizes[name])
+            for name, steps_of in sides.items():
+                steps[name] += steps_of(settings[name])
 
-    fastest = {name: Step(min(s.wall for s in of), min(s.cpu for s in of), {}) for name, of in steps.items()}
-    table = Table(
-        "",
-        "micro-batch",
-        "s a step",
-        "processor s",
-        "phase, wall s",
-        title=f"{PROMPTS} x {SAMPLES} samples",
+    if not arguments.quick:
+        console.print(_table(settings, steps))
+    wall, cpu = (
+        min(seconds(step) for step in steps["TRL"]) / min(seconds(step) for step in steps["megarl"])
+        for seconds in (attrgetter("wall"), attrgetter("cpu"))
     )
-
-    for name, of in steps.items():
-        parts = ", ".join(f"{part} {mean(step.parts[part] for step in of):.1f}" for part in of[0].parts)
-        table.add_row(
-            name, f"{sizes[name]:,}", f"{fastest[name].wall:.1f}", f"{fastest[name].cpu:.1f}", parts
-        )
-
-    console.print(table)
-    wall = fastest["TRL"].wall / fastest["megarl"].wall
-    cpu = fastest["TRL"].cpu / fastest["megarl"].cpu
     load = os.getloadavg()[0]
     console.print(
         f"TRL over megarl with {arguments.engine}: {wall:.2f} on the clock, {cpu:.2f} on the processor, "

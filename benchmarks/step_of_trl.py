@@ -2,12 +2,13 @@
 
 python step_of_trl.py FOLDER ROWS_OF_A_MICRO_BATCH STEPS
 
-megarl is not installed there.
+Under torchrun, the processes share the batch, and the first one prints. megarl is not installed there.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from datasets import load_dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -66,6 +68,7 @@ def main(folder: str, rows: str, steps: str) -> None:
         ["prompt"]
     )
     clock = Clock()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
 
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
@@ -75,7 +78,7 @@ def main(folder: str, rows: str, steps: str) -> None:
             gradient_checkpointing=False,
             model_init_kwargs={"dtype": "float32"},
             per_device_train_batch_size=int(rows),
-            gradient_accumulation_steps=PROMPTS * SAMPLES // int(rows),
+            gradient_accumulation_steps=PROMPTS * SAMPLES // (int(rows) * processes),
             num_generations=SAMPLES,
             max_completion_length=RESPONSE_TOKENS,
             temperature=1.0,
@@ -103,7 +106,17 @@ def main(folder: str, rows: str, steps: str) -> None:
         )
         trainer.train()
 
-    print(json.dumps(clock.steps[1:]))
+    of_processes = [clock.steps] * processes
+    if processes > 1:
+        dist.all_gather_object(of_processes, clock.steps)
+
+    # The first process has the parts, the slowest the wall time, and all together the processor time.
+    steps_of_all = [
+        (max(wall for wall, _, _ in step), sum(cpu for _, cpu, _ in step), step[0][2])
+        for step in zip(*of_processes, strict=True)
+    ]
+    if not int(os.environ.get("RANK", "0")):
+        print(json.dumps(steps_of_all[1:]))
 
 
 if __name__ == "__main__":
