@@ -1075,3 +1075,20 @@ def test_another_length_of_validation_is_said(tmp_path: Path, more: str, differs
     )
     found = converted(tmp_path / "run.sh", text)
     assert ("eval_max_response_len=9000" in found.differing) is differs
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("orpo/full.yaml", "dpo"),
+        ("run_orpo.yaml", "dpo"),
+        ("sft/a.yaml", "sft"),
+        ("reward/a.yaml", "reward_model"),
+    ],
+)
+def test_a_yaml_of_trl_is_for_the_trainer_that_its_path_names(tmp_path: Path, name: str, kind: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    found = converted(file, "model_name_or_path: m\nlearning_rate: 1e-6\nbeta: 0.1\nmax_length: 9\n")
+    assert found.values["kind"] == kind
+    assert found.values.get("loss.kind") == ("orpo" if "orpo" in name else None)
