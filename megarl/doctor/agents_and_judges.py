@@ -35,7 +35,14 @@ from megarl.endpoint.hubs.rehearsal import rehearse_episode
 from megarl.machine.errors import counted
 from megarl.machine.user_functions import UnfinishedError, UserFunctionError, call_in_process
 from megarl.rewards.judge_reply import load_judge
-from megarl.rewards.judges import is_temporary, load_template, prompt_variables, render, request_body
+from megarl.rewards.judges import (
+    is_temporary,
+    load_template,
+    prompt_variables,
+    read_api_key,
+    render,
+    request_body,
+)
 from megarl.rewards.process import ScoreRequest
 from megarl.rollout.tool_calls import call_format, check_parser, example_call, reads_calls
 
@@ -278,7 +285,12 @@ def judge_prompts(config: PPOConfig, skipped: Collection[str]) -> Iterator[Findi
                 judge=judge.name,
             )
             continue
-        problem = None if judge.url is None else ask_server(judge, key)
+        try:
+            problem = None if judge.url is None else ask_server(judge, key)
+        except UserFunctionError as error:
+            hint = f"export {judge.api_key_env} without such characters"
+            yield refused(SERVERS, key, error, hint, judge=judge.name)
+            continue
         yield problem or good(REWARDS, f"judge {judge.name}: {judge.served_by}{shown}", judge=judge.name)
 
 
@@ -288,12 +300,16 @@ def ask_server(judge: JudgeConfig, key: str, limit_s: float = ASK_LIMIT_S) -> Fi
     Returns:
         The problem; None if the server would reply. A server that cannot be reached is only a doubt, because
         it may start later, or be reachable from the run's machines only.
+
+    Raises:
+        UserFunctionError: See `read_api_key`.
     """
     assert judge.url is not None
     url = judge.url.rstrip("/")
     facts = {"judge": judge.name, "url": url}
-    secret = None if judge.api_key_env is None else os.environ[judge.api_key_env]
+    secret = read_api_key(judge, key)
     headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+
     try:
         with httpx.Client(timeout=limit_s, headers=headers) as client:
             models = _listed_models(client.get(f"{url}/models"))
@@ -316,6 +332,7 @@ def ask_server(judge: JudgeConfig, key: str, limit_s: float = ASK_LIMIT_S) -> Fi
             f"start the server of judge {judge.name} before the run, or set {key}.url to its address",
             **facts,
         )
+
     return _refusal(judge, key, reply, models)
 
 
@@ -338,39 +355,30 @@ def _refusal(judge: JudgeConfig, key: str, reply: httpx.Response, models: Sequen
     status = reply.status_code
     facts = {"judge": judge.name, "url": judge.url, "status": status}
     words = " ".join(reply.text.split())[:_NUM_SHOWN]
-    said = f"{str(reply.request.url)} answers with status {status}{f' ({words})' if words else ''}"
+    said = f"{reply.request.url} answers with status {status}{f' ({words})' if words else ''}"
+
     if is_temporary(status):
-        return doubtful(
-            SERVERS,
-            f"{key}.url: {said}",
-            "the run asks again up to max_attempts times; see whether the server is overloaded",
-            **facts,
-        )
+        hint = "the run asks again up to max_attempts times; see whether the server is overloaded"
+        return doubtful(SERVERS, f"{key}.url: {said}", hint, **facts)
+
+    # The name of the variable may be shown, but not its value.
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        named = judge.api_key_env
-        return wrong(
-            SERVERS,
-            f"{key}.api_key_env: {said}",
-            "set it to the name of the environment variable with the server's key"
-            if named is None
-            else f"export the key of this server as {named}, or name another variable",
-            **facts,
+        faulty = f"{key}.api_key_env"
+        hint = "set it to the name of the environment variable with the server's key"
+        if judge.api_key_env is not None:
+            hint = f"export the key of this server as {judge.api_key_env}, or name another variable"
+    elif models and judge.model not in models:
+        faulty = f"{key}.model"
+        more = " ..." if len(models) > _MOST_MODELS else ""
+        hint = f"{judge.model!r} is not listed; use a model of the server: "
+        hint += f"{', '.join(models[:_MOST_MODELS])}{more}"
+    else:
+        faulty = key
+        hint = (
+            "url must be the base of the API, which often ends with /v1; model and request must be those of "
+            f"the server (now model {judge.model!r})"
         )
-    if models and judge.model not in models:
-        return wrong(
-            SERVERS,
-            f"{key}.model: {said} for {judge.model!r}",
-            f"use a model of the server: {', '.join(models[:_MOST_MODELS])}"
-            + (" ..." if len(models) > _MOST_MODELS else ""),
-            **facts,
-        )
-    return wrong(
-        SERVERS,
-        f"{key}: {said}",
-        f"url must be the base of the API, which often ends with /v1; model and request must be those of the "
-        f"server (now model {judge.model!r})",
-        **facts,
-    )
+    return wrong(SERVERS, f"{faulty}: {said}", hint, **facts)
 
 
 def first_sample(data: DataConfig) -> ScoreRequest | None:

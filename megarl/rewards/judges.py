@@ -203,6 +203,32 @@ def request_body(config: JudgeConfig, prompt: str) -> dict[str, Any]:
     }
 
 
+def read_api_key(config: JudgeConfig, key: str) -> str | None:
+    """Return the API key of a judge's server, or None if it needs none.
+
+    Args:
+        key: The configuration key of the judge, for errors, which never contain the API key.
+
+    Raises:
+        UserFunctionError: The environment variable is not set, or its value cannot be sent.
+    """
+    if config.api_key_env is None:
+        return None
+    secret = os.environ.get(config.api_key_env, "")
+    if not secret:
+        raise UserFunctionError(
+            f"{key}.api_key_env: the environment variable {config.api_key_env} is not set on "
+            f"{socket.gethostname()}; export it before the run, or before `ray start` on a cluster"
+        )
+    # The error of the library would show the value.
+    if not (secret.isascii() and secret.isprintable()):
+        raise UserFunctionError(
+            f"{key}.api_key_env: the value of {config.api_key_env} has characters that a request cannot "
+            "contain, such as a line break; export it without them"
+        )
+    return secret
+
+
 class JudgeClient:
     """Connections to the servers of a judge. Everything except the constructor runs in one event loop.
 
@@ -213,19 +239,11 @@ class JudgeClient:
         first_pause_s: Pause after the first failed attempt.
 
     Raises:
-        UserFunctionError: The environment variable with the API key is not set.
+        UserFunctionError: See `read_api_key`.
     """
 
     def __init__(self, config: JudgeConfig, key: str, first_pause_s: float = FIRST_PAUSE_S) -> None:
-        secret = None
-        if config.api_key_env is not None:
-            secret = os.environ.get(config.api_key_env, "")
-            if not secret:
-                raise UserFunctionError(
-                    f"{key}.api_key_env: the environment variable {config.api_key_env} is not set on "
-                    f"{socket.gethostname()}; export it before the run, or before `ray start` on a cluster"
-                )
-
+        secret = read_api_key(config, key)
         self._config = config
         self.endpoints: Sequence[JudgeEndpoint] = (
             [] if config.url is None else [JudgeEndpoint(config.url.rstrip("/"), secret)]

@@ -164,6 +164,17 @@ def test_servers_that_would_not_reply(
     assert "secret" not in str(found)
 
 
+@pytest.mark.parametrize("secret", ["secret\n", "s\N{SNOWMAN}cret"])
+def test_a_key_that_cannot_be_sent_is_named_and_not_shown(
+    config: PPOConfig, monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", secret)
+    (found,) = judge_prompts(with_judge(config, api_key_env="JUDGE_KEY"), [])
+    assert found.status is Status.error
+    assert found.message.startswith("reward.judges[0].api_key_env: the value of JUDGE_KEY has characters")
+    assert "cret" not in str(found)
+
+
 def test_no_server_is_a_warning(config: PPOConfig) -> None:
     """The run may start elsewhere, or after its server."""
     # Nobody listens at a port that is bound only.

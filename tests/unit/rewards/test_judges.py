@@ -333,6 +333,12 @@ def test_mistakes_are_found_at_the_start(
         RewardFunctionError, match=r"judges\[0\].api_key_env: the environment variable JUDGE_KEY is"
     ):
         RewardScorer([], 20.0, 0.0, 1, judges=[replace(judge, api_key_env="JUDGE_KEY")])
+    monkeypatch.setenv("JUDGE_KEY", "secret\n")
+    with pytest.raises(
+        RewardFunctionError, match="the value of JUDGE_KEY has characters that a request"
+    ) as caught:
+        RewardScorer([], 20.0, 0.0, 1, judges=[replace(judge, api_key_env="JUDGE_KEY")])
+    assert "secret" not in str(caught.value)
     absent = JudgeParseConfig(path=f"{tmp_path / 'reward.py'}:absent")
     with pytest.raises(RewardFunctionError, match=r"function of a judge 'absent' is not in"):
         RewardScorer([], 20.0, 0.0, 1, judges=[replace(judge, parse=absent)])
