@@ -90,6 +90,7 @@ from megarl.config.schema.models import (
     RecomputeModule,
     ReferenceConfig,
     SourceTeacherConfig,
+    SparseAttentionConfig,
     TeacherConfig,
 )
 from megarl.config.schema.reward import (
