@@ -454,8 +454,9 @@ def with_selection(attention: Any) -> Any:
             packed = packed_seq_params
             longest = len(query) if packed is None else packed.max_seqlen_kv
             tally = self._tally()
-            mixed: Tensor | None = None
-            if longest <= self.topk:
+            is_dense = longest <= self.topk
+            mixed = query.new_empty(0)
+            if is_dense:
                 mixed = super().forward(query, key, value, *arguments, packed_seq_params=packed, **options)
                 if tally is None:
                     return mixed
@@ -471,7 +472,7 @@ def with_selection(attention: Any) -> Any:
 
             inputs = self._index_inputs(x, qr, packed, trains=tally is not None)
             selected = self._selection(inputs, packed, pieces)
-            if mixed is None:
+            if not is_dense:
                 mixed = attend_selected(query, key, value, selected, pieces, self.scale_of_scores).flatten(1)
                 if packed is None:
                     by_row = mixed.view(len(query) // length, length, -1, query.shape[-1])

@@ -231,7 +231,7 @@ GLM_MOE_DSA = replace(
     class_prefix="GlmMoeDsa",
     read=partial(_read_sparse, is_glm=True),
     # transformers' class has no such field.
-    sglang_fields=DEEPSEEK_V3.sglang_fields | {"indexer_rope_interleave": True},
+    sglang_fields={**DEEPSEEK_V3.sglang_fields, "indexer_rope_interleave": True},
     example_fields=DEEPSEEK_V32.example_fields
     | {"rope_theta": 1e6, "rope_scaling": None, "rms_norm_eps": 1e-5, "n_group": 1, "n_shared_experts": 1},
     models="GLM-5 and its later versions of the same class",

@@ -347,6 +347,9 @@ def _reward(
 def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -> WeightSync:
     if config.actor.served_adapters is not None:
         source = replace(source, architecture=replace(source.architecture, lora=config.actor.adapters))
+    # On a CPU, engines serve the policy by a class without indexers.
+    if source.architecture.indexer is not None and not source.is_on_cuda:
+        source = replace(source, architecture=replace(source.architecture, indexer=None))
     return WeightSync(
         source,
         [place for (place,) in rank_places(plan, "actor")],

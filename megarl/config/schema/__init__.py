@@ -91,6 +91,7 @@ from megarl.config.schema.models import (
     RecomputeModule,
     ReferenceConfig,
     SourceTeacherConfig,
+    SparseAttentionConfig,
     TeacherConfig,
 )
 from megarl.config.schema.reward import (
