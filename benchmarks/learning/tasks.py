@@ -2,7 +2,7 @@
 
 A task trains SmolLM2-135M-Instruct, which examples/tutorial/model.py converts. `sums` is the tutorial. The
 questions and the verifiers of most others are those of reasoning-gym; in `guess` an environment answers the
-model, so an episode has several turns. `gsm8k` has the first problems of GSM8K, whose license is beside them.
+model, so an episode has several turns. `gsm8k` has the first problems of GSM8K, with its license in the same folder.
 """
 
 from __future__ import annotations

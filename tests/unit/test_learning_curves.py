@@ -18,8 +18,8 @@ from benchmarks.learning import records
 from benchmarks.learning.bands import band
 from benchmarks.learning.guess import Game
 from benchmarks.learning.records import FOLDER, Run, config_hash, read_runs, write_run
-from benchmarks.learning.reward import compute_score, last_number
-from benchmarks.learning.tasks import COMPARISONS, GUESS, ROOT, TASKS, make_rows
+from benchmarks.learning.reward import compare_numbers, compute_score, last_number
+from benchmarks.learning.tasks import COMPARISONS, GSM8K, GUESS, ROOT, TASKS, make_rows
 from benchmarks.learning.usage import measured, sessions
 from docs.generate import learning_curves as page
 from megarl.agents.protocol import Task, Turn
@@ -99,6 +99,22 @@ def test_three_guesses_suffice_for_every_number_of_a_range() -> None:
     for prompt, secrets in by_prompt.items():
         assert len(secrets) == 2**3 - 1
         assert f"from {min(secrets)} to {max(secrets)}." in prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("It costs $1,080.", 1), ("1,080 of 9", 0), ("#### 1080", 1), ("", 0)]
+)
+def test_an_answer_of_gsm8k_may_separate_thousands(text: str, score: float) -> None:
+    assert compare_numbers(GSM8K, text, "1080", {})["score"] == score
+
+
+def test_published_answers_of_gsm8k_are_right() -> None:
+    published = [
+        json.loads(line) for line in (ROOT / "benchmarks/learning/gsm8k/test.jsonl").read_text().splitlines()
+    ]
+    for problem, row in zip(published, make_rows(GSM8K)[1], strict=True):
+        assert compare_numbers(GSM8K, problem["answer"], row["ground_truth"], {})["score"] == 1
+    assert "MIT License" in (ROOT / "benchmarks/learning/gsm8k/LICENSE").read_text()
 
 
 # ---- bands and conclusions
