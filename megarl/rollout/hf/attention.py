@@ -127,6 +127,7 @@ class SharedPrompts:
         bias: Shape (G, 1, 1, P); 0, or -inf at padding.
         slots: Rows of each prompt, (G, N); unused slots contain any row.
         places: Position of each row among the G x N slots, (A,).
+        is_in_order: Whether every row is in the slot of its own number, so that no row has to be moved.
     """
 
     keys: Sequence[Tensor]
@@ -134,6 +135,7 @@ class SharedPrompts:
     bias: Tensor
     slots: Tensor
     places: Tensor
+    is_in_order: bool
 
     @classmethod
     def of(cls, cache: KVCache, mask: Tensor, owners: Sequence[int]) -> SharedPrompts:
@@ -154,7 +156,7 @@ class SharedPrompts:
             for first in range(0, len(rows), SLOTS)
         ]
         bias = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)[:, None, None]
-        whole = cls(*cache.written(), bias, mask.new_empty(0), mask.new_empty(0))
+        whole = cls(*cache.written(), bias, mask.new_empty(0), mask.new_empty(0), False)
 
         return whole._arranged([owner for owner, _ in parts], [rows for _, rows in parts])
 
@@ -179,7 +181,7 @@ class SharedPrompts:
         place_of = {
             row: prompt * num_slots + slot for prompt, own in enumerate(rows) for slot, row in enumerate(own)
         }
-        places = torch.tensor([place_of[row] for row in range(len(place_of))], device=device)
+        place_of_rows = [place_of[row] for row in range(len(place_of))]
         keys = self.keys
         values = self.values
         bias = self.bias
@@ -190,12 +192,19 @@ class SharedPrompts:
             keys, values = ([each.index_select(0, chosen) for each in layers] for layers in (keys, values))
             bias = bias.index_select(0, chosen)
 
-        return SharedPrompts(keys, values, bias, torch.tensor(slots, device=device), places)
+        return SharedPrompts(
+            keys,
+            values,
+            bias,
+            torch.tensor(slots, device=device),
+            torch.tensor(place_of_rows, device=device),
+            is_in_order=place_of_rows == list(range(len(prompts) * num_slots)),
+        )
 
     def scores(self, queries: Tensor, layer: int) -> Tensor:
         """Return the attention scores: (A, K, N, D) -> (A, K, N, P), -inf at padding."""
         return self._by_row(
-            self._together(queries) @ self.keys[layer].transpose(-1, -2) + self.bias, queries.shape[2]
+            (self._together(queries) @ self.keys[layer].transpose(-1, -2)).add_(self.bias), queries.shape[2]
         )
 
     def mix(self, weights: Tensor, layer: int) -> Tensor:
@@ -207,14 +216,17 @@ class SharedPrompts:
         _, heads, queries, size = rows.shape
         prompts, slots = self.slots.shape
         # Rows that continue the same prompt become queries of one matrix product.
-        of_slots = rows.index_select(0, self.slots.flatten()).view(prompts, slots, heads, queries, size)
+        if not self.is_in_order:
+            rows = rows.index_select(0, self.slots.flatten())
+        of_slots = rows.reshape(prompts, slots, heads, queries, size)
         return of_slots.transpose(1, 2).reshape(prompts, heads, slots * queries, size)
 
     def _by_row(self, prompts: Tensor, queries: int) -> Tensor:
         """Ungroup rows: (G, K, slots x N, X) -> (A, K, N, X)."""
         number, heads, _, size = prompts.shape
         of_slots = prompts.view(number, heads, self.slots.shape[1], queries, size).transpose(1, 2)
-        return of_slots.reshape(-1, heads, queries, size).index_select(0, self.places)
+        of_rows = of_slots.reshape(-1, heads, queries, size)
+        return of_rows if self.is_in_order else of_rows.index_select(0, self.places)
 
 
 def grouped_attention(
@@ -273,7 +285,8 @@ def grouped_attention(
     of_prompt, own = scores.softmax(dim=-1).split([num_prompt, key.shape[2]], dim=-1)
     output = prompts.mix(of_prompt, layer) + own @ value.float()
 
-    return output.to(query.dtype).view(rows, 1, heads, size), None
+    # The sum has the layout of the prompts' part, whose rows need not be contiguous.
+    return output.to(query.dtype).reshape(rows, 1, heads, size), None
 
 
 AttentionInterface.register(GROUPED, grouped_attention)
