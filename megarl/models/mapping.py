@@ -16,6 +16,9 @@ With latent attention:
 With a gated delta net:
     J key heads   L value heads of a key head   T value heads   X one key   Y one value   Z all values
     W the tokens that the convolution sees
+With a Mamba-2 mixer:
+    J groups   L heads of a group   T heads   X one state vector   Y one head   Z all heads
+    W the tokens that the convolution sees
 With adapters:
     r rank of an adapter
 
@@ -241,9 +244,19 @@ def is_sparse(architecture: Architecture, layer: int | None) -> bool:
     return layer in architecture.sparse_layers
 
 
+def has_mixer(architecture: Architecture, layer: int | None) -> bool:
+    """Return whether a layer mixes the tokens of a row."""
+    return layer not in architecture.layers_without_mixer
+
+
+def has_feed_forward(architecture: Architecture, layer: int | None) -> bool:
+    """Return whether a layer has a feed-forward or experts."""
+    return layer not in architecture.layers_without_feed_forward
+
+
 def is_dense(architecture: Architecture, layer: int | None) -> bool:
-    """Return whether a layer has no experts."""
-    return not is_sparse(architecture, layer)
+    """Return whether a layer has a feed-forward without experts."""
+    return has_feed_forward(architecture, layer) and not is_sparse(architecture, layer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,6 @@ MISSING_PARTS: Mapping[str, tuple[str, ...]] = {
         "jamba",
         "mamba",
         "mamba2",
-        "nemotron_h",
         "zamba",
         "zamba2",
     ),
