@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.engine.delta_mixing import DeltaRows, mix
-from megarl.engine.recurrent_mixer import RecurrentMixer, Weight, set_mixer
+from megarl.engine.recurrent_mixer import NamedWeight, RecurrentMixer, set_mixer
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.delta_net import has_delta_net
 
@@ -25,7 +25,7 @@ class GatedDeltaNet(RecurrentMixer[DeltaNet]):
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         super().__init__(config, **options)
-        self.out_norm = Weight(self.empty(self.sizes.value_head_dim))
+        self.out_norm = NamedWeight(self.empty(self.sizes.value_head_dim))
         self.share_out(self.conv1d.weight, self.dt_bias, self.A_log)
 
     def mix(self, tokens: Tensor, rows: DeltaRows) -> Tensor:

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.engine.delta_mixing import DeltaRows, Recomputed, RowChunks, carry_states, causal_convolution
-from megarl.engine.recurrent_mixer import RecurrentMixer, Weight, set_mixer
+from megarl.engine.recurrent_mixer import NamedWeight, RecurrentMixer, set_mixer
 from megarl.models.architecture import Architecture, Mamba
 
 _KERNEL_CHUNK = 128  # tokens that the kernels process at a time
@@ -37,7 +37,7 @@ class Mamba2Mixer(RecurrentMixer[Mamba]):
         super().__init__(config, **options)
         self.conv1d.bias = torch.nn.Parameter(self.empty(sum(self.sizes.channels)))
         self.D = torch.nn.Parameter(self.empty(self.sizes.num_heads))
-        self.norm = Weight(self.empty(self.sizes.value_dim))
+        self.norm = NamedWeight(self.empty(self.sizes.value_dim))
         self.share_out(*(parameter for name, parameter in self.named_parameters() if "_proj." not in name))
 
     def mix(self, tokens: Tensor, rows: DeltaRows) -> Tensor:

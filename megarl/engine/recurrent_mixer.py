@@ -33,7 +33,7 @@ from megarl.engine.packed_rows import PackedRows
 from megarl.models.architecture import DeltaNet, Mamba
 
 
-class Weight(torch.nn.Module):
+class NamedWeight(torch.nn.Module):
     """A module that has a weight only, so that the weight has the name of Megatron's."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -91,7 +91,7 @@ class RecurrentMixer[Sizes: (DeltaNet, Mamba)](torch.nn.Module):
         )
 
         # All values are loaded from a folder.
-        self.conv1d = Weight(self.empty(sum(own.channels), 1, sizes.conv_kernel_dim))
+        self.conv1d = NamedWeight(self.empty(sum(own.channels), 1, sizes.conv_kernel_dim))
         self.dt_bias = torch.nn.Parameter(self.empty(own.parts[-1]))
         self.A_log = torch.nn.Parameter(self.empty(own.parts[-1]))
 

@@ -244,6 +244,10 @@ _ROWS = (
 )
 
 
+# Fields of other families that transformers' class lacks, or has with one value.
+_ABSENT_FIELDS = ("rms_norm_eps", "rope_theta", "hidden_act", "num_hidden_layers", "tie_word_embeddings")
+
+
 def _sglang_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fields whose names or values in SGLang's class differ from those of transformers v5."""
     names = {"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv"}
@@ -260,12 +264,8 @@ NEMOTRON_H = Family(
     read=_read,
     rows=with_names(_ROWS, _renamed),
     module_prefixes={"model.": "backbone."},
-    # Both pipeline stages have every kind of layer. transformers clamps time steps at `time_step_min`.
-    example_fields={
-        name: value
-        for name, value in EXAMPLE.items()
-        if name not in ("rms_norm_eps", "rope_theta", "hidden_act", "num_hidden_layers")
-    }
+    # Both pipeline stages have every kind of layer.
+    example_fields={name: value for name, value in EXAMPLE.items() if name not in _ABSENT_FIELDS}
     | {
         "layers_block_type": [_MAMBA, FULL, _SPARSE, _DENSE, _MAMBA, _SPARSE, FULL, _DENSE],
         "head_dim": 32,
@@ -275,7 +275,6 @@ NEMOTRON_H = Family(
         "mamba_head_dim": 12,
         "ssm_state_size": 16,
         "conv_kernel": 4,
-        "time_step_min": 1e-9,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
