@@ -26,6 +26,7 @@ from megarl.config.layers import (
 from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
 from megarl.doctor.run_inputs import ExaminedRun
+from megarl.models.layers import kinds_of
 
 CHECK = "versions"
 # The versions that megarl was run with: for each environment, the version of each distribution, and the minor
@@ -212,14 +213,17 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
             "(docs/install.md), or uninstall transformer-engine",
         )
 
-    has_delta_nets = any(each.delta_net is not None for each in subject.architectures.values())
-    if subject.use_gpu and has_delta_nets and find_spec("fla") is None:
-        yield doubtful(
-            "layers",
-            "flash-linear-attention is not installed, so gated delta nets are a loop of small kernels, and "
-            "a training step takes several times longer",
-            "pip install flash-linear-attention",
-        )
+    kinds = dict.fromkeys(kind for each in subject.architectures.values() for kind in kinds_of(each))
+    for kind in kinds if subject.use_gpu else ():
+        missing_kernels = [package for name, package in kind.kernels.items() if find_spec(name) is None]
+        verb = "is" if len(missing_kernels) == 1 else "are"
+        if missing_kernels:
+            yield doubtful(
+                "layers",
+                f"{' and '.join(missing_kernels)} {verb} not installed, so {kind.name} are a loop of small "
+                "kernels, and a training step takes several times longer",
+                f"pip install {' '.join(missing_kernels)}",
+            )
 
     asked = config.engine.flash_attention
     missing = missing_flash_attention(asked) if subject.use_gpu else None

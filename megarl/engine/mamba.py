@@ -14,6 +14,7 @@ Shapes: R tokens of all rows, F outputs of the input projection on a rank, h hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,9 +55,21 @@ class Mamba2Mixer(RecurrentMixer[Mamba]):
             self.of_context_rank(self.norm.weight),
         )
         sizes = self.sizes.over(self.context_group.size())
-        if tokens.device.type == "cuda" and megatron_mamba.HAVE_MAMBA_SSM:
+        if tokens.device.type == "cuda" and _has_kernels():
             return _mix_by_kernels(*arguments, rows, sizes, self.eps)
         return Recomputed.apply(_mix_by_torch, (rows, sizes, self.eps), *arguments)
+
+
+def _has_kernels() -> bool:
+    return megatron_mamba.HAVE_MAMBA_SSM and megatron_mamba.causal_conv1d_fn is not None
+
+
+def use_kernels(mix: Callable[..., Any]) -> None:
+    """Replace the function that Megatron imports from mamba-ssm, installed or not."""
+    kernels: Any = megatron_mamba
+    kernels.mamba_split_conv1d_scan_combined = mix
+    kernels.causal_conv1d_fn = mix  # which is called inside
+    kernels.HAVE_MAMBA_SSM = True
 
 
 def _mix_by_torch(
@@ -149,8 +162,8 @@ def _mix_by_kernels(
         conv_bias,
         dt_bias.float(),
         -a_log.float().exp(),
-        D=skip,
-        chunk_size=_KERNEL_CHUNK,
+        skip,
+        _KERNEL_CHUNK,
         seq_idx=row_numbers(rows, len(tokens)),
         activation="silu",
         rmsnorm_weight=norm,

@@ -52,6 +52,7 @@ DELTA_NET = PartKind(
     has_fp8_engine=False,
     cpu_engine_lacks="gated delta nets, whose states SGLang keeps on GPUs only",
     marks_layers=True,
+    kernels={"fla": "flash-linear-attention"},
     stored_norm="self_attention.in_proj.layer_norm_weight",
 )
 

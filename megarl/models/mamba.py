@@ -36,6 +36,7 @@ MAMBA = PartKind(
     has_fp8_engine=False,
     cpu_engine_lacks="Mamba-2 mixers, whose kernels SGLang has for GPUs only",
     marks_layers=True,
+    kernels={"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"},
     stored_norm="self_attention.in_proj.layer_norm_weight",
 )
 

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from megarl.models.architecture import Architecture
@@ -345,6 +346,8 @@ class PartKind:
         serves_adapters: Whether SGLang applies adapters of its matrices.
         megatron_arguments: Returns the arguments of Megatron's command line that describe its sizes.
         marks_layers: Whether Megatron is told which layers have it even if all layers have.
+        kernels: The packages without which it is a loop of small kernels on a GPU, by the modules that they
+            install.
         stored_norm: The name in Megatron's checkpoints of the norm before it, which Transformer Engine has in
             the linear layer that follows.
     """
@@ -371,4 +374,5 @@ class PartKind:
     serves_adapters: bool = True
     megatron_arguments: Callable[[Architecture], dict[str, Any]] | None = None
     marks_layers: bool = False
+    kernels: Mapping[str, str] = MappingProxyType({})
     stored_norm: str = ""
