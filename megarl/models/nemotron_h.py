@@ -44,7 +44,6 @@ _SPARSE = "moe"
 # The types of layers in transformers v5, by their letters in patterns and their names in transformers v4.
 _LETTERS = {"M": _MAMBA, "*": FULL, "-": _DENSE, "E": _SPARSE}
 _OLDER = {"mamba": _MAMBA, "attention": FULL}
-_OLDER_NAMES = {new: old for old, new in _OLDER.items()}
 
 # Fields that change the model, with the values that this family computes.
 _FIXED: dict[str, object] = {
@@ -249,13 +248,9 @@ _ABSENT_FIELDS = ("rms_norm_eps", "rope_theta", "hidden_act", "num_hidden_layers
 
 
 def _sglang_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields whose names or values in SGLang's class differ from those of transformers v5."""
+    """Return the fields that SGLang's class has under other names."""
     names = {"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv"}
-    found = {own: fields[name] for name, own in names.items() if name in fields}
-    kinds = fields.get("layers_block_type")
-    if kinds is not None:
-        found["layers_block_type"] = [_OLDER_NAMES.get(kind, kind) for kind in kinds]
-    return found
+    return {own: fields[name] for name, own in names.items() if name in fields}
 
 
 NEMOTRON_H = Family(
@@ -288,7 +283,7 @@ NEMOTRON_H = Family(
         "experts of a latent size are refused",
         "layers that predict further tokens are not trained, but "
         "[kept](large_models.md#multi-token-prediction)",
-        "SGLang on GPUs only",
+        "SGLang on GPUs only, for folders with `hybrid_override_pattern`, as published ones have it",
         "each response that shares a prompt computes the states of the prompt again",
     ),
 )
