@@ -60,7 +60,7 @@ _FIXED: dict[str, object] = {
     "tie_word_embeddings": False,
 }
 # Fields that initialize weights, select kernels or describe layers that predict further tokens. Attention has
-# no rotary embedding, and `expand` has no effect beside the number of heads and their size.
+# no rotary embedding, and `expand` has no effect, unlike the number of heads and their size.
 _HARMLESS = (
     *("chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_logits_to_keep"),
     *("rescale_prenorm_residual", "use_mamba_kernels", "time_step_floor", "time_step_max", "time_step_min"),
