@@ -103,3 +103,5 @@ DENSE_FAMILIES = tuple(name for name in FAMILIES if not has_experts(name))
 SPARSE_FAMILIES = tuple(name for name in FAMILIES if has_experts(name))
 # Families with the parameters of another one under other names, which need fewer tests.
 RENAMED_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")
+# Families whose classes of transformers do not tie the output layer to the embedding.
+UNTIED_FAMILIES = ("nemotron_h",)

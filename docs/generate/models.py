@@ -59,6 +59,13 @@ Next: [the architecture](architecture.md), if you want to change the code.
 """
 
 
+_ACTIVATIONS = {
+    Activation.silu: "",
+    Activation.gelu_tanh: ", GELU",
+    Activation.squared_relu: ", squared ReLU without a gate",
+}
+
+
 def models_page() -> str:
     families = _table(
         ("`model_type`", "models", "attention", "feed-forward", "SGLang's class", "limits"),
@@ -110,6 +117,8 @@ def _attention(architecture: Architecture) -> str:
         parts.append("sparse (DSA)")
     if architecture.delta_net:
         parts = ["gated delta nets", *parts]
+    if architecture.mamba:
+        parts = ["Mamba-2 mixers", *parts]
     if architecture.has_output_gate:
         parts.append("output gate")
     if architecture.qkv_bias:
@@ -127,8 +136,12 @@ def _attention(architecture: Architecture) -> str:
         parts.append("positions in three axes, [vision tower](data.md#images)")
     if architecture.local_rope is not None:
         parts.append("two rotary embeddings")
-    if architecture.layers_without_rope:
+    if len(architecture.layers_without_rope) == architecture.num_hidden_layers:
+        parts.append("no rotary embedding")
+    elif architecture.layers_without_rope:
         parts.append("layers without rotary embedding")
+    if architecture.layers_without_mixer:
+        parts.append("layers of one part")
     if architecture.norms.after:
         parts.append("norms before and after blocks" if architecture.norms.before else "norms after blocks")
     return ", ".join(parts)
@@ -137,7 +150,7 @@ def _attention(architecture: Architecture) -> str:
 def _feed_forward(architecture: Architecture) -> str:
     experts = architecture.experts
     if experts is None:
-        return "dense" if architecture.activation is Activation.silu else "dense, GELU"
+        return "dense" + _ACTIVATIONS[architecture.activation]
 
     parts = [f"{'sigmoid' if experts.score is RouterScore.sigmoid else 'softmax'} router"]
     if experts.has_selection_bias:
@@ -146,7 +159,7 @@ def _feed_forward(architecture: Architecture) -> str:
         parts.append("shared expert")
     if architecture.linear_bias:
         parts.append("biases")
-    return "experts: " + ", ".join(parts)
+    return f"experts{_ACTIVATIONS[architecture.activation]}: " + ", ".join(parts)
 
 
 def _published() -> Iterator[tuple[str, ...]]:
@@ -169,6 +182,8 @@ def _billions(number: int) -> str:
 
 
 def _rope(model: Architecture) -> str:
+    if len(model.layers_without_rope) == model.num_hidden_layers:
+        return "none"
     match model.rope_scaling:
         case LinearScaling(factor=factor):
             return f"linear {factor:g}"

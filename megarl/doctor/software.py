@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -214,15 +213,16 @@ def layers(subject: ExaminedRun) -> Iterator[Finding]:
             "(docs/install.md), or uninstall transformer-engine",
         )
 
-    models = subject.architectures.values() if subject.use_gpu else ()
-    for kind in dict.fromkeys(chain.from_iterable(map(kinds_of, models))):
-        module, package = kind.gpu_package or ("", "")
-        if module and find_spec(module) is None:
+    kinds = dict.fromkeys(kind for each in subject.architectures.values() for kind in kinds_of(each))
+    for kind in kinds if subject.use_gpu else ():
+        missing_kernels = [package for name, package in kind.kernels.items() if find_spec(name) is None]
+        verb = "is" if len(missing_kernels) == 1 else "are"
+        if missing_kernels:
             yield doubtful(
                 "layers",
-                f"{package} is not installed, so {kind.name} are a loop of small kernels, and a training "
-                "step takes several times longer",
-                f"pip install {package}",
+                f"{' and '.join(missing_kernels)} {verb} not installed, so {kind.name} are a loop of small "
+                "kernels, and a training step takes several times longer",
+                f"pip install {' '.join(missing_kernels)}",
             )
 
     asked = config.engine.flash_attention

@@ -82,16 +82,19 @@ def row_chunks(lengths: Sequence[int], device: torch.device) -> RowChunks:
     )
 
 
-def causal_convolution(tokens: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def causal_convolution(tokens: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve each channel over a token and those before it in its row, and apply SiLU.
 
     Args:
         tokens: (R, channels).
         weight: (channels, 1, W). The last number belongs to the token itself.
         offsets: (R,) the position of each token in its row.
+        bias: (channels,)
     """
     taps = weight[:, 0].float().unbind(-1)
     mixed = tokens.float() * taps[-1]
+    if bias is not None:
+        mixed = mixed + bias.float()
 
     # Tokens of the row before are not part of the sum.
     for back in range(1, len(taps)):
@@ -138,31 +141,44 @@ def gated_delta_rule(
     within = queries @ keys.transpose(-1, -2) * pairs
     queries = queries * total.exp()[..., None]
     keys = keys * (total[..., -1:] - total).exp()[..., None]
-    mixed = _states(queries, keys, new_values, read_keys, within, total[..., -1].exp(), chunks.num_rows)
+    decays = total[..., -1].exp()
+    mixed = carry_states(queries, keys, new_values, within, decays, chunks.num_rows, read_keys)
 
     return mixed.transpose(1, 2).flatten(0, 1).index_select(0, chunks.inverse).to(value.dtype)
 
 
-def _states(
+def carry_states(
     queries: Tensor,
     keys: Tensor,
-    new_values: Tensor,
-    read_keys: Tensor,
+    values: Tensor,
     within: Tensor,
     decay: Tensor,
     num_rows: tuple[int, ...],
+    read_keys: Tensor | None = None,
 ) -> Tensor:
-    """Carry the states from chunk to chunk, and return what is read, (N, h, C, value size)."""
+    """Carry the states from chunk to chunk, and return what is read, (N, h, C, value size).
+
+    Args:
+        queries: (N, h, C, key size), decayed since the beginning of the chunk.
+        keys: (N, h, C, key size), decayed until the end of the chunk.
+        values: (N, h, C, value size), what is written if the state before the chunk is empty.
+        within: (N, h, C, C) how much a token reads of what another one of its chunk writes.
+        decay: (N, h) of the chunk.
+        num_rows: For each number of a chunk, how many rows have one with that number.
+        read_keys: (N, h, C, key size), by which what is written depends on the state before the chunk.
+    """
     outputs = []
-    parts = (tensor.split(num_rows) for tensor in (queries, keys, new_values, read_keys, within, decay))
+    read_keys = queries[:, :, :0] if read_keys is None else read_keys
+    parts = (tensor.split(num_rows) for tensor in (queries, keys, values, within, decay, read_keys))
     state = None
 
-    for query, key, new_value, read_key, inside, decayed in zip(*parts, strict=True):
-        changes = new_value
+    for query, key, value, inside, decayed, read_key in zip(*parts, strict=True):
+        changes = value
         if state is not None:
             # Rows without a chunk of this number are the last ones.
             state = state[: len(query)]
-            changes = new_value - read_key @ state
+            if read_key.numel():
+                changes = value - read_key @ state
             outputs.append(query @ state + inside @ changes)
             state = state * decayed[..., None, None] + key.transpose(-1, -2) @ changes
         else:
@@ -269,7 +285,7 @@ def mix(
     arguments = (tokens, convolution, a_log, dt_bias, norm)
     if tokens.device.type == "cuda" and megatron_delta_net.HAVE_FLA:
         return _mix_by_kernels(*arguments, rows, sizes, eps)
-    return _Recomputed.apply(_mix_by_torch, (rows, sizes, eps), *arguments)
+    return Recomputed.apply(_mix_by_torch, (rows, sizes, eps), *arguments)
 
 
 def _mix_by_torch(
@@ -331,7 +347,7 @@ def _mix_by_kernels(
         cu_seqlens=rows.bounds,
     )
 
-    return _Recomputed.apply(_gated_norm, (eps,), mixed[0], gate, norm)
+    return Recomputed.apply(_gated_norm, (eps,), mixed[0], gate, norm)
 
 
 def _split(tokens: Tensor, sizes: DeltaNet) -> tuple[Tensor, ...]:
@@ -366,7 +382,7 @@ def _gated_norm(mixed: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tens
     return gated.to(mixed.dtype).flatten(1)
 
 
-class _Recomputed(torch.autograd.Function):
+class Recomputed(torch.autograd.Function):
     """Call a function of tensors and save its inputs only. The backward pass calls it again."""
 
     @staticmethod

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.config.schema import Layers, ParallelConfig
-from megarl.engine import delta_net, latent_attention, sinks, sparse_attention
+from megarl.engine import delta_net, latent_attention, mamba, sinks, sparse_attention
 from megarl.engine.moe_router import router_class
 from megarl.engine.rotary import attention_factor, set_local_rotation
 from megarl.models.architecture import Architecture, Experts
@@ -24,6 +24,7 @@ from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import VISION, has_dense_layers, routing_layers
+from megarl.models.mamba import MAMBA
 from megarl.models.mapping import PartKind
 from megarl.models.sparse_attention import REUSED_SELECTION, SPARSE_ATTENTION
 from megarl.models.trunk import ATTENTION, MLP, SINK_ATTENTION, WINDOWED_ATTENTION
@@ -159,6 +160,7 @@ MODULES: dict[PartKind, KindModules] = {
         options=lambda architecture, *build: delta_net.delta_options(architecture),
         set_modules=delta_net.set_modules,
     ),
+    MAMBA: KindModules(set_modules=mamba.set_modules),
     MLP: KindModules(),
     EXPERTS: KindModules(options=_expert_options, set_modules=_set_experts),
     VISION: KindModules(),

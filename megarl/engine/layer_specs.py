@@ -8,7 +8,7 @@ layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -34,7 +35,7 @@ from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norm
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
 from megarl.models.layers import KINDS, LayerPart, layers_of, routes_tokens
-from megarl.models.mapping import EXPERT, NORM_BEFORE, PartKind
+from megarl.models.mapping import EXPERT, FEED_FORWARD, MIXER, NORM_BEFORE, PartKind
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool, has_adapters: bool = False) -> LayerChoice:
@@ -121,10 +122,26 @@ def _specs_of_kinds(
         if not architecture.norms.before:
             column = ColumnParallelLinear if provider is None else provider.column_parallel_linear()
             drop_norms_before_blocks(spec, column)
+        drop_missing_parts(spec, {kind.prefix for kind in kinds})
         spec.module = DecoderLayer
         specs[kinds] = spec
 
     return specs
+
+
+def drop_missing_parts(layer: ModuleSpec, prefixes: Collection[str]) -> None:
+    """Remove the part that a layer does not have, with its norm.
+
+    Args:
+        prefixes: How the names of the parameters of its parts begin.
+    """
+    modules: Any = layer.submodules
+    if MIXER not in prefixes:
+        modules.input_layernorm = modules.self_attention = IdentityOp
+        modules.self_attn_bda = IdentityFuncOp
+    if FEED_FORWARD not in prefixes:
+        modules.pre_mlp_layernorm = modules.mlp = IdentityOp
+        modules.mlp_bda = IdentityFuncOp
 
 
 def _transformer_engine() -> Any:
@@ -222,7 +239,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
         kind = linear_class(module)
         if kind not in columns | rows:
             continue
-        stride = 2 if path.endswith("linear_fc1") else 1
+        stride = 2 if path.endswith("linear_fc1") and config.gated_linear_unit else 1
         gates_apart = stride == 2 and not config.bias_activation_fusion
         for name, parameter in module.named_parameters(recurse=False):
             # The bias of a row-parallel layer is replicated.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel.mappings import (
@@ -96,7 +97,7 @@ def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
         kv_channels=architecture.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.rms_norm_eps,
-        gated_linear_unit=True,
+        gated_linear_unit=architecture.activation.has_gate,
         activation_func=_activation(architecture, on_cpu=on_cpu),
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
@@ -108,6 +109,8 @@ def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
         no_rope_freq=unrotated if any(unrotated) else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        # Layers have different parameters, so Megatron stores each one separately.
+        hetereogenous_dist_checkpoint=bool(architecture.layers_without_mixer),
     )
 
 
@@ -148,10 +151,11 @@ def _fusion_options(architecture: Architecture, layers: Layers, on_cpu: bool) ->
     residual sums have nothing to fuse, and the softmax is inside the attention. Transformer Engine's rotary
     embedding has no factor for cosine and sine, so models that have one use megarl's.
     """
-    # The CPU's fused activation is another one, and adapters are added before the activation.
+    # The CPU's fused activation is another one, and adapters are added before the activation. Megatron has no
+    # fused squared ReLU.
     is_other = architecture.activation is not Activation.silu or architecture.lora is not None
     return dict(
-        bias_activation_fusion=not (on_cpu and is_other),
+        bias_activation_fusion=architecture.activation.has_gate and not (on_cpu and is_other),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=layers is Layers.transformer_engine
@@ -169,7 +173,7 @@ def _activation(architecture: Architecture, *, on_cpu: bool) -> Callable[[Tensor
     """
     if architecture.activation is Activation.gelu_tanh:
         return partial(F.gelu, approximate="tanh") if on_cpu else F.gelu
-    return F.silu
+    return F.silu if architecture.activation.has_gate else squared_relu
 
 
 def _recompute_options(recomputation: Recomputation, architecture: Architecture) -> dict[str, Any]:

@@ -151,6 +151,12 @@ class Activation(str, Enum):
 
     silu = "silu"
     gelu_tanh = "gelu_tanh"  # GELU with the tanh approximation
+    squared_relu = "squared_relu"  # of a feed-forward without a gate (So et al. 2021, Primer)
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether a feed-forward multiplies its activation by a second projection."""
+        return self is not Activation.squared_relu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +279,60 @@ class Indexer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """Mamba-2 mixers, which replace the attention of some layers (Dao & Gu 2024, arXiv 2405.21060).
+
+    The heads of a group share the vectors that write to their states and read them.
+
+    Attributes:
+        num_groups: The number of groups.
+        num_heads: The number of heads, a multiple of `num_groups`. Each has a state.
+        head_dim: The size of a head's input and output.
+        state_dim: The numbers of a state for each of them.
+        conv_kernel_dim: The number of tokens that the convolution sees, the token itself included.
+        layers: The numbers of these layers.
+    """
+
+    num_groups: int
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    conv_kernel_dim: int
+    layers: tuple[int, ...]
+
+    @property
+    def value_dim(self) -> int:
+        """The size of the inputs of all heads, and of their outputs."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> list[int]:
+        """The sizes of inputs, writing vectors and reading vectors, which the convolution sees."""
+        shared = self.num_groups * self.state_dim
+        return [self.value_dim, shared, shared]
+
+    @property
+    def parts(self) -> list[int]:
+        """The parts of the input projection: gates, what the convolution sees, and a number of each head."""
+        return [self.value_dim, *self.channels, self.num_heads]
+
+    def over(self, ranks: int) -> Mamba:
+        """Return the sizes of one of several ranks among which the groups are distributed."""
+        return replace(self, num_groups=self.num_groups // ranks, num_heads=self.num_heads // ranks)
+
+    def letters(self, num_heads: int) -> dict[str, int]:
+        return {
+            "J": self.num_groups,
+            "L": self.num_heads // self.num_groups,
+            "T": self.num_heads,
+            "X": self.state_dim,
+            "Y": self.head_dim,
+            "Z": self.value_dim,
+            "W": self.conv_kernel_dim,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A.
 
@@ -323,6 +383,9 @@ class Architecture:
 
     With `indexer`, latent attention is sparse: a token attends to the keys that an indexer selects.
 
+    Most layers have a mixer, such as attention, and a feed-forward. Those of `layers_without_mixer` have a
+    feed-forward only, and those of `layers_without_feed_forward` a mixer only.
+
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are not trained (see
     weights/kept_tensors.py). Two architectures that differ only in it are the same.
@@ -353,6 +416,9 @@ class Architecture:
     has_sinks: bool = False
     windows: tuple[int, ...] = ()
     delta_net: DeltaNet | None = None
+    mamba: Mamba | None = None
+    layers_without_mixer: tuple[int, ...] = ()
+    layers_without_feed_forward: tuple[int, ...] = ()
     has_output_gate: bool = False
     norms: BlockNorms = BlockNorms()
     qk_norm_kind: QKNorm = QKNorm.head
@@ -394,12 +460,12 @@ class Architecture:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def parts(self) -> tuple[Experts | LatentAttention | Indexer | DeltaNet | LoRA, ...]:
+    def parts(self) -> tuple[Experts | LatentAttention | Indexer | DeltaNet | Mamba | LoRA, ...]:
         """The parts that only some models have, each with the letters of its sizes (see mapping.py)."""
-        parts = (self.experts, self.latent, self.indexer, self.delta_net, self.lora)
+        parts = (self.experts, self.latent, self.indexer, self.delta_net, self.mamba, self.lora)
         return tuple(part for part in parts if part is not None)
 
-    def sizes_of[Part: (Experts, LatentAttention, DeltaNet, Vision)](self, kind: type[Part]) -> Part:
+    def sizes_of[Part: (Experts, LatentAttention, DeltaNet, Mamba, Vision)](self, kind: type[Part]) -> Part:
         """Return the sizes of a part that the model must have, such as its `Experts`."""
         found = [part for part in (*self.parts, self.vision) if isinstance(part, kind)]
         assert found, (self.model_type, kind)
@@ -418,3 +484,8 @@ class Architecture:
     def delta_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that have a gated delta net instead of attention."""
         return self.delta_net.layers if self.delta_net else ()
+
+    @property
+    def mamba_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have a Mamba-2 mixer instead of attention."""
+        return self.mamba.layers if self.mamba else ()

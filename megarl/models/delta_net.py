@@ -51,9 +51,9 @@ DELTA_NET = PartKind(
     has_groups=True,
     shared_out=(("linear_num_key_heads", "J"),),
     has_fp8_engine=False,
-    gpu_package=("fla", "flash-linear-attention"),
     cpu_engine_lacks="gated delta nets, whose states SGLang keeps on GPUs only",
     marks_layers=True,
+    kernels={"fla": "flash-linear-attention"},
     stored_norm="self_attention.in_proj.layer_norm_weight",
 )
 

@@ -167,7 +167,7 @@ def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Expert
         experts,
         score=RouterScore.sigmoid,
         has_selection_bias=True,
-        groups=_read_groups(reader, experts.num_experts, chosen),
+        groups=read_groups(reader, experts.num_experts, chosen),
     )
 
 
@@ -184,7 +184,7 @@ def _read_experts_after_dense(reader: ConfigReader, num_hidden_layers: int) -> E
     num_experts = reader.number("n_routed_experts", int)
     chosen = reader.number("num_experts_per_tok", int)
     intermediate_size = reader.number("moe_intermediate_size", int)
-    _check_num_chosen(reader, chosen, "n_routed_experts", num_experts)
+    check_num_chosen(reader, chosen, "n_routed_experts", num_experts)
 
     return Experts(
         num_experts=num_experts,
@@ -254,7 +254,7 @@ def layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[in
     return tuple(range(num_dense, num_hidden_layers))
 
 
-def _read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> tuple[int, int] | None:
+def read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> tuple[int, int] | None:
     """Read the groups of a group-limited selection: how many there are, and how many a token selects.
 
     transformers scores a group by its two best experts. Megatron scores it by as many experts as a token
@@ -323,11 +323,11 @@ def read_num_experts(reader: ConfigReader) -> tuple[int, int]:
     num_experts = reader.number(name, int)
     chosen = reader.number("num_experts_per_tok", int)
 
-    _check_num_chosen(reader, chosen, name, num_experts)
+    check_num_chosen(reader, chosen, name, num_experts)
     return num_experts, chosen
 
 
-def _check_num_chosen(reader: ConfigReader, chosen: int, name: str, num_experts: int) -> None:
+def check_num_chosen(reader: ConfigReader, chosen: int, name: str, num_experts: int) -> None:
     """Refuse a router that selects more experts than there are. `name` is the field of their number."""
     if chosen > num_experts:
         problem = f"'num_experts_per_tok' {chosen} is greater than {name!r} {num_experts}"

@@ -32,6 +32,7 @@ from megarl.models.gpt_oss import GPT_OSS
 from megarl.models.hunyuan import HY_V3
 from megarl.models.llama import LLAMA, MINISTRAL, MISTRAL, MIXTRAL, SMOLLM3
 from megarl.models.minimax import MINIMAX_M2
+from megarl.models.nemotron_h import NEMOTRON_H
 from megarl.models.olmo import OLMO2, OLMO3
 from megarl.models.qwen import (
     QWEN2,
@@ -80,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     "hy_v3": HY_V3,
     "seed_oss": SEED_OSS,
     "exaone4": EXAONE4,
+    "nemotron_h": NEMOTRON_H,
 }
 
 # Names under which models of a family are published with their own, equivalent code.

@@ -17,6 +17,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
+from megarl.models.mamba import MAMBA
 from megarl.models.mapping import (
     EMBEDDING,
     FEED_FORWARD,
@@ -28,6 +29,8 @@ from megarl.models.mapping import (
     MappingRow,
     PartKind,
     StagePlacement,
+    has_feed_forward,
+    has_mixer,
     num_row_axes,
     size_of,
 )
@@ -43,7 +46,7 @@ VISION = PartKind(
     has_fp8_engine=False,
 )
 KINDS = (
-    *(VISION, DELTA_NET, SPARSE_ATTENTION, REUSED_SELECTION, LATENT_ATTENTION),
+    *(VISION, DELTA_NET, MAMBA, SPARSE_ATTENTION, REUSED_SELECTION, LATENT_ATTENTION),
     *(SINK_ATTENTION, WINDOWED_ATTENTION, ATTENTION),
     *(MLP, EXPERTS),
 )
@@ -150,6 +153,8 @@ def layers_of(architecture: Architecture) -> tuple[tuple[LayerPart, ...], ...]:
 
 def _kind_at(architecture: Architecture, layer: int, prefix: str) -> PartKind | None:
     """Return the kind of a part of a layer. No size is read: rules ask also about impossible sizes."""
+    if not (has_mixer if prefix == MIXER else has_feed_forward)(architecture, layer):
+        return None
     kinds = (kind for kind in KINDS if kind.prefix == prefix and kind.applies(architecture, layer))
     return next(kinds, None)
 

@@ -18,6 +18,9 @@ With a gated delta net:
     W the tokens that the convolution sees
 With sparse attention:
     i index queries of all heads   j one index query or key   k heads of an indexer   t keys that a query sees
+With a Mamba-2 mixer:
+    J groups   L heads of a group   T heads   X one state vector   Y one head   Z all heads
+    W the tokens that the convolution sees
 With adapters:
     r rank of an adapter
 
@@ -32,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from megarl.models.architecture import Architecture
@@ -243,9 +247,19 @@ def is_sparse(architecture: Architecture, layer: int | None) -> bool:
     return layer in architecture.sparse_layers
 
 
+def has_mixer(architecture: Architecture, layer: int | None) -> bool:
+    """Return whether a layer mixes the tokens of a row."""
+    return layer not in architecture.layers_without_mixer
+
+
+def has_feed_forward(architecture: Architecture, layer: int | None) -> bool:
+    """Return whether a layer has a feed-forward or experts."""
+    return layer not in architecture.layers_without_feed_forward
+
+
 def is_dense(architecture: Architecture, layer: int | None) -> bool:
-    """Return whether a layer has no experts."""
-    return not is_sparse(architecture, layer)
+    """Return whether a layer has a feed-forward without experts."""
+    return has_feed_forward(architecture, layer) and not is_sparse(architecture, layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,12 +350,12 @@ class PartKind:
         has_fp8_engine: Whether SGLang has its matrices in block-scaled FP8.
         fp8_blocks: Yields the tensor, the dimension and the size of what must consist of whole blocks on a
             rank of an engine in FP8. Takes the sizes of letters, the ranks, and those that share an expert.
-        gpu_package: The module with its kernels for GPUs and the package that has it, without which it is a
-            loop of small kernels.
         cpu_engine_lacks: What SGLang cannot compute on a CPU, in words; empty if it computes everything.
         serves_adapters: Whether SGLang applies adapters of its matrices.
         megatron_arguments: Returns the arguments of Megatron's command line that describe its sizes.
         marks_layers: Whether Megatron is told which layers have it even if all layers have.
+        kernels: The packages without which it is a loop of small kernels on a GPU, by the modules that they
+            install.
         stored_norm: The name in Megatron's checkpoints of the norm before it, which Transformer Engine has in
             the linear layer that follows.
     """
@@ -368,9 +382,9 @@ class PartKind:
     replicable: tuple[tuple[str, str], ...] = ()
     has_fp8_engine: bool = True
     fp8_blocks: Callable[[Mapping[str, int], int, float], Iterator[tuple[str, str, float]]] | None = None
-    gpu_package: tuple[str, str] | None = None
     cpu_engine_lacks: str = ""
     serves_adapters: bool = True
     megatron_arguments: Callable[[Architecture], dict[str, Any]] | None = None
     marks_layers: bool = False
+    kernels: Mapping[str, str] = MappingProxyType({})
     stored_norm: str = ""

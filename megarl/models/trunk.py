@@ -210,11 +210,16 @@ def _norm_row(megatron: str, hf: str | None) -> tuple[MappingRow, ...]:
 
 def with_prefix(rows: tuple[MappingRow, ...], old: str, new: str) -> tuple[MappingRow, ...]:
     """Return the rows with another prefix of the names of Hugging Face tensors."""
+    return with_names(rows, lambda name: new + name.removeprefix(old))
+
+
+def with_names(rows: tuple[MappingRow, ...], rename: Callable[[str], str]) -> tuple[MappingRow, ...]:
+    """Return the rows with other names of Hugging Face tensors."""
 
     def renamed(entry: tuple[str, str] | TensorPart) -> tuple[str, str] | TensorPart:
         if isinstance(entry, TensorPart):
-            return replace(entry, name=new + entry.name.removeprefix(old))
-        return new + entry[0].removeprefix(old), entry[1]
+            return replace(entry, name=rename(entry.name))
+        return rename(entry[0]), entry[1]
 
     return tuple(
         replace(
@@ -275,7 +280,7 @@ def read_trunk(
     hidden_size = reader.number("hidden_size", int)
     latent = read_latent(reader) if read_latent else None
     num_attention_heads, num_key_value_heads, head_dim = (
-        _read_heads(reader, hidden_size) if latent is None else _read_heads_of_latent(reader, latent)
+        read_heads(reader, hidden_size) if latent is None else _read_heads_of_latent(reader, latent)
     )
 
     # Layers with a window may have a rotary embedding of their own.
@@ -329,7 +334,7 @@ def _read_intermediate_size(reader: ConfigReader, num_hidden_layers: int, expert
     return reader.number("intermediate_size", int)
 
 
-def _read_heads(reader: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
+def read_heads(reader: ConfigReader, hidden_size: int) -> tuple[int, int, int]:
     """Read the numbers of query heads and of key-value heads, and the size of a head."""
     num_attention_heads = reader.number("num_attention_heads", int)
     num_key_value_heads = _read_key_value_heads(reader, num_attention_heads)
@@ -373,7 +378,7 @@ def _read_key_value_heads(reader: ConfigReader, num_attention_heads: int) -> int
 
 
 def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> tuple[int, int, int]:
-    """Read the heads of latent attention as `_read_heads` does. Each has its own keys and values."""
+    """Read the heads of latent attention as `read_heads` does. Each has its own keys and values."""
     num_attention_heads = reader.number("num_attention_heads", int)
     num_key_value_heads = _read_key_value_heads(reader, num_attention_heads)
 

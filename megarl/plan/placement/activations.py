@@ -176,12 +176,9 @@ class _Work:
         kinds = [kind for kind in kinds_of(architecture) if kind in ACTIVATIONS]
         self._parts = {kind: ACTIVATIONS[kind](sizes) for kind in kinds}
 
-        # The mixer of each layer, by virtual stages.
+        # The kinds of the parts of each layer, by virtual stages.
         layers = layers_of(architecture)
-        self._mixers = [
-            [part.kind for number in chunk for part in layers[number] if part.kind.prefix == MIXER]
-            for chunk in chunks
-        ]
+        self._kinds = [[tuple(part.kind for part in layers[number]) for number in chunk] for chunk in chunks]
         self._routes_tokens = routes_tokens(architecture)
 
     @property
@@ -362,11 +359,15 @@ class _Work:
     @property
     def _kept_of_largest_layer(self) -> int:
         """Elements per token of the saved activations of the stage's layer that saves most."""
-        return max(map(self._kept_of_layer, set(chain.from_iterable(self._mixers))))
+        return max(map(self._kept_of_layer, set(chain.from_iterable(self._kinds))))
 
-    def _kept_of_layer(self, mixer: PartKind) -> int:
-        """Return the elements per token of the saved activations of a layer with this mixer."""
-        return self._kept_of_norms + self._parts[mixer].kept + self._kept_of_feed_forward
+    def _kept_of_layer(self, kinds: tuple[PartKind, ...]) -> int:
+        """Return the elements per token of the saved activations of a layer with parts of these kinds."""
+        mixers = [kind for kind in kinds if kind.prefix == MIXER]
+        feed_forwards = self._kept_of_feed_forward * (len(kinds) - len(mixers))
+        # Each part has a norm.
+        norms = self._kept_of_norms * len(kinds) // 2
+        return norms + sum(self._parts[kind].kept for kind in mixers) + feed_forwards
 
     @property
     def _kept_of_norms(self) -> int:
@@ -406,8 +407,11 @@ class _Work:
         mlp_again = self._saved_by_mlp * self._mlp_is_computed_again
         # Megatron recomputes the first layers of a virtual stage. Of several, the fullest one counts.
         chunk = self._layers_again * self._sizes.part + max(
-            sum(self._kept_of_layer(mixer) - mlp_again for mixer in mixers[self._layers_again :])
-            for mixers in self._mixers
+            sum(
+                self._kept_of_layer(kinds) - mlp_again * any(kind.prefix == FEED_FORWARD for kind in kinds)
+                for kinds in layers[self._layers_again :]
+            )
+            for layers in self._kinds
         )
 
         if self.kernels is Kernels.cpu:
@@ -442,18 +446,21 @@ class _Work:
             )
 
         # Elements of the two matrices of the MLP.
-        first = 2 * sizes.gate * sizes.whole
+        first = (1 + self._architecture.activation.has_gate) * sizes.gate * sizes.whole
         second = sizes.gate * sizes.whole
+
+        # What the MLP of a layer has saved is freed before its attention.
+        freed = 0 if self._architecture.layers_without_mixer else 3 * sizes.gate
 
         # The maximum of: in the activation, the gradients of the product (in place), of gate and up, and two
         # temporaries, or five of GELU; in the second matrix, its full output gradient, its input gradient and
         # its weight gradient; the same in the first matrix; in attention by matrix products, its gradients.
         inside = max(
-            tokens * (4 if self._architecture.activation is Activation.silu else 7) * sizes.gate,
+            tokens * (7 if self._architecture.activation is Activation.gelu_tanh else 4) * sizes.gate,
             tokens * (sizes.whole + sizes.gate) + second,
             tokens * (sizes.whole + sizes.part - sizes.gate) + first,
-            tokens * (3 * sizes.squares + 2 * sizes.query - 3 * sizes.gate),
-            *(tokens * (backward - 3 * sizes.gate) for backward in with_pairs),
+            tokens * (3 * sizes.squares + 2 * sizes.query - freed),
+            *(tokens * (backward - freed) for backward in with_pairs),
             *(tokens * backward for backward in without_pairs),
         )
 

@@ -21,11 +21,12 @@ from megarl.config.batch_arithmetic import (
 )
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Layers, Recompute, RecomputeModule, RunConfig
-from megarl.models.architecture import Activation, Architecture, Experts, QKNorm
+from megarl.models.architecture import Architecture, Experts, QKNorm
 from megarl.models.delta_net import DELTA_NET
 from megarl.models.experts import EXPERTS
 from megarl.models.latent import LATENT_ATTENTION
 from megarl.models.layers import has_dense_layers, replaces_core
+from megarl.models.mamba import MAMBA
 from megarl.models.mapping import PartKind, size_of
 from megarl.models.sparse_attention import (
     BLOCK_QUERIES,
@@ -42,6 +43,7 @@ from megarl.plan.placement.model_state import weight_bytes
 
 _FLOAT32 = 4
 _CHUNK = 64  # tokens that the kernels of gated delta nets process at a time
+_MAMBA_CHUNK = 128  # and those of Mamba-2 mixers
 
 
 class PartMemory(NamedTuple):
@@ -68,7 +70,7 @@ class LayerSizes:
         uneven: Whether the rank's first expert receives twice its share of the tokens.
 
     Attributes:
-        kernels: The kernels of the run. On CUDA, flash-linear-attention is taken to be installed.
+        kernels: The kernels of the run. On CUDA, the packages of recurrences are taken to be installed.
         element: The bytes of an element of the weights' dtype.
         longest: The tokens of the longest row.
         tokens: The tokens of the micro-batch on the rank.
@@ -350,6 +352,37 @@ def _delta_net(layer: LayerSizes) -> PartMemory:
     return PartMemory(ceil(repeats * kept + value), ceil(repeats * transient), ceil(repeats * (kept + chunk)))
 
 
+def _mamba(layer: LayerSizes) -> PartMemory:
+    """Return the memory of a Mamba-2 mixer. Context parallelism distributes heads instead of tokens."""
+    sizes = dimension_sizes(layer.architecture)
+    repeats = layer.repeats
+    cut = layer.parallel.tensor_parallel_size
+    value = sizes["Z"] // cut
+    groups = sizes["J"] // cut
+    heads = sizes["T"] // cut
+    number = 4 / layer.element  # a float32 value, in elements
+    channels = value + 2 * groups * sizes["X"]
+    projected = value + channels + heads
+
+    # Torch saves the inputs and the output, and computes everything between them again: what the convolution
+    # sees, several times in float32; both vectors as all heads see them; several products with the tokens of
+    # a chunk; and a token's part of the states.
+    if layer.kernels is not Kernels.flash:
+        chunk = heads * number * (_CHUNK + size_of("X Y", sizes) / _CHUNK)
+        again = number * (3 * channels + 6 * heads * sizes["X"] + 6 * value) + 4 * chunk
+        wide = ceil(repeats * (projected + again))
+        return PartMemory(ceil(repeats * projected + value), 2 * wide, wide)
+
+    # The kernel saves its input, the outputs before and after the gated norm, and a number for each group.
+    # It computes what the convolution sees, time steps, and the products and states of chunks again.
+    kept = projected + 2 * value + groups * number
+    chunk = groups * number * _MAMBA_CHUNK + heads * number * (2 + size_of("X Y", sizes) / _MAMBA_CHUNK)
+    transient = projected + 2 * channels + 2 * chunk + heads * number * sizes["X"] / sizes["Y"]
+    return PartMemory(
+        ceil(repeats * kept + value), ceil(repeats * transient), ceil(repeats * (kept + channels + chunk))
+    )
+
+
 def _experts(layer: LayerSizes) -> PartMemory:
     """Return the memory of experts on the rank that holds expert 0.
 
@@ -382,10 +415,12 @@ def _experts(layer: LayerSizes) -> PartMemory:
     )
     routing += sent * index + met * number
     shared = experts.shared_intermediate_size
-    of_shared = 3 * shared / parallel.tensor_parallel_size + own * (hidden + 2) * experts.has_shared_gate
+    outputs = _outputs_of_mlp(layer)
+    of_shared = outputs * shared / parallel.tensor_parallel_size
+    of_shared += own * (hidden + 2) * experts.has_shared_gate
 
-    # Each expert's input, gate and up, and their product.
-    kept = routing + met * (hidden + 3 * experts.intermediate_size / cut) + of_shared
+    # Each expert's input, and the outputs of its first matrix and of the activation.
+    kept = routing + met * (hidden + outputs * experts.intermediate_size / cut) + of_shared
 
     # Tokens as sent and as received, expert outputs, and their combination. Parts of a sharded expert are
     # summed in float32.
@@ -393,8 +428,13 @@ def _experts(layer: LayerSizes) -> PartMemory:
     # The activation's backward pass multiplies by the tokens' weights in float32. It has gradients of the
     # product and of gate and up, two temporaries, and the gradients of the expert's output and the product.
     inner = experts.intermediate_size / cut
-    backward = met * (hidden + inner * (1 + 5 * number)) * (architecture.activation is Activation.silu)
+    backward = met * (hidden + inner * (1 + 5 * number))
     return PartMemory(ceil(kept), ceil(max(transient, backward)), ceil(transient + routing + met * hidden))
+
+
+def _outputs_of_mlp(layer: LayerSizes) -> int:
+    """Return how many tensors a feed-forward saves: gate, up and their product; or up, and its activation."""
+    return 2 + layer.architecture.activation.has_gate
 
 
 def _crowding(layer: LayerSizes) -> float:
@@ -415,8 +455,9 @@ ACTIVATIONS: dict[PartKind, Callable[[LayerSizes], PartMemory]] = {
     SPARSE_ATTENTION: partial(_sparse_attention, has_indexer=True),
     REUSED_SELECTION: partial(_sparse_attention, has_indexer=False),
     DELTA_NET: _delta_net,
-    # Gate, up and their product; on a CPU, also the activated gate.
-    MLP: lambda layer: PartMemory((3 + (layer.kernels is Kernels.cpu)) * layer.gate),
+    MAMBA: _mamba,
+    # On a CPU, also the activated gate.
+    MLP: lambda layer: PartMemory((_outputs_of_mlp(layer) + (layer.kernels is Kernels.cpu)) * layer.gate),
     EXPERTS: _experts,
 }
 

@@ -21,7 +21,7 @@ from megarl.config.schema import (
 )
 from megarl.models.architecture import Architecture
 from megarl.models.layers import layers_of, num_routing_layers
-from megarl.models.mapping import size_of
+from megarl.models.mapping import has_mixer, is_dense, size_of
 from megarl.models.tensor_table import dimension_sizes
 from megarl.plan.placement.layer_sizes import alike_stages, layers_of_stage
 from megarl.plan.placement.model_state import model_state, weight_bytes
@@ -155,11 +155,13 @@ def _stage(
     count = training_counts if trains else scoring_counts
     layers = layers_of_stage(architecture, role.parallel, stage)
     sparse = num_routing_layers(architecture, layers)
-    exchanges = _LAUNCHES_OF_CONTEXT * len(layers) if role.parallel.context_parallel_size > 1 else 0
-    launched = len(layers) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
+    mixers = sum(has_mixer(architecture, layer) for layer in layers)
+    exchanges = _LAUNCHES_OF_CONTEXT * mixers if role.parallel.context_parallel_size > 1 else 0
+    parts = [part for layer in layers for part in layers_of(architecture)[layer]]
+    # A layer has two parts, unless it has a mixer or a feed-forward only.
+    launched = ceil(len(parts) / 2) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
     how, modules, _ = role.recomputation
     repeats_core = trains and how is Recompute.selective and RecomputeModule.core_attn in modules
-    parts = (part for layer in layers for part in layers_of(architecture)[layer])
     recurrent = sum(part.kind.recurrence != "0" for part in parts)
     # The loop keeps nothing for the backward pass, and runs again.
     looped = _LAUNCHES_OF_CHUNK * chunks * recurrent * (passes(role, trains) + trains)
@@ -203,8 +205,11 @@ def elementwise_bytes(
     # Sequence parallelism splits the hidden state between the products of a layer.
     hidden = _HIDDEN_PASSES * architecture.hidden_size / (size if parallel.sequence_parallel else 1)
     heads = (architecture.num_attention_heads + 2 * architecture.num_key_value_heads) * architecture.head_dim
-    layer = len(layers) * (hidden + _HEAD_PASSES * heads / size)
-    layer += (len(layers) - sparse) * _ACTIVATION_PASSES * architecture.intermediate_size / size
+    mixers = sum(has_mixer(architecture, layer) for layer in layers)
+    dense = sum(is_dense(architecture, layer) for layer in layers)
+    # The passes are those of two parts, each with a norm and a residual addition.
+    layer = (mixers + dense + sparse) / 2 * hidden + mixers * _HEAD_PASSES * heads / size
+    layer += dense * _ACTIVATION_PASSES * architecture.intermediate_size / size
     layer += sparse * _sparse_elements(architecture) / size
     moved = batch.tokens * layer * weight_bytes(config.model.dtype) * passes(role, trains)
 

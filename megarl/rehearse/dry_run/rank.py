@@ -51,7 +51,12 @@ from megarl.rehearse.dry_run.record import (
     RehearsalError,
 )
 from megarl.rehearse.dry_run.rows import RehearsedBatch, even_routes, make_rows, uneven_routes, with_loss
-from megarl.rehearse.dry_run.stand_ins import flash_linear_attention, te_signature, transformer_engine_torch
+from megarl.rehearse.dry_run.stand_ins import (
+    flash_linear_attention,
+    mamba_ssm,
+    te_signature,
+    transformer_engine_torch,
+)
 from megarl.weights.block_scaling import QuantizedShards, maximum_over_ranks
 from megarl.weights.load import check_parameters
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
@@ -81,6 +86,7 @@ def prepare() -> None:
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
     flash_linear_attention.install()
+    mamba_ssm.install()
     with FakeTensorMode():  # the same for what torch imports for its first fake tensor
         torch.ones(2, 2) @ torch.ones(2, 2)
 

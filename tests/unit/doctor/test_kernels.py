@@ -59,19 +59,23 @@ def test_kernels_that_are_not_installed(engine: EngineConfig, named: str) -> Non
         ("qwen3_next", Device.cuda, True, False),
         ("qwen3_next", Device.cpu, False, False),
         ("qwen3", Device.cuda, False, False),
+        ("nemotron_h", Device.cuda, False, True),
+        ("nemotron_h", Device.cuda, True, False),
     ],
 )
-def test_gated_delta_nets_without_their_kernels(
+def test_recurrences_without_their_kernels(
     family: str, device: Device, installed: bool, is_said: bool
 ) -> None:
     run = replace(subject(EngineConfig(), device), architectures={"actor": example_architecture(family)})
-    packages = {"fla": ModuleSpec("fla", None)} if installed else {}
+    kernels = ("fla", "mamba_ssm", "causal_conv1d")
+    packages = {name: ModuleSpec(name, None) for name in kernels} if installed else {}
     with (
         mock.patch.object(software, "find_spec", packages.get),
         mock.patch.object(software, "has_transformer_engine", return_value=False),
     ):
         found = list(software.layers(run))
-    said = [each for each in found if "flash-linear-attention is not installed" in each.message]
+    missing = "mamba-ssm and causal-conv1d are" if family == "nemotron_h" else "flash-linear-attention is"
+    said = [each for each in found if f"{missing} not installed" in each.message]
     assert len(said) == is_said
     assert all(each.status is Status.warning for each in said)
     assert found[-1].status is Status.ok

@@ -70,6 +70,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_po
 # Dense models with a part that no family's example has.
 VARIANTS: dict[str, PretrainedConfig] = {"yarn": example_config("qwen2", **_HEADS, tie_word_embeddings=True)}
 VARIANTS["yarn"].rope_parameters = YARN
+# Layers of one part without experts, of which the last one has a recurrent state.
+VARIANTS["nemotron_h-dense"] = example_config(
+    "nemotron_h",
+    **_HEADS,
+    layers_block_type=["mlp", "linear_attention", "full_attention", "linear_attention"],
+)
 # MoE models in which every token goes to all experts, so that rounding selects no others: with groups of products,
 # sinks and windows, gated delta nets, latent attention.
 EVERY_EXPERT: dict[str, PretrainedConfig] = {
@@ -78,7 +84,7 @@ EVERY_EXPERT: dict[str, PretrainedConfig] = {
 }
 IDLE_EXPERT = 3
 SELECTION_BIAS = "e_score_correction_bias"
-ROUTER_WEIGHTS = ("mlp.gate.weight", "mlp.router.weight")
+ROUTER_WEIGHTS = ("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight")
 
 
 def save_model(family: str, folder: Path, seed: int = 0) -> None:
@@ -160,7 +166,8 @@ def save_critic(lm_folder: Path, folder: Path, seed: int = 0) -> None:
         for name, value in load_file(lm_folder / "model.safetensors").items()
         if name != "lm_head.weight"
     }
-    embedding = next(value for name, value in tensors.items() if name.endswith("embed_tokens.weight"))
+    names = ("embed_tokens.weight", "embeddings.weight")
+    embedding = next(value for name, value in tensors.items() if name.endswith(names))
     tensors["score.weight"] = (
         torch.randn(1, embedding.shape[1], generator=torch.Generator().manual_seed(seed)) * 0.3
     )
@@ -192,7 +199,7 @@ def record_routers(model: torch.nn.Module) -> dict[str, list[Routed]]:
     recorded: dict[str, list[Routed]] = {}
 
     for name, module in model.named_modules():
-        if name.endswith(("mlp.gate", "mlp.router")):
+        if name.endswith(("mlp.gate", "mlp.router", "mixer.gate")):
             module.register_forward_hook(
                 lambda router, inputs, output, name=name: recorded.setdefault(name, []).append(
                     Routed(

@@ -1,4 +1,4 @@
-"""Gated delta nets in an engine: padded rows, and how a checkpoint holds the parts of a projection."""
+"""Layers with states in an engine: padded rows, and how a checkpoint holds the parts of a projection."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.unit.engine.models import load_lm, make_batch, reference_logits, save
 from tests.unit.engine.rank_side import Tensors, build, deal, join_rows, start, take
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_model("qwen3_next", path)
+@pytest.fixture(scope="module", params=["qwen3_next", "nemotron_h"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, path)
     return path
 
 
@@ -66,18 +66,25 @@ def sections(folder: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...], t
     return [(part.key, part.global_shape, part.global_offset, part.local_shape) for part in slices]
 
 
-def test_a_checkpoint_has_queries_keys_values_gates_strengths_and_decays_one_after_another(
+# Gated delta nets have 4 key heads of 16 numbers and 8 value heads of 12; Mamba-2 mixers 4 groups of state
+# vectors of 16 numbers and 8 heads of 12.
+SECTIONS = {
+    "qwen3_next": ((0, 64, 128, 224, 320, 328), (64, 64, 96, 96, 8, 8)),
+    "nemotron_h": ((0, 96, 192, 256, 320), (96, 96, 64, 64, 8)),
+}
+
+
+def test_a_checkpoint_has_the_parts_of_a_projection_one_after_another(
     folder: Path, rank_pool: RankPool
 ) -> None:
-    """4 key heads of 16 numbers and 8 value heads of 12, distributed over two ranks."""
+    """Queries, keys, values, gates, strengths and decays; or gates, inputs, both vectors and time steps."""
     found = rank_pool.run(sections, world_size=2, folder=str(folder))
-    starts = (0, 64, 128, 224, 320, 328)
-    sizes = (64, 64, 96, 96, 8, 8)
+    starts, sizes = next(each for name, each in SECTIONS.items() if folder.name.startswith(name))
     for rank, slices in enumerate(found):
         assert [part[2:] for part in slices] == [
             ((first + rank * size // 2, 0), (size // 2, 64))
             for first, size in zip(starts, sizes, strict=True)
         ]
         assert {part[:2] for part in slices} == {
-            ("decoder.layers.0.self_attention.in_proj.weight", (336, 64))
+            ("decoder.layers.0.self_attention.in_proj.weight", (sum(sizes), 64))
         }

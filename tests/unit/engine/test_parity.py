@@ -107,7 +107,7 @@ OF_DENSE = [name for name in CASES if name not in OF_EXPERTS]
 # with a tied embedding and one without show these in every layout.
 OF_LAYERS = ("policy", "critic")
 WITH_EVERY_CASE = ("qwen3-tied", "llama2")
-ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias", "mixer.gate.weight")
 WITH_LOGITS = ("policy", "policy with experts")
 
 # Every layout with a bias of q, k and v or none, a norm of q and k or none, and an embedding tied or not. The
@@ -136,7 +136,7 @@ VARIANT_CASES: list[Comparison] = [
 NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5, "qwen3_next": 5}
 NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5, "qwen3_vl_moe": 5, "deepseek_v32": 5, "glm_moe_dsa": 1}
 NUM_EXPERT_LAYOUTS |= dict.fromkeys(RENAMED_FAMILIES, 1)
-NUM_EXPERT_LAYOUTS |= {"minimax_m2": 5}
+NUM_EXPERT_LAYOUTS |= {"minimax_m2": 5, "nemotron_h": len(EXPERT_LAYOUTS)}
 EXPERT_CASES: list[Comparison] = [
     (family, layout)
     for family in EXPERT_FAMILIES
@@ -404,9 +404,8 @@ def compare(reference: Reference, layout: str, rank_pool: RankPool) -> None:
             ]
             assert routers
             assert all(torch.equal(weights[key], stored[key]) for key in routers)
-            (norm,) = (
-                key for key in weights if key.endswith((".language_model.norm.weight", "model.norm.weight"))
-            )
+            norms = (".language_model.norm.weight", "model.norm.weight", ".norm_f.weight")
+            (norm,) = (key for key in weights if key.endswith(norms))
             assert not torch.equal(weights[norm], stored[norm])
         for rank in ranks:
             assert rank[name].outputs.keys() == want.outputs.keys()

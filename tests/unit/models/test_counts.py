@@ -22,7 +22,7 @@ from megarl.models.counts import (
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.plan.placement.model_state import stage_parameters
 from megarl.weights.shard_layout import layouts_of, shard_shapes
-from tests.families import is_kept, new_model
+from tests.families import UNTIED_FAMILIES, is_kept, new_model
 
 LAYOUTS = [
     ParallelConfig(),
@@ -46,12 +46,19 @@ def written(folder: Path, fields: dict[str, Any]) -> Architecture:
     return read_architecture(str(folder))
 
 
+def with_tied_embedding(model_type: str, tied: bool) -> dict[str, Any]:
+    """Return the example of a family, whose embedding is tied on request if its class can do so."""
+    return FAMILIES[model_type].example() | (
+        {} if model_type in UNTIED_FAMILIES else {"tie_word_embeddings": tied}
+    )
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_model_has_as_many_parameters_as_in_transformers(
     tmp_path: Path, model_type: str, tied: bool
 ) -> None:
-    architecture = written(tmp_path, FAMILIES[model_type].example() | {"tie_word_embeddings": tied})
+    architecture = written(tmp_path, with_tied_embedding(model_type, tied))
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(tmp_path)
         reference = new_model(config)
@@ -64,7 +71,7 @@ def test_a_model_has_as_many_parameters_as_in_transformers(
     assert num_parameters(architecture) == expected
 
     # A value head of (H) weights replaces an output layer of (V, H).
-    output = 0 if tied else reference.lm_head.weight.numel()
+    output = 0 if architecture.tie_word_embeddings else reference.lm_head.weight.numel()
     with_value_head = expected - output + architecture.hidden_size
     assert num_parameters(architecture, with_value_head=True) == with_value_head
 
@@ -77,7 +84,7 @@ def test_a_model_has_as_many_parameters_as_in_transformers(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_stage_counts_what_its_shards_hold(tmp_path: Path, model_type: str, tied: bool, head: Any) -> None:
-    architecture = written(tmp_path, FAMILIES[model_type].example() | {"tie_word_embeddings": tied})
+    architecture = written(tmp_path, with_tied_embedding(model_type, tied))
     for parallel in [*LAYOUTS, *(EXPERT_LAYOUTS if architecture.experts else [])]:
         for rank, layout in enumerate(layouts_of(architecture, parallel)):
             stage = parallel.coordinate(rank).pp

@@ -87,9 +87,13 @@ def test_sizes_are_those_that_transformers_reads(tmp_path: Path, model_type: str
     ):
         assert getattr(architecture, name) == getattr(reference, name), name
 
-    assert architecture.rms_norm_eps == reference.rms_norm_eps
-    rope = reference.rope_parameters
-    assert architecture.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    eps = reference.layer_norm_epsilon if model_type == "nemotron_h" else reference.rms_norm_eps
+    assert architecture.rms_norm_eps == eps
+    if hasattr(reference, "rope_parameters"):
+        rope = reference.rope_parameters
+        assert architecture.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    else:
+        assert len(architecture.layers_without_rope) == architecture.num_hidden_layers
     if architecture.local_rope is not None:
         assert architecture.local_rope[0] == rope["sliding_attention"]["rope_theta"]
     assert architecture.tie_word_embeddings == whole.tie_word_embeddings

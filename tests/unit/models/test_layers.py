@@ -20,7 +20,7 @@ from megarl.models.layers import (
     stores_layers_apart,
     window_of,
 )
-from megarl.models.mapping import FEED_FORWARD, num_row_axes, size_of
+from megarl.models.mapping import FEED_FORWARD, MIXER, num_row_axes, size_of
 from megarl.models.tensor_table import dimension_sizes, weights_of
 from tests.families import example_architecture
 
@@ -62,11 +62,19 @@ def test_the_sizes_of_every_kind_are_letters_of_the_table(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_layer_mixes_tokens_before_its_feed_forward(name: str) -> None:
     architecture = example_architecture(name)
+    recurrent = (*architecture.delta_layers, *architecture.mamba_layers)
     for number, layer in enumerate(layers_of(architecture)):
-        mixer, feed_forward = (part.kind for part in layer)
-        assert bool(mixer.of_pair) != bool(mixer.recurrence != "0")
-        assert (mixer.recurrence != "0") == (number in architecture.delta_layers)
-        assert feed_forward.routes_tokens == (number in architecture.sparse_layers)
+        prefixes = [
+            *([MIXER] if number not in architecture.layers_without_mixer else []),
+            *([FEED_FORWARD] if number not in architecture.layers_without_feed_forward else []),
+        ]
+        assert prefixes
+        assert [part.kind.prefix for part in layer] == prefixes
+        for kind in (part.kind for part in layer if part.kind.prefix == MIXER):
+            assert bool(kind.of_pair) != bool(kind.recurrence != "0")
+            assert (kind.recurrence != "0") == (number in recurrent)
+        for kind in (part.kind for part in layer if part.kind.prefix == FEED_FORWARD):
+            assert kind.routes_tokens == (number in architecture.sparse_layers)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -88,6 +96,8 @@ def test_every_kind_of_a_model_has_the_limits_of_its_fields(name: str) -> None:
         expected["intermediate_size"] = architecture.intermediate_size
     if architecture.delta_net is not None:
         expected["linear_num_key_heads"] = architecture.delta_net.num_key_heads
+    if architecture.mamba is not None:
+        expected["n_groups"] = architecture.mamba.num_groups
     assert shared == expected
 
 
@@ -100,13 +110,14 @@ def test_questions_about_a_whole_model(name: str) -> None:
     assert reads_images(architecture) == (architecture.vision is not None)
     deepstack = () if architecture.vision is None else architecture.vision.deepstack_blocks
     assert architecture.num_image_layers == len(deepstack)
+    has_states = architecture.delta_net is not None or architecture.mamba is not None
     assert stores_layers_apart(architecture) == (
-        architecture.delta_net is not None or (architecture.experts is not None and has_dense)
+        has_states or (architecture.experts is not None and has_dense)
     )
     most = 0 if architecture.indexer is None else architecture.indexer.topk
     windows = architecture.windows or (most,) * architecture.num_hidden_layers
     assert tuple(window_of(architecture, layer) for layer in range(len(windows))) == windows
-    for layer in range(architecture.num_hidden_layers):
+    for layer in set(range(architecture.num_hidden_layers)) - {*architecture.layers_without_feed_forward}:
         stored = kind_of(architecture, layer, FEED_FORWARD).stored_norm
         assert stored.startswith("pre_mlp") == (layer in architecture.sparse_layers)
 

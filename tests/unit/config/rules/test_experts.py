@@ -255,6 +255,23 @@ def test_heads_of_gated_delta_nets_divide_over_ranks(ppo: str, tmp_path: Path) -
     assert "has gated delta nets, whose states SGLang keeps on GPUs only; use device=cuda" in found
 
 
+def test_groups_of_mamba_mixers_divide_over_ranks(ppo: str, tmp_path: Path) -> None:
+    """A model with 4 groups, whose heads are normalized together."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["nemotron_h"].example()))
+    found = "\n".join(
+        violations(
+            ppo,
+            f"model.path={tmp_path}",
+            "device=cpu",
+            "actor.parallel.tensor_parallel_size=4",
+            "actor.parallel.context_parallel_size=2",
+        )
+    )
+    assert "n_groups 4 of" in found
+    assert "does not divide by tensor_parallel_size 4 x context_parallel_size 2 = 8; use 4 ranks" in found
+    assert "has Mamba-2 mixers, whose kernels SGLang has for GPUs only; use device=cuda" in found
+
+
 def test_no_engine_on_a_cpu_keeps_the_states_of_gated_delta_nets(ppo: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_5"].example()))
     found = "\n".join(violations(ppo, f"model.path={tmp_path}", "rollout.engine=hf"))

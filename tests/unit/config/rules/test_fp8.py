@@ -157,6 +157,7 @@ def test_the_difference_is_corrected(tmp_path: Path, overrides: list[str]) -> No
     ("family", "part"),
     [
         ("qwen3_next", "gated delta nets"),
+        ("nemotron_h", "Mamba-2 mixers"),
         ("qwen2_5_vl", "a vision tower"),
         ("gpt_oss", "experts with biases"),
     ],

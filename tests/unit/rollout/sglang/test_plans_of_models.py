@@ -57,10 +57,21 @@ def save(folder: Path, family: str, tied: bool, architecture: str) -> int:
     model = random_model(family, tied=tied)
     model.config.architectures = [architecture]
     model.config.save_pretrained(folder)
+    if family == "nemotron_h":
+        write_pattern(folder / "config.json")
     manifest = manifest_of(model)
     (folder / "manifest.json").write_text(json.dumps({name: meta.shape for name, meta in manifest.items()}))
 
     return len(manifest)
+
+
+def write_pattern(file: Path) -> None:
+    """Name the layers as published folders do. SGLang's class refuses the names of transformers v5."""
+    fields = json.loads(file.read_text())
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+    pattern = "".join(letters[kind] for kind in fields.pop("layers_block_type"))
+    del fields["mtp_layers_block_type"]
+    file.write_text(json.dumps(fields | {"hybrid_override_pattern": pattern}))
 
 
 def plans(
