@@ -18,7 +18,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.learning import records
 from benchmarks.learning.tasks import COMPARISONS, MODEL, ROOT, RUNS, SUMS, TASKS, prepare
@@ -27,8 +26,6 @@ from megarl.machine.files import write_whole
 from megarl.recipes.quickstart.run import run_stages
 
 NUM_COMPARED_SEEDS = 5
-_BOUNDS = (0.1, 0.6)  # of the score before: outside of them, most groups have no signal
-_LEAST_PASS_GAIN = 0.15  # of pass@8 over the score
 _CHECKPOINTS = ("checkpoint.every_steps=5", "checkpoint.keep=1")
 
 
@@ -61,7 +58,7 @@ def main() -> int:
         return status
     if arguments.before:
         return 0
-    if refusal := nothing_to_learn(task):
+    if refusal := records.nothing_to_learn(task):
         print(refusal, file=sys.stderr)
         return 1
 
@@ -73,13 +70,9 @@ def main() -> int:
     return 0
 
 
-def before_file(task: str) -> Path:
-    return records.FOLDER / task / "before.json"
-
-
 def evaluate_before(task: str) -> int:
     """Evaluate the model before training, with 8 samples per prompt. Return the exit status."""
-    file = before_file(task)
+    file = records.before_file(task)
     if file.exists():
         return 0
 
@@ -106,20 +99,6 @@ def evaluate_before(task: str) -> int:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps({**about, "results": results["results"]}, indent=1) + "\n")
     return 0
-
-
-def nothing_to_learn(task: str) -> str | None:
-    """Return why a task is not trained, or None."""
-    metrics = json.loads(before_file(task).read_text(encoding="utf-8"))["results"][task]["metrics"]
-    score = metrics["score/mean"]["value"]
-    passes = metrics["pass@8"]["value"]
-    low, high = _BOUNDS
-    if low <= score <= high and passes >= score + _LEAST_PASS_GAIN:
-        return None
-    return (
-        f"{task} is not trained: before training its score is {score:.3f} and pass@8 {passes:.3f}; GRPO needs a score "
-        f"from {low} to {high}, and a pass@8 at least {_LEAST_PASS_GAIN} above it"
-    )
 
 
 def train(task: str, name: str, seed: int, overrides: Sequence[str], *, resume: bool) -> int:

@@ -29,6 +29,8 @@ from megarl.machine.files import write_whole
 
 FOLDER = ROOT / "benchmarks" / "learning_curves"
 SCORE = "val/score/mean"
+_BOUNDS = (0.1, 0.6)  # of the score before: outside of them, most groups have no signal
+_LEAST_PASS_GAIN = 0.15  # of pass@8 over the score
 NUM_SAMPLES = 6  # answers that a record keeps of the first validation and of the last
 
 _METRICS = (
@@ -81,6 +83,24 @@ class Run:
 
 def path_of(name: str, seed: int) -> Path:
     return FOLDER / name / f"seed{seed}.jsonl"
+
+
+def before_file(task: str) -> Path:
+    return FOLDER / task / "before.json"
+
+
+def nothing_to_learn(task: str) -> str | None:
+    """Return why a task that was evaluated is not trained, or None."""
+    metrics = json.loads(before_file(task).read_text(encoding="utf-8"))["results"][task]["metrics"]
+    score = metrics["score/mean"]["value"]
+    passes = metrics["pass@8"]["value"]
+    low, high = _BOUNDS
+    if low <= score <= high and passes >= score + _LEAST_PASS_GAIN:
+        return None
+    return (
+        f"{task} is not trained: before training its score is {score:.3f} and pass@8 {passes:.3f}; GRPO needs a score "
+        f"from {low} to {high}, and a pass@8 at least {_LEAST_PASS_GAIN} above it"
+    )
 
 
 def read_runs(name: str, folder: Path = FOLDER) -> list[Run]:

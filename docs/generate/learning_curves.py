@@ -8,7 +8,7 @@ from functools import partial
 from math import isfinite
 
 from benchmarks.learning.bands import Band, band
-from benchmarks.learning.records import FOLDER, Run, read_runs
+from benchmarks.learning.records import Run, before_file, nothing_to_learn, read_runs
 from benchmarks.learning.tasks import COMPARISONS, TASKS
 from docs.generate.svg import FILLS, INK, Drawing
 
@@ -50,12 +50,18 @@ def _summary() -> str:
     for task in TASKS:
         runs = read_runs(task)
         count = f"{len(runs)} of {TASKS[task].num_seeds}"
-        cells = [_MISSING, "", ""]
+        cells = ["" if runs else _unrecorded(task).partition(":")[0], "", ""]
         if runs:
             before, after = (band([list(run.curve.values())[end] for run in runs]) for end in (0, -1))
             cells = [f"{before.mean:.3f}", f"{after.mean:.3f}", _interval(band([run.gain for run in runs]))]
         rows.append(f"| [{task}](#{task}) | {' | '.join(cells)} | {count} |")
     return "\n".join(rows)
+
+
+def _unrecorded(task: str) -> str:
+    """Say why a task has no runs: its score before training left nothing to reinforce, or they are still to come."""
+    refusal = nothing_to_learn(task) if before_file(task).exists() else None
+    return refusal or _MISSING
 
 
 def _interval(value: Band) -> str:
@@ -74,7 +80,7 @@ def _task(task: str) -> list[str]:
 
     runs = read_runs(task)
     if not runs:
-        return [*parts, f"Runs: {_MISSING}."]
+        return [*parts, f"Runs: {_unrecorded(task)}."]
 
     parts.append(claim(runs))
     parts.append(
@@ -100,7 +106,7 @@ def claim(runs: Sequence[Run]) -> str:
 
 
 def _before(task: str) -> str | None:
-    file = FOLDER / task / "before.json"
+    file = before_file(task)
     if not file.exists():
         return None
     evaluated = json.loads(file.read_text(encoding="utf-8"))

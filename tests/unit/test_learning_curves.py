@@ -265,10 +265,10 @@ def test_a_task_without_signal_is_not_trained(
     folders: Path, score: float, passes: float, is_trained: bool
 ) -> None:
     metrics = {"score/mean": {"value": score}, "pass@8": {"value": passes}}
-    file = command.before_file("gcd")
+    file = records.before_file("gcd")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"results": {"gcd": {"metrics": metrics}}}))
-    refusal = command.nothing_to_learn("gcd")
+    refusal = records.nothing_to_learn("gcd")
     assert (refusal is None) == is_trained
     assert is_trained or f"its score is {score:.3f} and pass@8 {passes:.3f}" in str(refusal)
 
