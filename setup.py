@@ -54,7 +54,7 @@ setup(
         "sglang-cpu": [*_ranges("SGLANG_CPU"), f"aiohttp{VERSIONS['SGLANG']['aiohttp']}"],
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
         "mcp": ["mcp>=2.3,<3"],  # tools from servers of the Model Context Protocol
-        # Environments of hubs, with the versions whose interfaces the adapters use (docs/hubs.md).
+        # Environments of hubs, with the versions whose interfaces the adapters use (docs/agents.md).
         "reasoning_gym": ["reasoning-gym==0.1.25"],
         "verifiers": ["verifiers==0.4.0"],
         "openenv": ["openenv==0.10.0"],

@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.machine.files import parse_json
 from megarl.tracking.metrics_file import read_metrics
@@ -168,7 +168,7 @@ def read_rows(folder: Path = FOLDER) -> dict[str, list[Row]]:
                 ) from error
             # JSON has no integers as keys.
             curves = {
-                name: {int(step): value for step, value in curve.items()}
+                name: {int(step): value for step, value in dict[Any, float](curve).items()}
                 for name, curve in row.curves.items()
             }
             rows.setdefault(row.command, []).append(row._replace(curves=curves))

@@ -114,7 +114,7 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
     layout = row["train"]
     pipeline = layout.get("pp", 1)
     replica = layout.get("tp", 1) * layout.get("cp", 1) * pipeline
-    # Runs that generate ahead split the devices, in half unless the recipe says otherwise.
+    # Runs that generate ahead split the devices, in half unless the recipe specifies another split.
     engines = row.get("gen_gpus", row["gpus"] // 2) if row["staleness"] else row["gpus"]
     trainers = row["gpus"] - engines if row["staleness"] else row["gpus"]
     device = load_device(row.get("device", FITTED_DEVICE))

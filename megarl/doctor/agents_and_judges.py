@@ -206,7 +206,7 @@ def _judge_hub(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: C
         playing = rehearse_episode(agent, task, tokenizer, tokens, [ANSWER], config.max_row_tokens)
         played = asyncio.run(playing)
     except ValueError as error:
-        return refused(AGENT, "agent.environment", error, "see docs/hubs.md", files=name)
+        return refused(AGENT, "agent.environment", error, "see docs/agents.md", files=name)
     if played.why:
         message = f"agent.environment: {name}, with {place} and the answer {ANSWER!r}: {played.why}"
         return wrong(AGENT, message, "fix the environment, its arguments or the row", files=name)

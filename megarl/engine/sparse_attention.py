@@ -45,7 +45,7 @@ _NORM_EPS = 1e-6  # of the norm of index keys, in the published code and in tran
 
 
 class IndexInputs(NamedTuple):
-    """What an indexer computes from the tokens of a rank.
+    """The index queries, keys and weights of a rank's tokens.
 
     Attributes:
         queries: (T, n, j).
@@ -179,7 +179,7 @@ class KeyedPiece(NamedTuple):
 
 
 class SparseRows(NamedTuple):
-    """What the layers of a micro-batch with packed rows have in common.
+    """The state that the layers of a micro-batch with packed rows share.
 
     Attributes:
         pieces: The pieces of the rank.
@@ -247,7 +247,7 @@ def select_keys(inputs: IndexInputs, pieces: Sequence[KeyedPiece], topk: int) ->
 
 def selected_mask(selected: Tensor, num_keys: int) -> Tensor:
     """Return whether each key (L, K) is among the selected places (L, topk)."""
-    # Places of -1 mark a column behind the last key.
+    # Places of -1 mark a column after the last key.
     places = selected.long().where(selected >= 0, num_keys)
     mask = torch.zeros(len(selected), num_keys + 1, dtype=torch.bool, device=selected.device)
     return mask.scatter_(1, places, True)[:, :num_keys]

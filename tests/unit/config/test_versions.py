@@ -63,7 +63,7 @@ def test_the_extra_of_a_hub_installs_the_version_of_its_adapter() -> None:
     setup = (ROOT / "setup.py").read_text()
     for hub in Hub:
         assert f'"{hub.value}": ["{hub.needs.package}"],' in setup
-    assert all(hub.needs.package in (ROOT / "docs" / "hubs.md").read_text() for hub in Hub)
+    assert all(hub.needs.package in (ROOT / "docs" / "agents.md").read_text() for hub in Hub)
 
 
 def test_setup_installs_by_the_table(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Test environments of the hubs with a client of their own or a server, each with the hub's real package.
 
-None of these packages can be in the lock of megarl (docs/hubs.md): the tests run where MEGARL_HUBS names a
+None of these packages can be in the lock of megarl (docs/agents.md): the tests run where MEGARL_HUBS names a
 folder with their virtual environments.
 """
 
