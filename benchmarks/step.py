@@ -60,7 +60,7 @@ TARGET = 1.5
 _SIZES = {"megarl": (1024, 2048, 4096, 8192), "TRL": (8, 16, 32, 64)}  # of a micro-batch
 _UNITS = {"megarl": "tokens", "TRL": "rows"}
 Setting = tuple[int, int]  # the number of processes, which share the cores, and the size of a micro-batch
-QUICK: Mapping[str, Setting] = {"megarl": (2, 2048), "TRL": (1, 32)}
+QUICK: Mapping[str, Setting] = {"megarl": (1, 4096), "TRL": (1, 32)}
 _TEMPLATE = (
     "{% for message in messages %}<user>{{ message.content }}{% endfor %}{% if "
     "add_generation_prompt %}<model>{% endif %}"
