@@ -211,7 +211,8 @@ def test_the_disk_that_checkpoints_take_is_counted(
     """The model has 101 x 48 embeddings, an output layer or a value head, and four layers.
 
     Each parameter has 12 float32 bytes in addition to the bfloat16 weights. Trained models have the rows of
-    the vocabulary up to a multiple of 128, and the exported policy has not.
+    the vocabulary up to a multiple of 128 x the tensor-parallel size, 2 of the actor and 1 of the critic.
+    The exported policy is not padded.
     """
     monkeypatch.setenv("COLUMNS", "200")
     assert (
@@ -222,7 +223,7 @@ def test_the_disk_that_checkpoints_take_is_counted(
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
     exported, actor, critic = (
         rows_of_vocabulary * 48 + 4 * layer + 48 + output
-        for rows_of_vocabulary, output in ((101, 101 * 48), (128, 128 * 48), (128, 48))
+        for rows_of_vocabulary, output in ((101, 101 * 48), (256, 256 * 48), (128, 48))
     )
     size = (14 * (actor + critic) + 2 * exported) / 2**20
     assert "checkpoints in /large/disk" in rows
