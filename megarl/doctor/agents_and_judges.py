@@ -353,7 +353,7 @@ def _refusal(
     """Describe the problem if the server would not reply to the judge's requests.
 
     Args:
-        words: What the server says, without the key.
+        words: The message of the server, without the key.
         models: The names that the server lists.
     """
     if reply.is_success:

@@ -161,7 +161,7 @@ class HubPlayer:
                 raise HarnessError(HarnessFailure.raised, str(error)) from error
 
     async def _open(self) -> None:
-        # A rehearsal has started the process before its episode.
+        # The episode of `megarl check` is played by a process that was started before.
         if self._process is None or self._process.returncode is not None:
             await self.start()
         self._reading = asyncio.ensure_future(self._read())

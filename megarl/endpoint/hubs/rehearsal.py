@@ -83,8 +83,7 @@ async def rehearse_episode(
     server = SessionServer(player, tokens, limits, agent.harness, 1, report)
     limit_s = agent.harness.time_limit_s
     try:
-        async with asyncio.timeout(limit_s):
-            version = await player.start()
+        version = await asyncio.wait_for(player.start(), limit_s)
         await server.start()
         prompt = tokens.begin(task.messages, None)
         await server.accept(SessionOrder(0, task, prompt))

@@ -15,11 +15,12 @@ from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Sample
 from megarl.cli.main import main
 from megarl.config.kinds import Hub
-from megarl.config.schema import EnvironmentConfig
+from megarl.config.schema import AgentConfig, EnvironmentConfig, HarnessConfig
 from megarl.endpoint.hubs.process import HubError, HubPlayer
 from megarl.endpoint.hubs.reasoning_gym import compute_score
+from megarl.endpoint.hubs.rehearsal import rehearse_episode
 from megarl.endpoint.session import AgentSession
-from tests.unit.endpoint.hubs.played import TOKENS, conversation, environment, play, rows_of
+from tests.unit.endpoint.hubs.played import TOKENIZER, TOKENS, conversation, environment, play, rows_of
 
 SUMS = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "operators": ["+"], "allow_negation": False}
 
@@ -140,8 +141,38 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_environment_is_open
     assert f"{tmp_path / 'absent'} is no folder in which you can write" in capsys.readouterr().err
 
 
+def test_an_environment_that_does_not_open_is_given_up_by_the_check(tmp_path: Path) -> None:
+    python = program(tmp_path, "while read order; do :; done")
+    config = EnvironmentConfig(hub=Hub.verifiers, name="any", python=python)
+    agent = AgentConfig(environment=config, harness=HarnessConfig(time_limit_s=0.5))
+    with pytest.raises(HubError, match=r"any is not open within 0.5 s \(agent.harness.time_limit_s\)"):
+        asyncio.run(rehearse_episode(agent, Task(), TOKENIZER, TOKENS, ["a"], 100))
+
+
 async def no_sample(token_ids: list[int], max_new_tokens: int, seed: int) -> Sample:
     raise AssertionError("no environment asks for a sample here")
+
+
+def test_an_episode_that_ends_while_the_environment_opens_leaves_it_to_the_next(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    python = program(
+        tmp_path,
+        f"""read order; while [ ! -e {go} ]; do sleep 0.1; done; echo '{{"version": "1"}}'
+        read order; echo '{{"episode": 0, "reward": 0.5, "metrics": {{}}}}'; exec cat > /dev/null""",
+    )
+
+    async def play_twice() -> AgentSession:
+        player = HubPlayer(EnvironmentConfig(hub=Hub.verifiers, name="any", python=python))
+        limits = EpisodeLimits(max_turns=1, max_tokens=100)
+        first, second = (AgentSession(TOKENS, no_sample, limits, Task()) for _ in range(2))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(player(first, "http://127.0.0.1:9"), 0.3)
+        go.touch()
+        await player(second, "http://127.0.0.1:9")
+        await player.close()
+        return second
+
+    assert asyncio.run(play_twice()).reward == 0.5
 
 
 def test_an_episode_of_a_hub_that_reads_nothing_ends_with_its_time_limit(tmp_path: Path) -> None:
