@@ -193,7 +193,7 @@ def _exclude_from_proxies(host: str) -> None:
     """Let the clients of a hub reach a host directly, whatever proxy the machine has."""
     excluded = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")).split(",")
     if host not in excluded and "*" not in excluded:
-        hosts = ",".join(filter(None, [*excluded, host]))
+        hosts = ",".join([*(each for each in excluded if each), host])
         os.environ.update(NO_PROXY=hosts, no_proxy=hosts)
 
 
