@@ -331,24 +331,23 @@ def _largest_kept(values: Iterable[Tensor], highest_mean: float) -> float:
     Args:
         values: Parts (n,) of all values, none of which is negative.
     """
-    number = 0
-    total = 0.0
+    num_small = 0
+    sum_of_small = 0.0
     # Without a larger value, the mean cannot be larger.
-    candidates = [torch.empty(0, dtype=torch.float64)]
+    large = [torch.empty(0, dtype=torch.float64)]
     for part in values:
         exact = part.double()
-        number += len(exact)
-        total += float(exact.sum())
-        candidates.append(exact[exact > highest_mean])
+        is_large = exact > highest_mean
+        large.append(exact[is_large])
+        num_small += len(exact) - len(large[-1])
+        sum_of_small += float(exact[~is_large].sum())
 
-    largest = torch.cat(candidates).sort(descending=True).values
-    dropped = torch.arange(len(largest) + 1)
-    sums = total - torch.cat([torch.zeros(1, dtype=torch.float64), largest.cumsum(0)])
-    means = sums / (number - dropped).clamp(min=1)
-    num_dropped = int((means <= highest_mean).nonzero()[0]) if len(largest) else 0
-    if num_dropped == 0:
+    # Each further value raises the mean. Adding them in this order loses the least to rounding.
+    rising = torch.cat(large).sort().values
+    means = (sum_of_small + rising.cumsum(0)) / (num_small + torch.arange(1, len(rising) + 1))
+    num_kept = int((means <= highest_mean).sum())
+    if num_kept == len(rising):
         return math.inf
 
-    smallest_dropped = largest[num_dropped - 1]
-    kept = largest[largest < smallest_dropped]
-    return float(kept[0]) if len(kept) else highest_mean
+    kept = rising[rising < rising[num_kept]]
+    return float(kept[-1]) if len(kept) else highest_mean

@@ -333,7 +333,10 @@ def ask_server(judge: JudgeConfig, key: str, limit_s: float = ASK_LIMIT_S) -> Fi
             **facts,
         )
 
-    return _refusal(judge, key, reply, models)
+    # A server may repeat the key in its answer.
+    words = " ".join(reply.text.split())
+    words = words if secret is None else words.replace(secret, "...")
+    return _refusal(judge, key, reply, words[:_NUM_SHOWN], models)
 
 
 def _listed_models(listed: httpx.Response) -> list[str]:
@@ -344,17 +347,19 @@ def _listed_models(listed: httpx.Response) -> list[str]:
         return []
 
 
-def _refusal(judge: JudgeConfig, key: str, reply: httpx.Response, models: Sequence[str]) -> Finding | None:
+def _refusal(
+    judge: JudgeConfig, key: str, reply: httpx.Response, words: str, models: Sequence[str]
+) -> Finding | None:
     """Describe the problem if the server would not reply to the judge's requests.
 
     Args:
+        words: The message of the server, without the key.
         models: The names that the server lists.
     """
     if reply.is_success:
         return None
     status = reply.status_code
     facts = {"judge": judge.name, "url": judge.url, "status": status}
-    words = " ".join(reply.text.split())[:_NUM_SHOWN]
     said = f"{reply.request.url} answers with status {status}{f' ({words})' if words else ''}"
 
     if is_temporary(status):

@@ -163,15 +163,15 @@ def data(
             if not os.path.exists(file):  # reported elsewhere
                 continue
             column = config.data.columns.teacher_prompt if isinstance(config, PPOConfig) else None
-            if (
-                key == "data.train_files"
-                and column is not None
-                and column not in open_file(file, (column,)).columns
-            ):
-                problem, hint = absent_teacher_prompts(column)
-                results.append(wrong(DATA, f"{key}: {file} {problem}", hint, file=file))
-                continue
             try:
+                if (
+                    key == "data.train_files"
+                    and column is not None
+                    and column not in open_file(file, (column,)).columns
+                ):
+                    problem, hint = absent_teacher_prompts(column)
+                    results.append(wrong(DATA, f"{key}: {file} {problem}", hint, file=file))
+                    continue
                 lengths, has_bounds, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
                 example = _EXAMPLES[config.kind]

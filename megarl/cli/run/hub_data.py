@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
 import yaml
 
@@ -14,6 +14,7 @@ from megarl.config.kinds import Hub
 from megarl.config.schema import EnvironmentConfig
 from megarl.endpoint.hubs.process import HubPlayer
 from megarl.machine.errors import counted
+from megarl.machine.files import write_whole
 
 
 def run(
@@ -24,10 +25,10 @@ def run(
     seed: int = 0,
     python: str | None = None,
 ) -> None:
-    """Write the rows as JSON lines.
+    """Write the rows as JSON lines, all of them or no file.
 
     Raises:
-        ValueError: There is no such hub or environment, or the file exists.
+        ValueError: There is no such hub or environment, or the file exists or cannot be written.
     """
     hub, _, name = environment.partition("/")
     if hub not in set(Hub) or not name:
@@ -38,27 +39,24 @@ def run(
     given = EnvironmentConfig(
         hub=Hub(hub), name=name, arguments=dict(map(_argument, arguments)), python=python
     )
-    try:
-        with Path(output).open("x", encoding="utf-8") as file:
-            count = asyncio.run(_write(HubPlayer(given), size, seed, file))
-    except FileExistsError:
-        raise ValueError(f"--output: there is a file {output} already; give another name") from None
-    except ValueError:
-        Path(output).unlink()  # it has not all rows
-        raise
-    print(f"{output}: {counted(count, 'row')} of {environment}")
+    # The rows may take minutes, so look before.
+    file = Path(output)
+    if os.path.lexists(file):
+        raise ValueError(f"--output: there is a file {output} already; give another name")
+    if not os.access(file.parent, os.W_OK):
+        raise ValueError(f"--output: {file.parent} is no folder in which you can write; give another name")
+
+    lines = asyncio.run(_lines(HubPlayer(given), size, seed))
+    write_whole(file, "".join(lines))
+    print(f"{output}: {counted(len(lines), 'row')} of {environment}")
 
 
-async def _write(player: HubPlayer, size: int, seed: int, file: TextIO) -> int:
-    await player.start()
-    count = 0
+async def _lines(player: HubPlayer, size: int, seed: int) -> list[str]:
     try:
-        async for row in player.rows(size, seed):
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            count += 1
+        await player.start()
+        return [json.dumps(row, ensure_ascii=False) + "\n" async for row in player.rows(size, seed)]
     finally:
         await player.close()
-    return count
 
 
 def _argument(text: str) -> tuple[str, object]:

@@ -18,6 +18,7 @@ in `extra_info`, and `play(task, endpoint)` plays an episode and returns its rew
 from __future__ import annotations
 
 import asyncio
+import http.client
 import importlib.util
 import json
 import math
@@ -26,16 +27,17 @@ import socket
 import sys
 import threading
 import traceback
-import urllib.error
-import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 _LIMIT_CODES = ("episode_limit", "context_length_exceeded")
 _START_S = 60.0  # for a server
+_MOST_THREADS = 1024  # a request to the model takes one; they are started as needed
 
 
 class EpisodeLimitError(Exception):
@@ -63,21 +65,36 @@ class PlayerEndpoint:
             EpisodeLimitError: The episode has no room for a turn.
         """
         body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {})}
-        answer = await asyncio.to_thread(self._post, "/chat/completions", body)
+        # The endpoint is in the network of the run, which no proxy reaches. This client uses none.
+        connection = http.client.HTTPConnection(urlsplit(self.base_url).netloc)
+        try:
+            answer = await asyncio.to_thread(self._post, connection, "/chat/completions", body)
+        except asyncio.CancelledError:
+            # The thread waits for the answer. The run stops generating it for a client that disconnects.
+            if connection.sock is not None:
+                with suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            raise
         return answer["choices"][0]["message"]
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _post(
+        self, connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any]
+    ) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(self.base_url + path, json.dumps(body).encode(), headers)
-        # The endpoint is in the network of the run, so that no proxy reaches it.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            refused = json.load(error)["error"]
+            connection.request(
+                "POST", urlsplit(self.base_url).path + path, json.dumps(body).encode(), headers
+            )
+            response = connection.getresponse()
+            answer = json.load(response)
+        finally:
+            connection.close()
+
+        if response.status != http.client.OK:
+            refused = answer["error"]
             kind = EpisodeLimitError if refused.get("code") in _LIMIT_CODES else ValueError
-            raise kind(refused["message"]) from error
+            raise kind(refused["message"])
+        return answer
 
 
 @asynccontextmanager
@@ -116,24 +133,27 @@ class _Player:
                 number = order["episode"]
                 playing = asyncio.ensure_future(self._play(number, order["task"], order["endpoint"]))
                 self._episodes[number] = playing
-            elif (playing := self._episodes.pop(order["episode"], None)) is not None:
+            elif (playing := self._episodes.get(order["episode"])) is not None:
                 playing.cancel()
 
-        # An episode may own processes, which must not outlive it.
+        # An episode may own processes, which must not outlive it. One that is ending is not interrupted.
         for playing in self._episodes.values():
-            playing.cancel()
+            if not playing.cancelling():
+                playing.cancel()
         await asyncio.gather(*self._episodes.values(), return_exceptions=True)
 
     async def _play(self, episode: int, task: dict[str, Any], endpoint: dict[str, str]) -> None:
+        _exclude_from_proxies(str(urlsplit(endpoint["base_url"]).hostname))
+        report: dict[str, Any]
         try:
             reward, metrics = await self._environment.play(task, PlayerEndpoint(**endpoint))
-        except Exception as error:  # noqa: BLE001  (the code of a hub may raise anything)
-            _write(self._reports, episode=episode, error=_described(error))
-        else:
             numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
-            _write(self._reports, episode=episode, reward=float(reward), metrics=numbers)
+            report = {"reward": float(reward), "metrics": numbers}
+        except Exception as error:  # noqa: BLE001  (the code of a hub may raise anything)
+            report = {"error": _described(error)}
         finally:
             self._episodes.pop(episode, None)
+        _write(self._reports, episode=episode, **report)
 
     async def _report_rows(self, size: int, seed: int) -> None:
         count = 0
@@ -163,10 +183,18 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-async def _lines() -> AsyncIterator[dict[str, Any]]:
-    """Yield the orders on standard input. They are read in a thread, as any length is allowed."""
-    while line := await asyncio.to_thread(sys.stdin.readline):
+async def _lines(given: TextIO) -> AsyncIterator[dict[str, Any]]:
+    """Yield the orders of the run. They are read in a thread, as any length is allowed."""
+    while line := await asyncio.to_thread(given.readline):
         yield json.loads(line)
+
+
+def _exclude_from_proxies(host: str) -> None:
+    """Let the clients of a hub reach a host directly, whatever proxy the machine has."""
+    excluded = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")).split(",")
+    if host not in excluded and "*" not in excluded:
+        hosts = ",".join([*(each for each in excluded if each), host])
+        os.environ.update(NO_PROXY=hosts, no_proxy=hosts)
 
 
 def _adapter(hub: str) -> Any:
@@ -181,10 +209,17 @@ def _adapter(hub: str) -> Any:
 
 
 async def _main(hub: str, package: str, module: str) -> None:
-    # What a hub prints must not be mixed with the reports.
+    # What a hub prints must not be mixed with the reports, and its processes must not read the orders, which
+    # contain keys. Processes do not inherit the copies.
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    orders = _lines()
+    given = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MOST_THREADS))
+    for host in ("127.0.0.1", "localhost"):
+        _exclude_from_proxies(host)
+    orders = _lines(given)
     asked = await anext(orders)
     if importlib.util.find_spec(module) is None:
         _write(reports, is_missing=True)

@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import shutil
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +66,7 @@ class HubPlayer:
                 f"of the virtual environment that has {self._hub.needs.package}, or null for that of the run"
             )
         self._process: Process | None = None
-        self._starting = asyncio.Lock()
+        self._opening: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -81,8 +84,9 @@ class HubPlayer:
             stdin=PIPE,
             stdout=PIPE,
             limit=_LONGEST_LINE,
+            start_new_session=True,  # an interrupt at the terminal is for this process, which then closes it
         )
-        await self._send(name=self._config.name, arguments=self._config.arguments)
+        self._send(name=self._config.name, arguments=self._config.arguments)
         answer = await self._receive()
         if "version" in answer:
             return answer["version"]
@@ -104,7 +108,7 @@ class HubPlayer:
         Raises:
             HubError: The environment fails.
         """
-        await self._send(size=size, seed=seed)
+        self._send(size=size, seed=seed)
         while "row" in (answer := await self._receive()):
             yield answer["row"]
         if "num_rows" not in answer:
@@ -116,11 +120,11 @@ class HubPlayer:
         number = next(self._numbers)
         self._waiting[number] = ending = asyncio.get_running_loop().create_future()
         endpoint = {"base_url": environment_of(url, session)["OPENAI_BASE_URL"], "api_key": session.key}
+        self._send(episode=number, task=task_fields(session.task), endpoint=endpoint)
         try:
-            await self._send(episode=number, task=task_fields(session.task), endpoint=endpoint)
             ended = await ending
         except asyncio.CancelledError:
-            await self._send(episode=number, is_over=True)
+            self._send(episode=number, is_over=True)
             raise
         finally:
             del self._waiting[number]
@@ -141,19 +145,26 @@ class HubPlayer:
             async with asyncio.timeout(_CLOSE_S):
                 await process.wait()
         except TimeoutError:
-            process.kill()
+            # It leads a process group of its own, so this also ends most processes of the hub.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
     async def _ensure_started(self) -> None:
-        async with self._starting:
-            if self._reading is not None and not self._reading.done():
-                return
-            if self._process is None or self._process.returncode is not None:
-                try:
-                    await self.start()
-                except HubError as error:
-                    raise HarnessError(HarnessFailure.raised, str(error)) from error
-            self._reading = asyncio.ensure_future(self._read())
+        """Open the environment, once for all episodes. The time limit of one episode does not end this."""
+        while self._reading is None or self._reading.done():
+            if self._opening is None or self._opening.done():
+                self._opening = asyncio.ensure_future(self._open())
+            try:
+                await asyncio.shield(self._opening)
+            except HubError as error:
+                raise HarnessError(HarnessFailure.raised, str(error)) from error
+
+    async def _open(self) -> None:
+        # The episode of `megarl check` is played by a process that was started before.
+        if self._process is None or self._process.returncode is not None:
+            await self.start()
+        self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
         """Deliver reports until the process ends, which fails the episodes that it plays."""
@@ -168,18 +179,19 @@ class HubPlayer:
             if not ending.done():
                 ending.set_exception(HarnessError(HarnessFailure.exit_code, why))
 
-    async def _send(self, **order: Any) -> None:
+    def _send(self, **order: Any) -> None:
+        """Send an order, without waiting until it is read: a hub that hangs must not stop the run.
+
+        Orders to a process that has ended are lost, which the end of its output reports.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            await self._process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the process has ended, which its output reports
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
 
     async def _receive(self) -> dict[str, Any]:
         """Return the next report, or nothing if the process has ended."""
         assert self._process is not None
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
-        return json.loads(line) if line else {}
+        # The process may have been killed while it wrote.
+        return json.loads(line) if line.endswith(b"\n") else {}

@@ -14,7 +14,7 @@ from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Author, Sample, Trajectory, VersionSpan
 from megarl.config.schema import AgentConfig
 from megarl.endpoint.chat_tokens import ChatTokens
-from megarl.endpoint.hubs.process import HubPlayer
+from megarl.endpoint.hubs.process import HubError, HubPlayer
 from megarl.endpoint.session import SampleOrder, SampleRequest, SessionEnd, SessionOrder, SessionReport
 from megarl.endpoint.session_server import SessionServer
 
@@ -62,10 +62,9 @@ async def rehearse_episode(
         max_tokens: The limit of a conversation.
 
     Raises:
-        HubError: The environment cannot be opened.
+        HubError: The environment cannot be opened, or not within the time limit of an episode.
     """
     player = HubPlayer(agent.environment)
-    version = await player.start()
     ended: asyncio.Future[SessionEnd] = asyncio.get_running_loop().create_future()
     written: list[list[int]] = []
     sending = set[asyncio.Future[None]]()
@@ -82,11 +81,18 @@ async def rehearse_episode(
 
     limits = EpisodeLimits(max_turns=agent.max_turns, max_tokens=max_tokens)
     server = SessionServer(player, tokens, limits, agent.harness, 1, report)
-    await server.start()
+    limit_s = agent.harness.time_limit_s
     try:
+        version = await asyncio.wait_for(player.start(), limit_s)
+        await server.start()
         prompt = tokens.begin(task.messages, None)
         await server.accept(SessionOrder(0, task, prompt))
         end = await ended
+    except TimeoutError as error:
+        raise HubError(
+            f"agent.environment: {agent.environment.name} is not open within {limit_s:g} s "
+            "(agent.harness.time_limit_s)"
+        ) from error
     finally:
         await player.close()
     return Rehearsed(version, end.trajectory, written, end.why)

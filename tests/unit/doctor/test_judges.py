@@ -111,6 +111,16 @@ def test_a_server_without_a_list_is_asked_what_a_run_asks(
     assert server.keys == [None, "Bearer secret"]
 
 
+def test_a_key_that_the_server_repeats_is_not_shown(
+    config: PPOConfig, server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "fault")  # the server's answer contains this word
+    server.faults[QUESTION] = [401]
+    found = ask_server(replace(config.reward.judges[0], api_key_env="JUDGE_KEY"), "key")
+    assert found is not None
+    assert "status 401 (... 401)" in found.message
+
+
 @pytest.mark.parametrize(
     ("changes", "models", "fault", "status", "message", "hint"),
     [

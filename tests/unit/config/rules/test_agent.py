@@ -31,7 +31,7 @@ from megarl.config.schema import (
 from megarl.plan.placement.requests import pool_requests
 
 TOOLS = AgentConfig(tools=["calculator"])
-GAME = "game.py:Environment"
+GAME = EnvironmentConfig(path="game.py:Environment")
 
 
 @pytest.mark.parametrize(

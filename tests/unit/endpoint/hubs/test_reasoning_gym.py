@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -9,12 +10,17 @@ from typing import Any
 
 import pytest
 
+from megarl.agents.episode import EpisodeLimits
+from megarl.agents.protocol import Task
+from megarl.agents.trajectory import Sample
 from megarl.cli.main import main
 from megarl.config.kinds import Hub
-from megarl.config.schema import EnvironmentConfig
+from megarl.config.schema import AgentConfig, EnvironmentConfig, HarnessConfig
 from megarl.endpoint.hubs.process import HubError, HubPlayer
 from megarl.endpoint.hubs.reasoning_gym import compute_score
-from tests.unit.endpoint.hubs.played import conversation, environment, play, rows_of
+from megarl.endpoint.hubs.rehearsal import rehearse_episode
+from megarl.endpoint.session import AgentSession
+from tests.unit.endpoint.hubs.played import TOKENIZER, TOKENS, conversation, environment, play, rows_of
 
 SUMS = {"min_terms": 2, "max_terms": 2, "max_digits": 1, "operators": ["+"], "allow_negation": False}
 
@@ -107,3 +113,84 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     other = str(tmp_path / "other.jsonl")
     assert main(["data", "reasoning_gym/no_such_task", "--output", other]) != 0
     assert not Path(other).exists()
+
+
+def program(folder: Path, script: str) -> str:
+    """Return a program that does something else than the player of a hub."""
+    file = folder / "program"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_a_process_that_dies_within_a_row_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = program(tmp_path, """printf '{"version": "1"}\\n{"row": {}}\\n{"row": {'""")
+    output = str(tmp_path / "rows.jsonl")
+    assert main(["data", "verifiers/any", "--python", python, "--output", output]) != 0
+    assert "verifiers/any: its process has ended, see its output above" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["program"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_environment_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = str(tmp_path / "absent" / "rows.jsonl")
+    assert main(["data", "verifiers/any", "--python", "/no/python", "--output", output]) != 0
+    assert f"{tmp_path / 'absent'} is no folder in which you can write" in capsys.readouterr().err
+
+
+def test_an_environment_that_does_not_open_is_given_up_by_the_check(tmp_path: Path) -> None:
+    python = program(tmp_path, "while read order; do :; done")
+    config = EnvironmentConfig(hub=Hub.verifiers, name="any", python=python)
+    agent = AgentConfig(environment=config, harness=HarnessConfig(time_limit_s=0.5))
+    with pytest.raises(HubError, match=r"any is not open within 0.5 s \(agent.harness.time_limit_s\)"):
+        asyncio.run(rehearse_episode(agent, Task(), TOKENIZER, TOKENS, ["a"], 100))
+
+
+async def no_sample(token_ids: list[int], max_new_tokens: int, seed: int) -> Sample:
+    raise AssertionError("no environment asks for a sample here")
+
+
+def test_an_episode_that_ends_while_the_environment_opens_leaves_it_to_the_next(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    python = program(
+        tmp_path,
+        f"""read order; while [ ! -e {go} ]; do sleep 0.1; done; echo '{{"version": "1"}}'
+        read order; echo '{{"episode": 0, "reward": 0.5, "metrics": {{}}}}'; exec cat > /dev/null""",
+    )
+
+    async def play_twice() -> AgentSession:
+        player = HubPlayer(EnvironmentConfig(hub=Hub.verifiers, name="any", python=python))
+        limits = EpisodeLimits(max_turns=1, max_tokens=100)
+        first, second = (AgentSession(TOKENS, no_sample, limits, Task()) for _ in range(2))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(player(first, "http://127.0.0.1:9"), 0.3)
+        go.touch()
+        await player(second, "http://127.0.0.1:9")
+        await player.close()
+        return second
+
+    assert asyncio.run(play_twice()).reward == 0.5
+
+
+def test_an_episode_of_a_hub_that_reads_nothing_ends_with_its_time_limit(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    python = program(tmp_path, f"""echo '{{"version": "1"}}'; while [ ! -e {end} ]; do sleep 0.1; done""")
+    long = Task(messages=[{"role": "user", "content": "a" * 2**20}])  # more than a pipe takes
+
+    async def end_by_time() -> bool:
+        player = HubPlayer(EnvironmentConfig(hub=Hub.verifiers, name="any", python=python))
+        session = AgentSession(TOKENS, no_sample, EpisodeLimits(max_turns=1, max_tokens=100), long)
+        running = asyncio.ensure_future(player(session, "http://127.0.0.1:9"))
+        await asyncio.wait({running}, timeout=1.0)
+        running.cancel()
+        await asyncio.wait({running}, timeout=10.0)
+        has_ended = running.cancelled()
+
+        end.touch()
+        await player.close()
+        return has_ended
+
+    assert asyncio.run(end_by_time())
