@@ -27,13 +27,14 @@ from megarl.config.shell import UNKNOWN, ShellScript
 from megarl.config.values import each_text
 from megarl.machine.files import YAML_ERRORS, yaml_problem
 
+# The end of a name whose value is not copied, because the file is shared more widely than a script.
+SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 SETTING = re.compile(r"[+~]*([A-Za-z_][\w/@]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 # What shell.py leaves of arguments and arrays that the script does not have.
 _PASSED_ON = re.compile(r"\$@|\$\{\w+\[@\]\}")
 _VARIABLE = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)  # before the program
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")  # the end of a name
 _OPERATORS = {"mul": "*", "div": "//", "add": "+", "sub": "-"}  # of references such as `${mul:2,3}`
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 _MOST_FILES = 20  # of `defaults`, so that files which name each other end
@@ -160,9 +161,8 @@ def _left_out(command: Sequence[str], script: ShellScript, folder: Path) -> Iter
         elif name == "runtime-env" and (file := _named_file(value, folder)) is not None:
             environment |= _variables_of(_yaml_settings(file)[0])
     if environment:
-        # The file is shared more widely than a script with keys in it.
         shown = " ".join(
-            name if _SECRET.search(name) else f"{name}={value}" for name, value in environment.items()
+            name if SECRET.search(name) else f"{name}={value}" for name, value in environment.items()
         )
         yield f"environment variables, which a run has if they are set before `megarl train`: {shown}"
 
