@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +31,7 @@ from megarl.batch.branches import EPISODE_TOKENS, episode_tokens, merge_branches
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.roles import scores_in_update
-from megarl.config.schema import Aggregation, CorrectionLevel, Late, PPOConfig
+from megarl.config.schema import Aggregation, CorrectionLevel, Late, PolicyLossKind, PPOConfig
 from megarl.data.tokenizer import decode_rows, load_tokenizer, token_texts
 from megarl.machine.strict_json import dump_readable
 from megarl.roles.models import LOSS_MASK, POLICY_LOG_PROBS, valid_token_count
@@ -172,8 +173,13 @@ class SampleRows:
         """Return the gradient of each token's policy loss by its log-prob, and what `off_policy_limit` drops.
 
         The policy is that before the step's first update. With bypass it is known if the step has a single
-        update; otherwise the engine stands for it, so every ratio is 1.
+        update; otherwise the engine stands for it, so every ratio is 1. A function of the user's runs in the
+        workers only, so the gradient is then that of GPG.
         """
+        algorithm = self._algorithm
+        if algorithm.policy_loss.function is not None:
+            plain = replace(algorithm.policy_loss, function=None, kind=PolicyLossKind.gpg)
+            algorithm = replace(algorithm, policy_loss=plain)
         old = rows["old_log_probs"]
         read = {
             "response_mask": rows.get(LOSS_MASK, rows["response_mask"]),
@@ -191,7 +197,7 @@ class SampleRows:
             for numbers in old.blocks_of_like_length():
                 block = {name: column[numbers] for name, column in read.items()}
                 policy = of_policy[numbers].requires_grad_()
-                terms = policy_terms(policy, block, self._algorithm)
+                terms = policy_terms(policy, block, algorithm)
                 (gradient,) = torch.autograd.grad(terms.per_token.sum(), policy)
                 gradients[numbers] = gradient
                 left_out[numbers] = (

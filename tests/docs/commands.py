@@ -232,6 +232,14 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     ),
     "megarl status outputs/quickstart": Executed(),
     "megarl status outputs/quickstart --watch": Executed(),  # it has ended
+    "megarl data reasoning_gym/basic_arithmetic min_terms=2 max_terms=2 --size 5000 --seed 1 --output "
+    "sums.jsonl": InTest(
+        "tests/unit/endpoint/hubs/test_reasoning_gym.py::test_the_command_writes_rows",
+        ('"data"', "reasoning_gym/basic_arithmetic", "min_terms=2", "--size", "--seed", "--output"),
+    ),
+    "megarl data verifiers/my_taskset --python hubs/verifiers/bin/python --output train.jsonl": InTest(
+        "tests/unit/endpoint/hubs/test_hubs.py::test_a_harness_of_verifiers_plays_its_taskset", ("rows_of",)
+    ),
     "megarl migrate run_verl.sh --output run.yaml": InTest(
         "tests/unit/cli/test_migrate.py::test_comments_name_the_settings", ('"migrate"', "--output")
     ),
@@ -376,6 +384,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         "tests/unit/test_async_rollout.py::test_the_schedule_gains_what_the_page_says",
         ("benchmarks.async_rollout",),
     ),
+    "python -m benchmarks.learning": ByHand(),
+    "python -m benchmarks.tuning.published --write": ByHand(),
     "python -m docs.generate.screenshots outputs/quickstart outputs/grpo": ByHand(),
     "megarl eval outputs/quickstart": InTest(
         f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("eval",)

@@ -33,6 +33,7 @@ from megarl.config.schema import (
     AgentConfig,
     AlgorithmConfig,
     CheckpointConfig,
+    EnvironmentConfig,
     MicroBatchConfig,
     ParallelConfig,
     PPOConfig,
@@ -142,7 +143,8 @@ def golden_config(name: str, inputs: Path, output_dir: Path) -> PPOConfig:
         output_dir,
         data={"max_response_length": RESPONSE_LENGTH},
         agent=AgentConfig(
-            environment=f"{environment}:Environment" if name == OF_EPISODES else None, max_turns=1
+            environment=EnvironmentConfig(path=f"{environment}:Environment" if name == OF_EPISODES else None),
+            max_turns=1,
         ),
         algorithm=_preset(name),
         actor={"parallel": LAYOUTS[name], "micro_batch": micro_batch},

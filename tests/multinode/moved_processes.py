@@ -24,6 +24,7 @@ from megarl.config.schema import (
     AgentConfig,
     AlgorithmConfig,
     CheckpointConfig,
+    EnvironmentConfig,
     JudgeConfig,
     JudgeParseConfig,
     KLConfig,
@@ -109,7 +110,7 @@ def config_of(inputs: Path, output_dir: Path) -> PPOConfig:
             advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
         ),
         agent=AgentConfig(
-            environment=f"{inputs / 'environment.py'}:Adding",
+            environment=EnvironmentConfig(path=f"{inputs / 'environment.py'}:Adding"),
             max_turns=2,
             max_turn_tokens=10,
             time_limit_s=2000,

@@ -210,7 +210,9 @@ def test_the_disk_that_checkpoints_take_is_counted(
 ) -> None:
     """The model has 101 x 48 embeddings, an output layer or a value head, and four layers.
 
-    Each parameter has 12 float32 bytes in addition to the bfloat16 weights.
+    Each parameter has 12 float32 bytes in addition to the bfloat16 weights. Trained models have the rows of
+    the vocabulary up to a multiple of 128 x the tensor-parallel size, 2 of the actor and 1 of the critic.
+    The exported policy is not padded.
     """
     monkeypatch.setenv("COLUMNS", "200")
     assert (
@@ -219,8 +221,11 @@ def test_the_disk_that_checkpoints_take_is_counted(
     out = capsys.readouterr().out
     rows = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
-    actor, critic = (101 * 48 + 4 * layer + 48 + output for output in (101 * 48, 48))
-    size = (14 * (actor + critic) + 2 * actor) / 2**20
+    exported, actor, critic = (
+        rows_of_vocabulary * 48 + 4 * layer + 48 + output
+        for rows_of_vocabulary, output in ((101, 101 * 48), (256, 256 * 48), (128, 48))
+    )
+    size = (14 * (actor + critic) + 2 * exported) / 2**20
     assert "checkpoints in /large/disk" in rows
     assert "saved every 3 steps and at the end checkpoint.every_steps" in rows
     assert f"size {size:.2f} MiB weights, master weights, moments, Hugging Face policy" in rows
@@ -464,6 +469,7 @@ for words in json.loads(sys.argv[1]):
 """
     text = Path(ppo).read_text()
     (tmp_path / "config.yaml").write_text(text)
+    (tmp_path / "plan.txt").touch()
     (tmp_path / "wrong.yaml").write_text(f"{text}\nwrong: 1\n")
     commands = [
         [word.replace("RUN", ppo).replace("FOLDER", str(tmp_path)) for word in words]

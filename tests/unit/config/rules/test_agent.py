@@ -16,6 +16,7 @@ from megarl.config.schema import (
     AlgorithmConfig,
     DataConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     HarnessConfig,
     OverlongConfig,
     PlacementStrategy,
@@ -37,7 +38,7 @@ GAME = "game.py:Environment"
     ("changes", "said"),
     [
         (
-            {"agent": replace(TOOLS, environment=GAME)},
+            {"agent": replace(TOOLS, environment=EnvironmentConfig(path=GAME))},
             "an environment answers the model itself, so tools would not be used",
         ),
         ({"agent": replace(TOOLS, max_turn_tokens=65)}, "max_turn_tokens 65 is above max_response_length 64"),

@@ -105,11 +105,11 @@ def build_model(
         text = config.get_text_config()
         if hasattr(text, heads):
             setattr(text, f"{heads}_cpu", getattr(text, heads))
-    if "quantization_config" in fields:
-        return loaded_with_scales(model_config)
     # Arguments for sparse attention are resolved on GPUs only, but a model with indexers can be built on a CPU.
     if FAMILIES[fields["model_type"]].sglang_cpu_class is not None:
         config.architectures = fields["architectures"]
+    if "quantization_config" in fields:
+        return loaded_with_scales(model_config)
     kind, _ = ModelRegistry.resolve_model_cls(config.architectures)
 
     return kind(config=config)
