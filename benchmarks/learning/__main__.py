@@ -1,6 +1,6 @@
 """Train SmolLM2-135M-Instruct and record the run.
 
-    python -m benchmarks.learning --task sums                     # all seeds that docs/learning.md expects
+    python -m benchmarks.learning --task sums                     # all seeds that docs/learning_curves.md expects
     python -m benchmarks.learning --task products --seeds 0 --resume
     python -m benchmarks.learning --compare algorithms --only ppo --seeds 0 1
     python -m benchmarks.learning --task gcd --before             # only `megarl eval` before training
@@ -57,6 +57,7 @@ def main() -> int:
     if status := evaluate_before(task):
         return status
     if arguments.before:
+        prepare(task)  # the data of an evaluation that is recorded already
         return 0
     if refusal := records.nothing_to_learn(task):
         print(refusal, file=sys.stderr)

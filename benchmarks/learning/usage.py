@@ -1,8 +1,7 @@
 """Measure the wall seconds and processor seconds of a command with all processes that it starts.
 
-Ray's daemons leave the process tree, and no process waits for their children. So
-a thread reads /proc: a process belongs to the command if it has the command's mark in its environment, or if
-its parent belongs to it.
+Ray's daemons leave the process tree, and no process waits for their children. So a thread reads /proc: a
+process belongs to the command if it has the command's mark in its environment, or if its parent belongs to it.
 """
 
 from __future__ import annotations

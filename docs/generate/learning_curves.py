@@ -11,6 +11,7 @@ from benchmarks.learning.bands import Band, band
 from benchmarks.learning.records import Run, before_file, nothing_to_learn, read_runs
 from benchmarks.learning.tasks import COMPARISONS, TASKS
 from docs.generate.svg import FILLS, INK, Drawing
+from megarl.machine.errors import counted
 
 _WIDTH, _HEIGHT = 460, 240
 _LEFT, _TOP, _RIGHT, _BOTTOM = 56, 16, 16, 44
@@ -84,7 +85,9 @@ def _task(task: str) -> list[str]:
 
     parts.append(claim(runs))
     parts.append(
-        f"![Held-out score of {task} by step: the mean over seeds, its band, and each seed]({_picture(task)})"
+        f"![Held-out score of {task} by step: each seed, and their mean with its band]({_picture(task)})"
+        if len(runs) > 1
+        else f"![Held-out score of {task} by step, of one seed]({_picture(task)})"
     )
     parts.append(_runs_table(task, runs))
     parts.append(_made_with(runs))
@@ -99,9 +102,9 @@ def claim(runs: Sequence[Run]) -> str:
         return f"One seed is recorded, with a gain of {gains.mean:+.3f}: there is no band yet, and no conclusion."
     said = f"{_interval(gains)} over {len(runs)} seeds"
     if gains.low > 0:
-        return f"**The held-out score rises outside the band**: {said}."
+        return f"**The held-out score rises**, and the interval of its gain is above 0: {said}."
     if gains.high < 0:
-        return f"**The held-out score falls outside the band**: {said}."
+        return f"**The held-out score falls**, and the interval of its gain is below 0: {said}."
     return f"The interval of the gain has 0, so nothing is concluded: {said}."
 
 
@@ -239,7 +242,9 @@ def draw(task: str) -> str:
         drawing.words(_LEFT - 30, height + 4, f"{tenths / 10:.1f}")
     for step in steps:
         drawing.words(x(step), _HEIGHT - _BOTTOM + 18, str(step), centered=True)
-    drawing.words((_LEFT + _WIDTH) / 2, _HEIGHT - 8, f"step ({task}, {len(runs)} seeds)", centered=True)
+    drawing.words(
+        (_LEFT + _WIDTH) / 2, _HEIGHT - 8, f"step ({task}, {counted(len(runs), 'seed')})", centered=True
+    )
 
     if len(runs) > 1:
         upper = [(x(step), y(bands[step].high)) for step in steps]

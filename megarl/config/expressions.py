@@ -17,6 +17,8 @@ from typing import Any
 MOST_CHARACTERS = 1_000_000  # of a file, and of all values that a script's variables and commands stand for
 MOST_VALUES = 100_000  # of a YAML text, whose aliases can repeat each other without end
 _LONGEST = 2000
+_MOST_DIGITS = 9  # after the point, of a quotient that is cut
+_LARGEST_PRINTED = 1e300  # a float can hold it
 _LARGEST_BITS = 256  # of an integer, so that powers and products of products end
 _ARITHMETIC: Mapping[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -159,11 +161,11 @@ def printed(pipeline: Sequence[Sequence[str]], look_up: Callable[[str], Any]) ->
     if len(pipeline) != 1:
         return None
     if program == "expr":
-        return str(evaluate(" ".join(last[1:]).replace("/", "//"), look_up))
+        return str(_number(" ".join(last[1:]).replace("/", "//"), look_up))
     if program in ("awk", "gawk"):
         return _of_awk(last, look_up)
     formula = _PRINTED.fullmatch(last[-1].strip()) if program.startswith("python") and "-c" in last else None
-    return None if formula is None else str(evaluate(formula[1], look_up))
+    return None if formula is None else str(_number(formula[1], look_up))
 
 
 def _of_bc(text: str, look_up: Callable[[str], Any], *, has_fractions: bool) -> str:
@@ -171,10 +173,34 @@ def _of_bc(text: str, look_up: Callable[[str], Any], *, has_fractions: bool) -> 
     scale = _SCALE.match(text)
     digits = int(scale[1]) if scale else 20 * has_fractions
     formula = text[scale.end() if scale else 0 :].strip().removesuffix(";").replace("^", "**")
-    result = evaluate(formula, look_up)
-    if "/" in formula:
-        result = math.floor(result * 10**digits) / 10**digits
-    return _shown(result)
+    # A float has about 16 digits, so a quotient with 20 is that of Python.
+    if digits <= _MOST_DIGITS and "/" in formula:
+        formula = _with_cut_quotients(formula, digits)
+    return _shown(_number(formula, look_up))
+
+
+def _with_cut_quotients(formula: str, digits: int) -> str:
+    if len(formula) > _LONGEST:
+        raise ValueError(f"an expression of {len(formula)} characters is too long")
+    try:
+        return ast.unparse(_CutQuotients(digits).visit(ast.parse(formula, mode="eval")))
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{formula}: {error}") from error
+
+
+class _CutQuotients(ast.NodeTransformer):
+    """Cut every quotient of a formula after a number of digits."""
+
+    def __init__(self, digits: int) -> None:
+        self._scale = 10**digits
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Div):
+            return node
+        # Rounded first: 100 * 0.29 is 28.999... as a float, and 29 in bc.
+        cut = f"int(round({ast.unparse(node)} * {self._scale}, 6)) / {self._scale}"
+        return ast.parse(cut, mode="eval").body
 
 
 def _of_awk(words: Sequence[str], look_up: Callable[[str], Any]) -> str | None:
@@ -188,8 +214,16 @@ def _of_awk(words: Sequence[str], look_up: Callable[[str], Any]) -> str | None:
     def of_awk(name: str) -> Any:
         return evaluate(given[name], look_up) if name in given else look_up(name)
 
-    result = evaluate(formula.strip().removesuffix(")") if bracket else formula, of_awk)
+    result = _number(formula.strip().removesuffix(")") if bracket else formula, of_awk)
     return form % result if form else _shown(result)
+
+
+def _number(expression: str, look_up: Callable[[str], Any]) -> int | float:
+    """Return the value of an expression, which is a number that programs can print."""
+    result = evaluate(expression, look_up)
+    if isinstance(result, bool) or not isinstance(result, int | float) or not abs(result) <= _LARGEST_PRINTED:
+        raise ValueError(f"{expression}: {result!r:.40} is no number")
+    return result
 
 
 def _shown(result: Any) -> str:

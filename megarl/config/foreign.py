@@ -27,6 +27,8 @@ from megarl.config.shell import UNKNOWN, ShellScript
 from megarl.config.values import each_text
 from megarl.machine.files import YAML_ERRORS, yaml_problem
 
+# The end of a name whose value is not copied, because the file is shared more widely than a script.
+SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
 SETTING = re.compile(r"[+~]*([A-Za-z_][\w/@]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
@@ -159,7 +161,9 @@ def _left_out(command: Sequence[str], script: ShellScript, folder: Path) -> Iter
         elif name == "runtime-env" and (file := _named_file(value, folder)) is not None:
             environment |= _variables_of(_yaml_settings(file)[0])
     if environment:
-        shown = " ".join(f"{name}={value}" for name, value in environment.items())
+        shown = " ".join(
+            name if SECRET.search(name) else f"{name}={value}" for name, value in environment.items()
+        )
         yield f"environment variables, which a run has if they are set before `megarl train`: {shown}"
 
 

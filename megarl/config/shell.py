@@ -128,7 +128,8 @@ class ShellScript:
             (index for index, word in enumerate(rest) if not _ASSIGNMENT.match(word)), len(rest)
         )
         if is_declaration or num_assignments == len(rest):
-            for word in rest[:num_assignments]:
+            # A declaration may also have names without a value, as in `export A B=1`.
+            for word in filter(_ASSIGNMENT.match, rest):
                 self._assign(word, file)
             if words[0] == "export":
                 self._environment |= {re.split(r"\+?=", word)[0]: "" for word in rest}

@@ -188,25 +188,22 @@ class SampleRows:
             "rollout_log_probs": rows["rollout_log_probs"],
             **({} if weights is None else {"rollout_weights": weights}),
         }
-        gradients = []
-        left_out = []
+        of_policy = rows.get(POLICY_LOG_PROBS, old)
+        gradients = RaggedTensor.empty(old, old.dtype)
+        left_out = RaggedTensor.empty(old, torch.bool)
 
-        # A row at a time, so that nothing is padded. No loss mixes rows.
+        # No loss mixes rows, so they may be in any blocks.
         with torch.enable_grad():
-            for log_probs, *columns in zip(
-                rows.get(POLICY_LOG_PROBS, old).each(), *(each.each() for each in read.values()), strict=True
-            ):
-                row = {name: column[None] for name, column in zip(read, columns, strict=True)}
-                policy = log_probs[None].detach().clone().requires_grad_()
-                terms = policy_terms(policy, row, algorithm)
+            for numbers in old.blocks_of_like_length():
+                block = {name: column[numbers] for name, column in read.items()}
+                policy = of_policy[numbers].requires_grad_()
+                terms = policy_terms(policy, block, algorithm)
                 (gradient,) = torch.autograd.grad(terms.per_token.sum(), policy)
-                gradients.append(gradient[0])
-                left_out.append(
-                    torch.zeros_like(log_probs, dtype=torch.bool)
-                    if terms.off_policy is None
-                    else terms.off_policy[0]
+                gradients[numbers] = gradient
+                left_out[numbers] = (
+                    torch.zeros_like(block["response_mask"]) if terms.off_policy is None else terms.off_policy
                 )
-        return torch.cat(gradients), torch.cat(left_out)
+        return gradients.flat(), left_out.flat()
 
     def _excluded(self, batch: DataProto, off_policy: torch.Tensor) -> RaggedTensor | None:
         """Return what leaves each token out of the loss: 0 if nothing does, REJECTED, LATE or OFF_POLICY."""

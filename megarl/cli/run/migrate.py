@@ -13,7 +13,7 @@ import yaml
 
 from megarl.config.conversions import NULL, Migration, kind_of, migrated
 from megarl.config.dotted import given_at, nested, upwards
-from megarl.config.foreign import Foreign, read_foreign
+from megarl.config.foreign import SECRET, Foreign, read_foreign
 from megarl.config.kinds import RolloutEngineKind
 from megarl.config.load import read_config
 from megarl.config.readers import unread_keys
@@ -216,9 +216,11 @@ def _lines(
 
 
 def _given(name: str, foreign: Foreign) -> str:
-    """Return a setting with its value, unless that is long."""
-    shown = f"{name}={_scalar(foreign.settings.get(name))}"
-    return shown if name in foreign.settings and len(shown) <= _LONGEST_COMMENT else name
+    """Return a setting with its value, unless that is long or secret."""
+    if name not in foreign.settings or SECRET.search(name):
+        return name
+    shown = f"{name}={_scalar(foreign.settings[name])}"
+    return shown if len(shown) <= _LONGEST_COMMENT else name
 
 
 def _written(found: Migration, kind: RunKind) -> Iterator[str]:

@@ -166,6 +166,17 @@ def test_values_without_a_counterpart_are_left_out(folder: Path, capsys: pytest.
     assert "lr_scheduler_type=wsd: has no counterpart" in text
 
 
+def test_secrets_of_a_script_are_not_copied(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"HF_TOKEN=hf_1 {SLIME_START} --use-wandb --wandb-key abc123 --wandb-team us"
+    (folder / "run.sh").write_text(command)
+    assert main(["migrate", "run.sh"]) == 0
+    text, summary = capsys.readouterr()
+    assert "HF_TOKEN" in text
+    assert "wandb_key, wandb_team=us: " in text
+    assert "hf_1" not in text + summary
+    assert "abc123" not in text + summary
+
+
 def test_a_variable_of_the_environment_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "run.sh").write_text(VERL.replace("nodes=2", "nodes=$NODES_OF_NOBODY"))
     assert main(["migrate", "run.sh"]) == 0

@@ -876,11 +876,16 @@ def test_save_hf_of_slime_is_a_key(tmp_path: Path) -> None:
         ('$(echo "scale=1; $STEPS / 3" | bc)', 66.6),
         ('$(python3 -c "print(int($STEPS * 0.035))")', 7),
         ('$(python -c "import math; print(math.ceil(${STEPS} / 30))")', 7),
+        ('$(echo "$STEPS / 3 * 2" | bc)', 132),  # each quotient is cut
+        ('$(echo "100 * 0.29 / 1" | bc)', 29),
+        ('$(echo "1e400 / 1" | bc)', None),
         ("`expr $STEPS / 30`", 6),
         ("$(expr $STEPS \\* 2)", 400),
         ('$(awk "BEGIN {print $STEPS * 0.25}")', 50),
         ("""$(awk -v s=$STEPS 'BEGIN {printf "%d", s * 0.033}')""", 6),
         ("""$(awk -v s="$STEPS" 'BEGIN { printf("%.0f\\n", s * 0.033) }')""", 7),
+        ("$(awk 'BEGIN {print 3, 4}')", None),
+        ("""$(awk 'BEGIN {printf "%d", "3"}')""", None),
         ('$(python3 -c "import torch; print(torch.cuda.device_count())")', None),
         ('$(echo "$UNSET * 2" | bc)', None),
         ("$(wc -l < rows.jsonl)", None),
@@ -900,7 +905,7 @@ def read_foreign_text(folder: Path, text: str) -> Foreign:
 def test_arguments_and_the_environment_of_a_script_are_said(tmp_path: Path) -> None:
     text = """
     export NCCL_DEBUG=INFO MODEL=m
-    export LATER
+    export LATER WANDB_API_KEY=abc
     LATER=yes
     OTHER=no
     EXTRA=("${@:2}")
@@ -915,7 +920,7 @@ def test_arguments_and_the_environment_of_a_script_are_said(tmp_path: Path) -> N
     arguments, array, environment = found.notes
     assert arguments.startswith("$@ stands for the arguments of the script")
     assert array.startswith("${MISSING_ARGS[@]} stands for an array")
-    assert environment.endswith(": LATER=yes NCCL_DEBUG=INFO BEFORE=2 IN_JSON=1")
+    assert environment.endswith(": LATER=yes NCCL_DEBUG=INFO WANDB_API_KEY BEFORE=2 IN_JSON=1")
 
     # A script without these has no notes, and an empty array is none of them.
     command = "A=()\nexport MODEL=m\npython train.py --hf-checkpoint $MODEL --prompt-data a.jsonl ${A[@]}"
