@@ -449,9 +449,12 @@ def with_selection(attention: Any) -> Any:
             x: Tensor,
             qr: Tensor,
             packed_seq_params: PackedRows | None = None,
+            tokens: RoutedTokens | None = None,
             **options: Any,
         ) -> Tensor:
             packed = packed_seq_params
+            if tokens is not None:
+                self.tokens = tokens
             longest = len(query) if packed is None else packed.max_seqlen_kv
             tally = self._tally()
             is_dense = longest <= self.topk
@@ -553,10 +556,25 @@ def with_selection(attention: Any) -> Any:
     return SparseCore
 
 
+class SparseSelfAttention(LatentSelfAttention):
+    """Latent attention whose core, if only that is computed again, has the tokens of its micro-batch.
+
+    Pipeline stages run the forward passes of further micro-batches before a backward pass.
+    """
+
+    def _checkpointed_attention_forward(
+        self, *inputs: Any, core_attention_extra_kwargs: dict[str, Any], **options: Any
+    ) -> Tensor:
+        core: Any = self.core_attention
+        extra = core_attention_extra_kwargs | {"tokens": core.tokens}
+        return super()._checkpointed_attention_forward(*inputs, core_attention_extra_kwargs=extra, **options)
+
+
 def set_modules(layer: ModuleSpec, architecture: Architecture, provider: Any) -> None:
     """Give a layer latent attention with a core that selects keys. For arguments see latent_attention."""
     latent_attention.set_modules(layer, architecture, provider)
     modules: Any = layer.submodules
+    modules.self_attention.module = SparseSelfAttention
     attention = modules.self_attention.submodules
     attention.core_attention = ModuleSpec(
         module=with_selection(attention.core_attention), params={"architecture": architecture}

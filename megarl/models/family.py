@@ -62,6 +62,8 @@ class Family:
             the one that the folder names; None: the latter.
         sglang_differences: What SGLang's class of the family would compute differently, each with the
             condition on the architecture.
+        sglang_refuses: Returns which fields of a folder SGLang's class refuses, with the remedy; empty if it
+            reads all.
         cpu_engine_lacks: What SGLang's class of the family cannot compute on a CPU, in words, although it
             computes the kinds of its layers there; empty if it computes everything.
         models: The names of the family's models, for docs/models.md.
@@ -85,6 +87,7 @@ class Family:
     sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
     sglang_cpu_class: str | None = None
     sglang_differences: Mapping[str, Callable[[Architecture], bool]] = field(default_factory=dict)
+    sglang_refuses: Callable[[Mapping[str, Any]], str] = lambda fields: ""
     cpu_engine_lacks: str = ""
     models: str = ""
     limits: tuple[str, ...] = ()

@@ -126,7 +126,7 @@ def _read_kinds(reader: ConfigReader) -> list[str]:
     if isinstance(given, str):
         kinds = [_LETTERS.get(letter, letter) for letter in given]
     elif isinstance(given, list):
-        kinds = [_OLDER.get(kind, kind) for kind in given if isinstance(kind, str)]
+        kinds = [_OLDER.get(kind, kind) for kind in map(str, given)]
     if not kinds or set(kinds) - set(_LETTERS.values()):
         known = ", ".join((*_LETTERS, *_LETTERS.values(), *_OLDER))
         reader.problems.append(f"field {name!r} is {given!r}, but must have a type for each layer: {known}")
@@ -253,6 +253,19 @@ def _sglang_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {own: fields[name] for name, own in names.items() if name in fields}
 
 
+def _sglang_refuses(fields: Mapping[str, Any]) -> str:
+    """Return what to write instead of the names of layers of transformers v5, which SGLang does not know."""
+    named = fields.get("layers_block_type")
+    if not isinstance(named, list) or not {_MAMBA, FULL} & set(named):
+        return ""
+    letters = {kind: letter for letter, kind in _LETTERS.items()}
+    pattern = "".join(letters[_OLDER.get(kind, kind)] for kind in named)
+    return (
+        "'layers_block_type' with the names of transformers v5; replace it in config.json by "
+        f"'hybrid_override_pattern': {pattern!r}, as published folders have it"
+    )
+
+
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     class_prefix="NemotronH",
@@ -278,6 +291,7 @@ NEMOTRON_H = Family(
     },
     kept={"mtp.": "the layers that predict further tokens"},
     sglang_replaced=_sglang_fields,
+    sglang_refuses=_sglang_refuses,
     models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",
     limits=(
         "experts of a latent size are refused",
@@ -285,5 +299,10 @@ NEMOTRON_H = Family(
         "[kept](large_models.md#multi-token-prediction)",
         "SGLang on GPUs only, for folders with `hybrid_override_pattern`, as published ones have it",
         "each response that shares a prompt computes the states of the prompt again",
+        "time steps are not clamped, as in Megatron-Core and SGLang, unlike in transformers "
+        "(`time_step_min`)",
+        "in Megatron's format a mixer is `self_attention`, so checkpoints of Megatron's own hybrid models "
+        "are not read",
+        "not run on a GPU",
     ),
 )

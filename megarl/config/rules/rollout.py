@@ -24,7 +24,7 @@ from megarl.config.schema import (
 from megarl.config.speculation import ALGORITHM, SECTION
 from megarl.machine.errors import counted
 from megarl.models.architecture import Architecture
-from megarl.models.families import FAMILIES
+from megarl.models.families import FAMILIES, read_fields
 from megarl.models.family import SGLangStages
 from megarl.models.layers import kinds_of
 from megarl.models.rope import sglang_rope_differs
@@ -157,6 +157,12 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
         others = " or ".join(engine.name for engine in RolloutEngineKind if not engine.needs.cuts_models)
         yield Finding(
             ("rollout.engine",), f"SGLang has no class for {path} ({policy.model_type}); use {others}"
+        )
+
+    if refused := family.sglang_refuses(read_fields(path)):
+        yield Finding(
+            ("rollout.engine",),
+            f"SGLang's {policy.model_type} refuses the config.json of {path}, which has {refused}",
         )
 
     # SGLang would silently compute a different model if its class ignores a setting.

@@ -258,8 +258,9 @@ def _sparse_attention(layer: LayerSizes, *, has_indexer: bool) -> PartMemory:
     """
     memory = _latent_attention(layer)
     indexer = indexer_of(layer.architecture)
+    trains = has_indexer and indexer.trains
     if layer.longest <= indexer.topk:
-        return memory
+        return _with_indexer_loss(layer, memory) if trains else memory
 
     sizes = dimension_sizes(layer.architecture)
     cut = layer.parallel.tensor_parallel_size
@@ -279,10 +280,31 @@ def _sparse_attention(layer: LayerSizes, *, has_indexer: bool) -> PartMemory:
     scores = has_indexer * 2 * _FLOAT32 * MOST_SCORES
     apart = max(block, scores) / layer.element / layer.tokens
     inputs = has_indexer * (layer.whole + sizes["A"] + 2 * sizes["i"] + sizes["j"] * (1 + layer.context))
-    return PartMemory(
+    memory = PartMemory(
         kept,
         backward=ceil(2 * query + 3 * keys + selection + inputs + apart),
         scoring=ceil(2 * query + 2 * keys + selection + inputs + apart),
+    )
+    return _with_indexer_loss(layer, memory) if trains else memory
+
+
+def _with_indexer_loss(layer: LayerSizes, memory: PartMemory) -> PartMemory:
+    """Return the memory of sparse attention whose indexer also learns. Its loss is part of every length."""
+    sizes = dimension_sizes(layer.architecture)
+    number = _FLOAT32 / layer.element
+    query = sizes["Q"] // layer.parallel.tensor_parallel_size
+
+    # The inputs of the indexer, hidden states also in float32; and its queries, keys and weights, each with a
+    # gradient.
+    kept = layer.whole * (1 + number) + sizes["A"] + 2 * (sizes["i"] + sizes["j"] * layer.context)
+    kept += 2 * sizes["k"] * number
+
+    # Scores of a block and two gradients of them, and a float32 copy of the keys of a piece.
+    block = (3 * MOST_SCORES + layer.longest * query) * number / layer.tokens
+    apart = block + number * (sizes["i"] + sizes["j"] * layer.context)
+    again = kept * layer.core_again
+    return memory._replace(
+        kept=ceil(memory.kept + kept - again), backward=ceil(memory.backward + again + apart)
     )
 
 

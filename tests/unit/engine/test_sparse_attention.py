@@ -233,6 +233,12 @@ LAYOUTS = {
         ("deepseek_v32", "TP1", {"packing": False}),
         ("deepseek_v32", "TP1", {"share_prompts": True}),
         ("deepseek_v32", "TP1", {"recomputation": Recomputation(Recompute.full, (), None)}),
+        # The first stage runs both micro-batches before a backward pass.
+        (
+            "deepseek_v32",
+            "PP2",
+            {"recomputation": Recomputation(Recompute.selective, (RecomputeModule.core_attn,), None)},
+        ),
         ("glm-shared", "TP1", {}),
         ("glm_moe_dsa", "TP2+SPxEP2", {}),
     ],

@@ -45,6 +45,24 @@ def test_a_factor_of_yarn_that_sglang_does_not_read(tmp_path: Path) -> None:
     assert "a YaRN attention_factor of 1.5, for which it uses 1.13863" in said
 
 
+def test_names_of_layers_that_sglang_does_not_know(tmp_path: Path) -> None:
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+    def found(fields: dict[str, object]) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        given = violations(run, ENGINE, f"model.path={tmp_path}", "device=cuda")
+        return [each for each in given if "layers_block_type" in each]
+
+    fields = FAMILIES["nemotron_h"].example()
+    (said,) = found(fields)
+    assert "SGLang's nemotron_h refuses the config.json of " in said
+    assert said.endswith("by 'hybrid_override_pattern': 'M*E-ME*-', as published folders have it")
+    older = {"linear_attention": "mamba", "full_attention": "attention"}
+    names = [older.get(kind, kind) for kind in fields.pop("layers_block_type")]
+    assert found(fields | {"layers_block_type": names}) == []
+    assert found(fields | {"hybrid_override_pattern": "M*E-ME*-"}) == []
+
+
 def test_a_class_of_sglang_that_needs_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["minimax_m2"].example()))
     run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))

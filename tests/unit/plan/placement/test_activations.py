@@ -25,6 +25,7 @@ from megarl.config.schema import (
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.models.families import read_architecture
 from megarl.models.latent import LATENT_ATTENTION
+from megarl.models.sparse_attention import SPARSE_ATTENTION
 from megarl.plan.placement.activations import RoleMemory, role_memory
 from megarl.plan.placement.model_state import model_state, step_memory
 from megarl.plan.placement.part_activations import ACTIVATIONS, LayerSizes
@@ -235,3 +236,28 @@ def test_latent_attention_keeps_padded_values(core_again: bool, of_core: int) ->
     vectors = 2 * (1536 + 512) // 8 + 64
     layer = LayerSizes(run, actor, architecture, [Row(100, 100, 0)], uneven=False)
     assert ACTIVATIONS[LATENT_ATTENTION](layer).kept == vectors + of_core
+
+
+@pytest.mark.parametrize("core_again", [False, True])
+def test_an_indexer_that_learns_keeps_its_inputs_and_gradients(core_again: bool) -> None:
+    """DeepSeek-V3.2 on eight tensor-parallel ranks, all of which have the whole indexer.
+
+    Saved are hidden states in bfloat16 and float32, the latent vectors of queries, and 64 queries of 128 numbers,
+    a key and 64 float32 weights, each with a gradient. If the core is computed again, so are they.
+    """
+    architecture = read_architecture(str(CONFIGS_DIR / "models" / "DeepSeek-V3.2-BF16"))
+    run = load_config(PPOConfig, str(CONFIGS_DIR / "deepseek_v3_671b_grpo.yaml"))
+    how = Recomputation(Recompute.selective, (RecomputeModule.core_attn,) if core_again else ())
+    parallel = ParallelConfig(tensor_parallel_size=8, sequence_parallel=True)
+    actor = replace(model_roles(run)[0], parallel=parallel, recomputation=how)
+
+    def kept(indexer_loss: float) -> tuple[int, int]:
+        trained = replace(actor, indexer_loss=indexer_loss).trained(architecture)
+        layer = LayerSizes(run, actor, trained, [Row(9216, 1024, 0)], uneven=False)
+        memory = ACTIVATIONS[SPARSE_ATTENTION](layer)
+        return memory.kept, memory.backward
+
+    more, backward = (loss - frozen for loss, frozen in zip(kept(0.1), kept(0), strict=True))
+    saved = 3 * 7168 + 1536 + 2 * (64 * 128 + 128) + 2 * 2 * 64
+    assert more == saved * (not core_again)
+    assert backward > saved * core_again
