@@ -22,9 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.learning.tasks import ROOT, make_rows
+from megarl.config.load import load_config, plain_values
+from megarl.config.schema import PPOConfig
 from megarl.machine.files import write_whole
 
 FOLDER = ROOT / "benchmarks" / "learning_curves"
@@ -164,14 +164,26 @@ def _rounded(value: float) -> float:
 
 
 def config_hash(run_dir: Path) -> str:
-    """Hash the resolved configuration without the seeds and the paths of the checkout."""
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    """Hash what the configuration sets, without the seeds and the paths of the checkout.
+
+    Keys with their default value do not count, so that a new key does not separate new runs from earlier ones.
+    """
+    config = plain_values(load_config(PPOConfig, run_dir / "config.yaml"))
     for section in ("trainer", "data"):
-        config[section].pop("seed", None)
+        config[section].pop("seed")
     config["trainer"].pop("output_dir")
 
-    text = json.dumps(config, sort_keys=True).replace(f"{ROOT}/", "")
+    text = json.dumps(_changed(config, plain_values(PPOConfig())), sort_keys=True).replace(f"{ROOT}/", "")
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not the default, as nested mappings."""
+    return {
+        key: _changed(value, default) if isinstance(value, dict) and isinstance(default, dict) else value
+        for key, value in values.items()
+        if value != (default := defaults.get(key))
+    }
 
 
 def surroundings() -> dict[str, Any]:

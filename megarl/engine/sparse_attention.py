@@ -399,161 +399,163 @@ class _IndexerLoss(torch.autograd.Function):
         return of_queries, of_keys, of_weights, *(None,) * 7
 
 
-def with_selection(attention: Any) -> Any:
-    """Extend a core of dense attention to rows of which queries see a selection of the keys."""
+class SelectingCore(torch.nn.Module):
+    """Extends a core of dense attention, the next class in its order, to queries that see selected keys."""
 
-    class SparseCore(attention):
-        requires_dsa_inputs = True  # Megatron then passes hidden states and latent vectors
-        tokens: RoutedTokens | None = None  # those of the current forward pass
+    requires_dsa_inputs = True  # Megatron then passes hidden states and latent vectors
+    tokens: RoutedTokens | None = None  # those of the current forward pass
 
-        def __init__(
-            self,
-            config: Any,
-            layer_number: int,
-            *arguments: Any,
-            architecture: Architecture,
-            softmax_scale: float | None = None,
-            pg_collection: Any = None,
-            **options: Any,
-        ) -> None:
-            super().__init__(
-                config,
-                *arguments,
-                layer_number=layer_number,
-                softmax_scale=softmax_scale,
-                pg_collection=pg_collection,
-                **options,
-            )
-            indexer = indexer_of(architecture)
-            self.topk = indexer.topk
-            # The layer whose selection counts, and whether others share it.
-            self.source = max(layer for layer in indexer.layers if layer < layer_number)
-            self.is_shared = self.source + 1 < architecture.num_hidden_layers and not has_indexer(
-                architecture, self.source + 1
-            )
-            self.scale_of_scores = softmax_scale
-            self.ranks_of_rows: dist.ProcessGroup | None = (
-                pg_collection.cp if config.context_parallel_size > 1 else None
-            )
-            self.tensor_group: dist.ProcessGroup = pg_collection.tp
-            self.indexer: LightningIndexer | None = None
-            if has_indexer(architecture, layer_number - 1):
-                self.indexer = LightningIndexer(config, architecture, pg_collection)
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *arguments: Any,
+        architecture: Architecture,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            config,
+            *arguments,
+            layer_number=layer_number,
+            softmax_scale=softmax_scale,
+            pg_collection=pg_collection,
+            **options,
+        )
+        indexer = indexer_of(architecture)
+        self.topk = indexer.topk
+        # The layer whose selection counts, and whether others share it.
+        self.source = max(layer for layer in indexer.layers if layer < layer_number)
+        self.is_shared = self.source + 1 < architecture.num_hidden_layers and not has_indexer(
+            architecture, self.source + 1
+        )
+        self.scale_of_scores = softmax_scale
+        self.ranks_of_rows: dist.ProcessGroup | None = (
+            pg_collection.cp if config.context_parallel_size > 1 else None
+        )
+        self.tensor_group: dist.ProcessGroup = pg_collection.tp
+        self.indexer: LightningIndexer | None = None
+        if has_indexer(architecture, layer_number - 1):
+            self.indexer = LightningIndexer(config, architecture, pg_collection)
 
-        def forward(
-            self,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            *arguments: Any,
-            x: Tensor,
-            qr: Tensor,
-            packed_seq_params: PackedRows | None = None,
-            tokens: RoutedTokens | None = None,
-            **options: Any,
-        ) -> Tensor:
-            packed = packed_seq_params
-            if tokens is not None:
-                self.tokens = tokens
-            longest = len(query) if packed is None else packed.max_seqlen_kv
-            tally = self._tally()
-            is_dense = longest <= self.topk
-            mixed = query.new_empty(0)
-            if is_dense:
-                mixed = super().forward(query, key, value, *arguments, packed_seq_params=packed, **options)
-                if tally is None:
-                    return mixed
-
-            # From here on, rows are one after another.
-            length, width = len(query), value.shape[-1]
-            pieces = _padded_pieces(query) if packed is None else sparse_rows_of(packed).pieces
-            if packed is None:
-                value = F.pad(value, (0, query.shape[-1] - width))
-                query, key, value = (_rows_first(each) for each in (query, key, value))
-            elif self.ranks_of_rows is not None:
-                key, value = whole_keys(key, value, self.ranks_of_rows)
-
-            inputs = self._index_inputs(x, qr, packed, trains=tally is not None)
-            selected = self._selection(inputs, packed, pieces)
-            if not is_dense:
-                mixed = attend_selected(query, key, value, selected, pieces, self.scale_of_scores).flatten(1)
-                if packed is None:
-                    by_row = mixed.view(len(query) // length, length, -1, query.shape[-1])
-                    mixed = by_row[..., :width].flatten(2).transpose(0, 1).contiguous()
-
-            if tally is None or inputs is None:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *arguments: Any,
+        x: Tensor,
+        qr: Tensor,
+        packed_seq_params: PackedRows | None = None,
+        tokens: RoutedTokens | None = None,
+        **options: Any,
+    ) -> Tensor:
+        packed = packed_seq_params
+        if tokens is not None:
+            self.tokens = tokens
+        longest = len(query) if packed is None else packed.max_seqlen_kv
+        tally = self._tally()
+        is_dense = longest <= self.topk
+        mixed = query.new_empty(0)
+        if is_dense:
+            mixed = super().forward(query, key, value, *arguments, packed_seq_params=packed, **options)
+            if tally is None:
                 return mixed
-            return self._with_loss(mixed, inputs, query, key, selected, pieces, tally)
 
-        def _tally(self) -> RouterStatistics | None:
-            """Return where the loss of the indexer is counted, if this pass computes one.
+        # From here on, rows are one after another.
+        length, width = len(query), value.shape[-1]
+        pieces = _padded_pieces(query) if packed is None else sparse_rows_of(packed).pieces
+        if packed is None:
+            value = F.pad(value, (0, query.shape[-1] - width))
+            query, key, value = (_rows_first(each) for each in (query, key, value))
+        elif self.ranks_of_rows is not None:
+            key, value = whole_keys(key, value, self.ranks_of_rows)
 
-            With recomputation, a layer runs twice: the pass without gradients adds nothing.
-            """
-            tally = None if self.tokens is None else self.tokens.tally
-            computes = tally is not None and tally.losses is not None and tally.indexer_loss
-            return tally if computes and self.indexer is not None and torch.is_grad_enabled() else None
+        inputs = self._index_inputs(x, qr, packed, trains=tally is not None)
+        selected = self._selection(inputs, packed, pieces)
+        if not is_dense:
+            mixed = attend_selected(query, key, value, selected, pieces, self.scale_of_scores).flatten(1)
+            if packed is None:
+                by_row = mixed.view(len(query) // length, length, -1, query.shape[-1])
+                mixed = by_row[..., :width].flatten(2).transpose(0, 1).contiguous()
 
-        def _index_inputs(
-            self, x: Tensor, qr: Tensor, packed: PackedRows | None, *, trains: bool
-        ) -> IndexInputs | None:
-            """Return what the indexer computes, None without one. Only its own weights have gradients."""
-            if self.indexer is None:
-                return None
-            with torch.set_grad_enabled(trains):
-                inputs = self.indexer(x.detach(), qr.detach(), packed)
-                if packed is None:
-                    return IndexInputs(*map(_rows_first, inputs))
-                if self.ranks_of_rows is None:
-                    return inputs
-                keys = gather_from_sequence_parallel_region(
-                    inputs.keys, tensor_parallel_output_grad=True, group=self.ranks_of_rows
-                )
-                return inputs._replace(keys=keys)
+        if tally is None or inputs is None:
+            return mixed
+        return self._with_loss(mixed, inputs, query, key, selected, pieces, tally)
 
-        def _selection(
-            self, inputs: IndexInputs | None, packed: PackedRows | None, pieces: Sequence[KeyedPiece]
-        ) -> Tensor:
-            """Return the selection of this layer: its indexer's, or that of an earlier layer."""
-            if inputs is None:
-                assert packed is not None, "layers that share a selection need packed rows"
-                return sparse_rows_of(packed).selections[self.source]
-            selected = select_keys(inputs, pieces, self.topk)
-            # A layer that is computed again in the backward pass needs the selection once more.
-            if self.is_shared and packed is not None:
-                sparse_rows_of(packed).selections[self.source] = selected
-            return selected
+    def _tally(self) -> RouterStatistics | None:
+        """Return where the loss of the indexer is counted, if this pass computes one.
 
-        def _with_loss(
-            self,
-            mixed: Tensor,
-            inputs: IndexInputs,
-            query: Tensor,
-            key: Tensor,
-            selected: Tensor,
-            pieces: Sequence[KeyedPiece],
-            tally: RouterStatistics,
-        ) -> Tensor:
-            """Return the output, whose backward pass also has the gradient of the indexer's loss."""
-            assert self.tokens is not None
-            counts = self.tokens.all_counts
-            if mixed.ndim == 3:
-                counts = _rows_first(counts.view(mixed.shape[:2]))
-            loss = _IndexerLoss.apply(
-                *inputs,
-                query.detach(),
-                key.detach(),
-                selected,
-                pieces,
-                self.scale_of_scores,
-                tally.weights(counts),
-                self.tensor_group,
+        With recomputation, a layer runs twice: the pass without gradients adds nothing.
+        """
+        tally = None if self.tokens is None else self.tokens.tally
+        computes = tally is not None and tally.losses is not None and tally.indexer_loss
+        return tally if computes and self.indexer is not None and torch.is_grad_enabled() else None
+
+    def _index_inputs(
+        self, x: Tensor, qr: Tensor, packed: PackedRows | None, *, trains: bool
+    ) -> IndexInputs | None:
+        """Return what the indexer computes, None without one. Only its own weights have gradients."""
+        if self.indexer is None:
+            return None
+        with torch.set_grad_enabled(trains):
+            inputs = self.indexer(x.detach(), qr.detach(), packed)
+            if packed is None:
+                return IndexInputs(*map(_rows_first, inputs))
+            if self.ranks_of_rows is None:
+                return inputs
+            keys = gather_from_sequence_parallel_region(
+                inputs.keys, tensor_parallel_output_grad=True, group=self.ranks_of_rows
             )
-            # Every tensor-parallel rank has all tokens.
-            tally.divergences[self.source] += loss.detach() / self.tensor_group.size()
-            return MoEAuxLossAutoScaler.apply(mixed, tally.indexer_loss * loss)
+            return inputs._replace(keys=keys)
 
-    return SparseCore
+    def _selection(
+        self, inputs: IndexInputs | None, packed: PackedRows | None, pieces: Sequence[KeyedPiece]
+    ) -> Tensor:
+        """Return the selection of this layer: its indexer's, or that of an earlier layer."""
+        if inputs is None:
+            assert packed is not None, "layers that share a selection need packed rows"
+            return sparse_rows_of(packed).selections[self.source]
+        selected = select_keys(inputs, pieces, self.topk)
+        # A layer that is computed again in the backward pass needs the selection once more.
+        if self.is_shared and packed is not None:
+            sparse_rows_of(packed).selections[self.source] = selected
+        return selected
+
+    def _with_loss(
+        self,
+        mixed: Tensor,
+        inputs: IndexInputs,
+        query: Tensor,
+        key: Tensor,
+        selected: Tensor,
+        pieces: Sequence[KeyedPiece],
+        tally: RouterStatistics,
+    ) -> Tensor:
+        """Return the output, whose backward pass also has the gradient of the indexer's loss."""
+        assert self.tokens is not None
+        counts = self.tokens.all_counts
+        if mixed.ndim == 3:
+            counts = _rows_first(counts.view(mixed.shape[:2]))
+        loss = _IndexerLoss.apply(
+            *inputs,
+            query.detach(),
+            key.detach(),
+            selected,
+            pieces,
+            self.scale_of_scores,
+            tally.weights(counts),
+            self.tensor_group,
+        )
+        # Every tensor-parallel rank has all tokens.
+        tally.divergences[self.source] += loss.detach() / self.tensor_group.size()
+        return MoEAuxLossAutoScaler.apply(mixed, tally.indexer_loss * loss)
+
+
+def with_selection(attention: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Extend a core of dense attention to rows of which queries see a selection of the keys."""
+    return type("SparseCore", (SelectingCore, attention), {})
 
 
 class SparseSelfAttention(LatentSelfAttention):

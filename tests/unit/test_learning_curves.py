@@ -23,6 +23,7 @@ from benchmarks.learning.tasks import COMPARISONS, GSM8K, GUESS, ROOT, TASKS, ma
 from benchmarks.learning.usage import measured, sessions
 from docs.generate import learning_curves as page
 from megarl.agents.protocol import Task, Turn
+from megarl.config.schema import TrainerConfig
 
 RECORDED = [task for task in TASKS if list((FOLDER / task).glob("seed*.jsonl"))]
 # t of the formula on the page, copied from a table of the distribution.
@@ -162,7 +163,11 @@ def run_dir(tmp_path: Path) -> Path:
     """The files of a run of sums with three steps, as megarl writes them."""
     folder = tmp_path / "run"
     folder.mkdir()
-    config = {"trainer": {"seed": 3, "output_dir": f"{ROOT}/x", "total_steps": 2}, "data": {"seed": 3}}
+    config = {
+        "model": {"path": f"{ROOT}/model"},
+        "data": {"train_files": [f"{ROOT}/train.jsonl"], "seed": 3},
+        "trainer": {"seed": 3, "output_dir": f"{ROOT}/x", "total_steps": 2},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     metrics = [
         {"step": 0, records.SCORE: 0.25},
@@ -204,6 +209,10 @@ def test_seeds_and_folders_do_not_change_the_hash_and_other_keys_do(run_dir: Pat
     first = config_hash(run_dir)
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     config["trainer"] |= {"seed": 4, "output_dir": "elsewhere"}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    assert config_hash(run_dir) == first
+    # Nor does a key with its default, as when a later version has a new one.
+    config["trainer"]["prompts_per_step"] = TrainerConfig().prompts_per_step
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     assert config_hash(run_dir) == first
     config["trainer"]["total_steps"] = 9
