@@ -142,13 +142,12 @@ def trained_parameters(model: ModelRole, architecture: Architecture, stage: int)
 
     A frozen vision tower and frozen indexers have neither gradients nor optimizer state.
     """
-    indexer = architecture.indexer
     trained = stage_parameters(
         architecture,
         model.parallel,
         stage,
         with_value_head=model.with_value_head,
-        trained_only=architecture.lora is not None or (indexer is not None and not indexer.trains),
+        trained_only=architecture.is_partly_frozen,
     )
     is_frozen = model.freeze_vision and stage == 0
     return trained._replace(dense=trained.dense - is_frozen * num_tower_parameters(architecture))
