@@ -47,7 +47,7 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
         total += -(-(trained - adapters) // dense_cut) * weight_bytes
 
     # They also have fewer copies for ZeRO 1. Frozen parameters have neither gradients nor state.
-    dense, of_experts = _counts(role, architecture, trained_only=architecture.lora is not None)
+    dense, of_experts = _counts(role, architecture, trained_only=architecture.is_partly_frozen)
     of_element = element_bytes(dtype, role.megatron, role.optim.kind)
     state = of_element.moments + of_element.master
     for parameters, copies in (

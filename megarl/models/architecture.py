@@ -443,6 +443,11 @@ class Architecture:
         return self.lora is None or module in self.lora.modules_to_save
 
     @property
+    def is_partly_frozen(self) -> bool:
+        """Whether the tensor table freezes the model below adapters, or its indexers, if the model trains."""
+        return self.lora is not None or (self.indexer is not None and not self.indexer.trains)
+
+    @property
     def num_image_layers(self) -> int:
         """The number of first layers to whose outputs features of images are added."""
         return len(self.vision.deepstack_blocks) if self.vision else 0

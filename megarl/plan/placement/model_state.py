@@ -140,14 +140,14 @@ def quantized_bytes(model: ModelRole, architecture: Architecture, stage: int) ->
 def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:
     """Count the parameters that one rank of a pipeline stage holds and trains.
 
-    A frozen vision tower has neither gradients nor optimizer state.
+    A frozen vision tower and frozen indexers have neither gradients nor optimizer state.
     """
     trained = stage_parameters(
         architecture,
         model.parallel,
         stage,
         with_value_head=model.with_value_head,
-        trained_only=architecture.lora is not None,
+        trained_only=architecture.is_partly_frozen,
     )
     is_frozen = model.freeze_vision and stage == 0
     return trained._replace(dense=trained.dense - is_frozen * num_tower_parameters(architecture))

@@ -261,3 +261,20 @@ def test_an_indexer_that_learns_keeps_its_inputs_and_gradients(core_again: bool)
     saved = 3 * 7168 + 1536 + 2 * (64 * 128 + 128) + 2 * 2 * 64
     assert more == saved * (not core_again)
     assert backward > saved * core_again
+
+
+def test_frozen_indexers_have_no_gradients() -> None:
+    """DeepSeek-V3.2 on eight tensor-parallel ranks. Selection biases of 58 layers are not counted either."""
+    architecture = read_architecture(str(CONFIGS_DIR / "models" / "DeepSeek-V3.2-BF16"))
+    run = load_config(PPOConfig, str(CONFIGS_DIR / "deepseek_v3_671b_grpo.yaml"))
+    actor = model_roles(run)[0]
+
+    def state(indexer_loss: float) -> tuple[int, int]:
+        trained = replace(actor, indexer_loss=indexer_loss).trained(architecture)
+        found = model_state(actor, trained, DType.bfloat16, 0)
+        return found.parameters, found.gradients
+
+    (parameters, gradients), (held, of_frozen) = state(0.1), state(0)
+    of_layer = 64 * 128 * 1536 + 128 * 7168 + 64 * 7168 + 2 * 128
+    assert parameters == held
+    assert gradients - of_frozen == 4 * (61 * of_layer + 58 * 256)
