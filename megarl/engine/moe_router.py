@@ -60,7 +60,7 @@ class RouterStatistics:
         tokens: (L, E) float64, the number of tokens that go to each expert.
         probabilities: (L, E) float64, the mean of the tokens' probabilities, for a load-balancing loss.
         squares: (L,) float64, the mean of the squared log-sum-exp of the tokens' logits, for a z loss.
-        divergences: (L,) float64, the mean of the tokens' divergences, for a loss of indexers.
+        divergences: (L,) float64, the mean of the tokens' divergences; empty without a loss of indexers.
         num_tokens: The number of tokens in the mini-batch, which all losses need.
     """
 
@@ -89,7 +89,7 @@ class RouterStatistics:
         self.tokens = torch.zeros(num_layers, self._num_experts, dtype=torch.float64, device=device)
         self.probabilities = torch.zeros_like(self.tokens)
         self.squares = self.tokens.new_zeros(num_layers)
-        self.divergences = self.tokens.new_zeros(num_layers)
+        self.divergences = self.tokens.new_zeros(num_layers if indexer_loss else 0)
         self.num_tokens = self.tokens.new_zeros(())
 
     def begin(self, num_counted: int, groups: ParallelGroups) -> None:

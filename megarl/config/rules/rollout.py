@@ -186,7 +186,7 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Findings:
         yield Finding(
             ("device", "rollout.engine", *config.length_keys),
             f"is cpu, and rows may have {config.max_row_tokens} tokens, but SGLang has sparse attention on "
-            f"GPUs only: on a CPU it serves rows of at most index_topk {most} tokens of {path} "
+            f"GPUs only: on a CPU it serves rows of at most index_topk {counted(most, 'token')} of {path} "
             f"({policy.model_type}), which need none; use device=cuda, or shorter rows",
         )
 

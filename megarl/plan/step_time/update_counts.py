@@ -245,13 +245,16 @@ def router_counts(architecture: Architecture, role: ModelRole) -> Counts:
 
     losses = role.routers
     passes = 1 + bool(losses.aux_loss_coefficient)
-    has_loss = bool(losses.aux_loss_coefficient or losses.z_loss_coefficient)
+    trains_indexers = architecture.indexer is not None and architecture.indexer.trains
+    has_loss = bool(losses.aux_loss_coefficient or losses.z_loss_coefficient) or trains_indexers
     sizes = architecture.num_hidden_layers * (2 * architecture.num_experts + 1)
+    # A counting pass has no divergences.
+    divergences = architecture.num_hidden_layers * trains_indexers / passes
 
     return total(
         (
-            call(role.parallel, "all_reduce", "stage", sizes, "float64", passes),
-            call(role.parallel, "all_reduce", "stages", sizes, "float64", passes),
+            call(role.parallel, "all_reduce", "stage", sizes + divergences, "float64", passes),
+            call(role.parallel, "all_reduce", "stages", sizes + divergences, "float64", passes),
             call(role.parallel, "all_reduce", "data", 1, "float64", has_loss),
         )
     )

@@ -102,7 +102,8 @@ def watched_routers(
 ) -> Iterator[list[list[Tensor]]]:
     """Return the experts of each layer, (tokens, K), for each row; row ROW is disturbed at a place."""
     rows: list[list[Tensor]] = []
-    routers = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
+    ends = ("mlp.gate", "mlp.router", "mixer.gate")
+    routers = [module for name, module in model.named_modules() if name.endswith(ends)]
 
     def watch(router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, scores, experts = outputs

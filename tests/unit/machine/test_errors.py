@@ -43,6 +43,7 @@ _ALLOWED = frozenset(
         ("config/rules/experts.py", "parallel.tensor_parallel_size"),  # more than 1
         ("config/rules/experts.py", "size"),  # does not divide
         ("config/rules/models.py", "config.max_row_tokens"),  # a prompt and a response
+        ("config/rules/rollout.py", "config.max_row_tokens"),  # a prompt and a response
         ("config/rules/models.py", "tokens"),  # a prompt and a response
         ("config/rules/models.py", "either(nearest_divisors(letters[letter], ranks))"),
         ("config/rules/models.py", "either(nearest_divisors(layers, stages))"),
