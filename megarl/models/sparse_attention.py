@@ -106,7 +106,7 @@ def _layers_with_indexer(reader: ConfigReader, num_layers: int, *, may_share: bo
     named = "'indexer_types', or 'index_topk_pattern',"
     if len(kinds) != num_layers or not set(kinds) <= {"full", "shared"}:
         reader.conflict(
-            f"{named} must have 'full' or 'shared' for each of {counted(num_layers, 'layer')}, but is {kinds}",
+            f"{named} must have 'full' or 'shared' for each layer ({num_layers} in all), but is {kinds}",
             "num_hidden_layers",
         )
     elif kinds[0] != "full":
