@@ -167,6 +167,7 @@ _TEXT = "text_config"
 # Dense layers at the beginning of a model with experts, which are few: the reduced model has none.
 _DENSE_LAYERS = "first_k_dense_replace"
 _FEED_FORWARDS = "mlp_layer_types"  # specifies the same by layer
+_PATTERN = "hybrid_override_pattern"  # has a letter per layer
 # Lists of layer numbers.
 _NUMBERS = ("mlp_only_layers",)
 _PREDICTORS = "num_nextn_predict_layers"
@@ -185,6 +186,8 @@ def reduced_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
         key: value[:num_layers] if isinstance(value, list) and len(value) == all_layers else value
         for key, value in config.items()
     }
+    if isinstance(config.get(_PATTERN), str):
+        reduced[_PATTERN] = config[_PATTERN][:num_layers]
     if num_dense:
         reduced[_DENSE_LAYERS] = 0
         if has_feed_forward_types(config):

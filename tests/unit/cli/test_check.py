@@ -494,12 +494,12 @@ for words in json.loads(sys.argv[1]):
 
 
 def test_every_command_with_a_configuration_is_run_with_a_wrong_key() -> None:
-    """Except for `doctor`, whose report has the errors of the configuration among others, and `init`, which
-    takes the names of columns only.
+    """Except for `doctor`, whose report has the errors of the configuration among others, `init`, which takes
+    the names of columns only, and `data`, whose arguments are those of an environment.
     """
     parsers = commands_of(build_parser())
     names = {name for name, each in parsers.items() if "key=value" in each.format_usage()}
-    assert names | {"generate"} == {words[0] for words in WRONG_KEYS} | {"doctor", "init"}
+    assert names | {"generate"} == {words[0] for words in WRONG_KEYS} | {"doctor", "init", "data"}
 
 
 def test_check_is_quick(ppo: str) -> None:

@@ -340,7 +340,10 @@ def test_the_table_has_the_differences_of_every_comparison() -> None:
     assert worst.grad_norm <= NORM_TOLERANCE
 
 
-@pytest.mark.parametrize("reference", EXPERT_FAMILIES, indirect=True)
+# The rows of the other have so many tokens that each expert has some.
+@pytest.mark.parametrize(
+    "reference", [name for name in EXPERT_FAMILIES if name != "deepseek_v32"], indirect=True
+)
 def test_one_expert_has_no_tokens(reference: Reference) -> None:
     """This is the case in some layers; most experts have tokens."""
     gradients = reference.results["policy with experts"].gradients
