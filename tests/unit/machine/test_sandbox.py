@@ -296,7 +296,7 @@ def test_a_session_keeps_what_programs_leave_until_one_is_ended(
     level: Level, target: dict[str, object]
 ) -> None:
     needs(level)
-    session = SandboxSession(level, SandboxLimits(memory_mb=256, wall_s=1.0, output_kb=4))
+    session = SandboxSession(level, SandboxLimits(memory_mb=256, wall_s=4.0, output_kb=4))
 
     def run(program: str) -> tuple[str, str, bool]:
         finished, is_alive = session.run(program)

@@ -95,8 +95,9 @@ def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(
         (None, "no run has written here (no config.yaml, no metrics.jsonl); give a run's trainer.output_dir"),
         (
             "config.yaml",
-            "no status.json yet",
+            "no run has written here (a config.yaml, but no metrics.jsonl, plan.txt or checkpoints)",
         ),
+        ("config.yaml plan.txt", "no status.json yet"),
         ("summary.json", "no status.json; see `megarl report"),
         ('{"format": 1, "wri', "is damaged: it is not JSON"),
         ('{"format": 2, "else": []}', "has format 2, but this megarl reads 1"),
@@ -105,8 +106,13 @@ def test_a_disk_that_takes_no_file_is_warned_of_once_and_ends_nothing(
     ],
 )
 def test_what_is_not_there_or_damaged_is_one_line(tmp_path: Path, content: str | None, says: str) -> None:
-    if content is not None:
-        (tmp_path / (content if content.endswith((".yaml", ".json")) else "status.json")).write_text(content)
+    names = ["status.json"]
+    if content is None:
+        names = []
+    elif content.endswith((".yaml", ".json", ".txt")):
+        names = content.split()
+    for name in names:
+        (tmp_path / name).write_text(str(content))
     with pytest.raises(StatusError) as raised:
         read_status(tmp_path)
     assert says in str(raised.value)
