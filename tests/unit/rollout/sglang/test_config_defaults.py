@@ -16,6 +16,7 @@ from megarl.models.class_defaults import CLASS_DEFAULTS
 from megarl.models.families import FAMILIES
 from tests import fork_server
 from tests.families import example_config
+from tests.unit.rollout.sglang.test_plans_of_models import write_pattern
 
 _PROGRAM = """
 import json, sys
@@ -35,10 +36,11 @@ print(json.dumps(read, default=str))
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _NESTED = ("text_config", "vision_config")
 # Their classes leave out windows that `use_sliding_window` does not enable. Heads are required by megarl. The
-# pattern of windows is a number for transformers, and letters for SGLang.
+# pattern of windows is a number for transformers, and letters for SGLang, which has another name for the groups
+# of Mamba-2 mixers.
 _LEFT_OUT = (
     *("sliding_window", "sliding_window_pattern", "max_window_layers", "num_key_value_heads"),
-    "rope_parameters",
+    *("rope_parameters", "n_groups"),
 )
 
 
@@ -81,6 +83,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 folder = parent / model_type / kind
                 folder.mkdir(parents=True)
                 (folder / "config.json").write_text(json.dumps(fields))
+                if "layers_block_type" in fields:
+                    write_pattern(folder / "config.json")
                 given[str(folder)] = family.added_for_sglang(fields)
 
     ended = subprocess.run(

@@ -70,7 +70,7 @@ def write_pattern(file: Path) -> None:
     fields = json.loads(file.read_text())
     letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     pattern = "".join(letters[kind] for kind in fields.pop("layers_block_type"))
-    del fields["mtp_layers_block_type"]
+    fields.pop("mtp_layers_block_type", None)
     file.write_text(json.dumps(fields | {"hybrid_override_pattern": pattern}))
 
 
