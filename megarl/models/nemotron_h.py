@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.machine.errors import counted
 from megarl.models.architecture import Activation, Architecture, Experts, Mamba, RouterScore
+from megarl.models.class_defaults import CLASS_DEFAULTS
 from megarl.models.config_reader import FULL, OF_CLASS, ConfigReader
 from megarl.models.experts import (
     SELECTION_BIAS_ROW,
@@ -290,6 +291,8 @@ NEMOTRON_H = Family(
         "routed_scaling_factor": 2.5,
     },
     kept={"mtp.": "the layers that predict further tokens"},
+    # SGLang reads this name, but has a default of another one.
+    sglang_fields={"n_groups": CLASS_DEFAULTS["nemotron_h"]["n_groups"]},
     sglang_replaced=_sglang_fields,
     sglang_refuses=_sglang_refuses,
     models="Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano",

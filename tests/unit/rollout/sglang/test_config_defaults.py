@@ -36,11 +36,10 @@ print(json.dumps(read, default=str))
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _NESTED = ("text_config", "vision_config")
 # Their classes leave out windows that `use_sliding_window` does not enable. Heads are required by megarl. The
-# pattern of windows is a number for transformers, and letters for SGLang, which has another name for the groups
-# of Mamba-2 mixers.
+# pattern of windows is a number for transformers, and letters for SGLang.
 _LEFT_OUT = (
     *("sliding_window", "sliding_window_pattern", "max_window_layers", "num_key_value_heads"),
-    *("rope_parameters", "n_groups"),
+    "rope_parameters",
 )
 
 
