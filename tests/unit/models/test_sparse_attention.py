@@ -130,7 +130,7 @@ def test_layers_that_share_a_selection_are_those_of_transformers(
         ({"index_topk": None}, "field 'index_topk' is missing"),
         ({"index_head_dim": 4}, "'index_head_dim' is 4, but must be at least 'qk_rope_head_dim', which is 8"),
         ({"index_topk_freq": 2}, "transformers' class of this family has an indexer in every layer"),
-        ({"indexer_types": ["full"] * 3}, "must have 'full' or 'shared' for each of 4 layers"),
+        ({"indexer_types": ["full"] * 3}, "must have 'full' or 'shared' for each layer (4 in all)"),
         ({"index_topk_pattern": "SFFF"}, "but the first layer has no selection to share"),
         (
             {"indexer_rope_interleave": True},
