@@ -79,8 +79,12 @@ class HubPlayer:
         """
         needs = self._hub.needs
         self._process = await asyncio.create_subprocess_exec(
-            *(self._python, "-P", str(_PLAYER)),
-            *(self._hub.value, needs.package.partition("==")[0], needs.module),
+            self._python,
+            "-P",
+            str(_PLAYER),
+            self._hub.value,
+            needs.package.partition("==")[0],
+            needs.module,
             stdin=PIPE,
             stdout=PIPE,
             limit=_LONGEST_LINE,
